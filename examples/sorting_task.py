@@ -1,6 +1,6 @@
 """A task with a right answer under five leashes: sort eight letters, with the answer in a column of the prompts.
 
-    python examples/sorting_task.py --seeds 0 1 2 --target-nats 3 --out sorting/
+    python examples/sorting_task.py --seeds 0 1 2 --target-nats 0.7 --out sorting/
 
 For each seed the shipped model (2 M parameters) first learns some of the task by next-token prediction: that is the
 reference. From it GRPO learns from a reward of 1 for a right answer: with the exact KL, with k1 or k3 in the loss,
@@ -56,10 +56,10 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("sorting"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--target-nats", type=float, default=3.0, help="per response; 3 if not given")
+    parser.add_argument("--target-nats", type=float, default=0.7, help="per response; 0.7 if not given")
     for name, default in (
         ("steps", 100),
-        ("warm-up", 600),
+        ("warm-up", 100),
         ("prompts", 256),
         ("held-out", 128),
         ("letters", 8),

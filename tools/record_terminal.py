@@ -44,7 +44,7 @@ def screen_of(command: list[str]) -> str:
 
 def main() -> None:
     """Run the command and write the picture."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()

@@ -45,6 +45,10 @@ def test_commands_are_found() -> None:
 def test_command_is_taken(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("base.kld").write_bytes(b"_logits_")
+    if "--config" in words:
+        config = Path(words[words.index("--config") + 1])
+        config.parent.mkdir(exist_ok=True)
+        config.write_text("limit: 64\n")
     needed = [NEEDED[word] for word in words[:2] if word in NEEDED and LEFT_OUT & set(words)]
     added = [word for option in needed if option[0] not in words for word in option]
     assert type(read_words([*(word for word in words if word not in LEFT_OUT), *added])) in RECORDS.values()

@@ -17,9 +17,9 @@ from kleash.cli import main
 from kleash.engines.base_logits import columns_of_rows
 from kleash.errors import KleashError, ModelError, NonFiniteError, OptionError, RunFolderError, SourceError
 from kleash.measuring import cache_reference, measure
-from kleash.measuring.llama_cpp_summary import LlamaCppColumns, format_llama_cpp
+from kleash.measuring.llama_cpp_summary import format_llama_cpp
 from kleash.models.base_logit_bounds import impossible_row, kl_bounds, logp_intervals, reverse_kl_bounds
-from kleash.models.base_logits import BaseLogitsRows, encode_rows, open_base_logits
+from kleash.models.base_logits import BaseLogitsRows, encode_rows, open_base_logits, row_values
 from kleash.models.heads import head_logits
 from kleash.records import CacheJob, MeasureJob, Measurement, RunFolder, WrittenLogits
 
@@ -161,7 +161,7 @@ def test_a_code_that_changes_what_probabilities_sum_to_is_named(
 ) -> None:
     policy, _, path = written
     file = open_base_logits(path)
-    row_bytes = 2 * file.row_values
+    row_bytes = 2 * row_values(file.vocab_size)
     place = 20 + 4 * file.chunks * CONTEXT + row_bytes * (2 * file.scored + 5)
     token = int(np.argmin(np.abs(file.read(2, 5, 6).codes[0].astype(int) - 50_000)))
     data = bytearray(path.read_bytes())
@@ -325,8 +325,9 @@ def test_a_gguf_says_whether_a_begin_token_is_put(written: tuple[Path, ...], tmp
 
 def test_the_statistics_are_those_of_llama_cpp() -> None:
     rng = np.random.default_rng(0)
-    columns = LlamaCppColumns(
-        nll=rng.exponential(2, 101).astype(np.float32),
+    nll = rng.exponential(2, 101).astype(np.float32)
+    text = format_llama_cpp(
+        nll=nll,
         nll_base=rng.exponential(2, 101).astype(np.float32),
         kld=np.arange(101) / 100,
         dp=np.linspace(-0.5, 0.5, 101).astype(np.float32),
@@ -336,7 +337,6 @@ def test_the_statistics_are_those_of_llama_cpp() -> None:
     rms = math.sqrt(math.fsum(squares) / 101)
     variance = math.fsum(square**2 for square in squares) / 101 - rms**4
     rms_error = 0.5 / rms * math.sqrt(variance / 100)
-    text = format_llama_cpp(columns)
     for line in (
         "Mean    KLD:   0.500000 ±   0.029155",  # sqrt((1/12)(101^2-1)/100^2 / 100)
         "Maximum KLD:   1.000000",
@@ -347,7 +347,7 @@ def test_the_statistics_are_those_of_llama_cpp() -> None:
         "75.0%   Δp: 25.000%",
         f"RMS Δp    : {100 * rms:6.3f} ± {100 * rms_error:5.3f} %",
         "Same top p: 74.257 ± 4.372 %",
-        f"Mean PPL(Q)                   : {math.exp(columns.nll.astype(np.float64).mean()):10.6f}",
+        f"Mean PPL(Q)                   : {math.exp(nll.astype(np.float64).mean()):10.6f}",
     ):
         assert line in text, line
 
@@ -357,12 +357,12 @@ def test_quantiles_of_many_tokens_are_rounded_as_those_of_llama_cpp() -> None:
     count = 15_360
     kld = np.cumsum(np.arange(count)) / 1e5
     flags = np.zeros(count, dtype=np.float32)
-    columns = LlamaCppColumns(nll=flags, nll_base=flags, kld=kld, dp=flags, same_top=flags == 0)
+    text = format_llama_cpp(nll=flags, nll_base=flags, kld=kld, dp=flags, same_top=flags == 0)
     place = np.multiply(np.float32(0.999), np.float32(count - 1), dtype=np.float32)
     low, high = np.float32(kld[int(place)]), np.float32(kld[int(place) + 1])
     rest = np.subtract(place, np.float32(int(place)), dtype=np.float32)
     expected = np.add((np.float32(1) - rest) * low, rest * high, dtype=np.float32)
-    assert f"99.9%   KLD: {expected:10.6f}" in format_llama_cpp(columns)
+    assert f"99.9%   KLD: {expected:10.6f}" in text
     in_float64 = np.interp(0.999 * (count - 1), np.arange(count), kld)
     assert f"{in_float64:10.6f}" != f"{expected:10.6f}"
 
@@ -384,10 +384,10 @@ def test_columns_leave_out_what_the_base_gives_less_than_e_to_the_minus_16() -> 
     ("layout", "offset", "value", "reason"),
     [
         ("<8s", 0, b"_logits-", "does not begin with _logits_"),
-        ("<i", 8, 1, "claims 8 chunks of 1 tokens"),
-        ("<i", 8, 33, "should have .* and has"),
+        ("<i", 8, 1, "of 8 chunks of 1 tokens .* by its header"),
+        ("<i", 8, 33, "chunks of 33 tokens .* by its header, and has"),
         ("<i", 12, 2**30, "a vocabulary of 1073741824"),
-        ("<i", 16, 2**31 - 1, "for 2147483647 chunks of 32 tokens"),
+        ("<i", 16, 2**31 - 1, "of 2147483647 chunks of 32 tokens"),
         ("<i", 20, 320, "a token beyond its vocabulary of 320"),
         ("<f", 20 + 4 * 256, math.nan, "has the scale nan and the smallest"),
         ("<f", 24 + 4 * 256, -30.0, "the smallest log-probability -30 at scored position 0 of chunk 0"),
@@ -408,7 +408,7 @@ def test_a_file_that_ends_within_its_header_is_refused(written: tuple[Path, ...]
     path = tmp_path / "base.kld"
     for length in (8, 15, 19):
         path.write_bytes(written[2].read_bytes()[:length])
-        with pytest.raises(SourceError, match=f"ends within its header of 20 bytes, after {length}"):
+        with pytest.raises(SourceError, match=f"by its header, and has {length} bytes"):
             open_base_logits(path)
 
 

@@ -14,7 +14,7 @@ from kleash.measuring.cluster_sums import (
     sequence_terms,
     token_quantities,
 )
-from kleash.measuring.estimand import estimand_of, weight_warnings
+from kleash.measuring.estimand import estimand_of, weight_warning
 from kleash.measuring.sequence_clusters import (
     clusters_of,
     distinct_prompts,
@@ -186,7 +186,7 @@ def test_overflowing_weights_give_a_warning_with_their_number() -> None:
     part["logp_sampled"] = np.full_like(part["logp_policy"], -400.0)
     terms = sequence_terms(part, part["kl_policy_reference"].astype(float), "importance")
     weighted = estimand_of(MeasureJob(responses="r"), all_have_logprobs=True)
-    (warning,) = weight_warnings(np.array([1.0, *terms.weight]), weighted)
+    warning = weight_warning(np.array([1.0, *terms.weight]), weighted)
     assert "1 of 2 responses are so much likelier" in warning
 
 
@@ -195,11 +195,11 @@ def test_overflowing_weights_give_a_warning_with_their_number() -> None:
 )
 def test_a_small_effective_sample_size_is_a_warning(weights: list[float], warned: bool) -> None:
     weighted = estimand_of(MeasureJob(responses="r"), all_have_logprobs=True)
-    warnings = weight_warnings(np.array(weights), weighted)
-    assert bool(warnings) is warned
+    warning = weight_warning(np.array(weights), weighted)
+    assert bool(warning) is warned
     if warned:
-        assert "an effective sample size of 1.1 out of 3" in warnings[0]
-    assert weight_warnings(np.array(weights), estimand_of(MeasureJob(responses="r"))) == ()
+        assert "an effective sample size of 1.1 out of 3" in warning
+    assert weight_warning(np.array(weights), estimand_of(MeasureJob(responses="r"))) == ""
 
 
 def test_the_running_kl_is_the_mean_over_all_tokens() -> None:

@@ -318,7 +318,6 @@ def save(path: Path, states: torch.Tensor, tokens: torch.Tensor, **more: torch.T
         (lambda p: save(p, torch.zeros(9, 32), torch.arange(9)), "is no whole file of vLLM"),
         (lambda p: save(p, torch.zeros(0, 2, 32), torch.arange(0)), "holds no tokens"),
         (lambda p: save(p, torch.zeros(9, 2, 32), torch.zeros(9)), "token_ids [9] torch.float32"),
-        (lambda p: save(p, torch.zeros(9, 2, 32), torch.arange(9) + 315), "token ids from"),
         (lambda p: save_file({"states": torch.zeros(2)}, p), "is no whole file of vLLM"),
         (lambda p: (p.parent / "a.jsonl").write_text("{"), "a.jsonl, line 1 is no response of SGLang"),
         (lambda p: (p.parent / "a.jsonl").write_text("{}"), "has neither 'meta_info'"),

@@ -15,7 +15,7 @@ import pytest
 from command_forks import CommandFork, CommandForks
 
 from kleash.cli import entry
-from kleash.measuring.run import _resumable
+from kleash.measuring.run import resumable
 from kleash.store.locks import claim, wait_for_parts
 
 Kleash = Callable[..., subprocess.CompletedProcess[str]]
@@ -115,7 +115,7 @@ def test_an_interruption_whose_message_a_library_drops_is_described(
     def interrupted(_: list[str]) -> int:
         with suppress(KeyboardInterrupt):
             signal.raise_signal(number)
-        with nullcontext() if out is None else _resumable(out):
+        with nullcontext() if out is None else resumable(out):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(entry, "_run", interrupted)

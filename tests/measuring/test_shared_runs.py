@@ -260,8 +260,8 @@ def test_a_second_process_needs_no_resume_and_returns_the_same(
             future.result()
             for future in [threads.submit(measure_together, job, Reporter()) for _ in range(2)]
         ]
-    assert sorted(result.is_own for result in results) == [False, True]
-    assert [numbers(result.measurement) for result in results] == [numbers(alone)] * 2
+    assert sorted(is_own for _, is_own in results) == [False, True]
+    assert [numbers(measurement) for measurement, _ in results] == [numbers(alone)] * 2
     with pytest.raises(RunFolderError, match="--resume"):
         measure(job)
     assert numbers(measure(replace(job, resume=True))) == numbers(alone)

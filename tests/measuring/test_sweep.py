@@ -22,7 +22,6 @@ from kleash.measuring import MeasureJob, compare, measure, sweep, sweep_run
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.reference_cache import is_cached
 from kleash.measuring.sweep_ranking import pareto_front
-from kleash.measuring.sweep_run import SharedSweep
 from kleash.reports.folder_report import write_report_of
 from kleash.store import Number
 from kleash.store.sweep import Sweep, SweepCandidate
@@ -312,7 +311,7 @@ def test_a_process_that_another_one_ranked_for_ends_with_0(
     is_own: bool,
     code: int,
 ) -> None:
-    monkeypatch.setattr(sweep_run, "sweep_together", lambda *_: SharedSweep(result, is_own=is_own))
+    monkeypatch.setattr(sweep_run, "sweep_together", lambda *_: (result, is_own))
     assert result.failed
     assert main(["sweep", "--candidates", "a", "--out", "b"]) == code
     assert bool(capsys.readouterr().out) is is_own

@@ -533,7 +533,6 @@ def test_a_gguf_needs_a_tokenizer(llama: tuple[Path, Path], tmp_path: Path) -> N
             lambda w: w.kv_data[0]["tokenizer.ggml.token_type"].value.__setitem__(0, 1),
             "is normal in the file",
         ),
-        ({}, lambda w: w.add_uint32("tokenizer.ggml.eot_token_id", 999), "names token 999 as eot_token_id"),
         ({}, lambda w: w.kv_data[0].pop("tokenizer.ggml.tokens"), r"has no tokenizer.ggml.tokens"),
     ],
 )
@@ -620,9 +619,7 @@ def test_a_truncated_file_names_both_sizes(llama: tuple[Path, Path], tmp_path: P
     with pytest.raises(ModelError, match=rf"it should have {len(data)} bytes and has {len(data) - 64}"):
         read_gguf_header(path)
     path.write_bytes(data + bytes(64))
-    with pytest.raises(
-        ModelError, match=rf"its tensors end at byte {len(data)}, and it has {len(data) + 64}"
-    ):
+    with pytest.raises(ModelError, match=rf"it should have {len(data)} bytes and has {len(data) + 64}"):
         read_gguf_header(path)
 
 

@@ -1,5 +1,6 @@
 """When two tokenizers are the same, and what is said when they are not."""
 
+import json
 from copy import deepcopy
 
 import pytest
@@ -7,14 +8,13 @@ from tiny_models import tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer, normalizers
 from transformers import PreTrainedTokenizerFast
 
+from kleash.checkpoints.resolution import Checkpoint
 from kleash.errors import ModelError
-from kleash.models.tokenizers import compare_tokenizers, token_count, token_texts
+from kleash.models.tokenizers import compare_tokenizers, load_tokenizers, token_count, token_texts
 
 
 def changed(**parts):
     """The tiny tokenizer with some entries of its JSON's model replaced."""
-    import json
-
     ours = tiny_tokenizer()
     content = json.loads(ours.backend_tokenizer.to_str())
     for name, change in parts.items():
@@ -31,6 +31,31 @@ def wrapped(backend, **names):
 
 def test_a_copied_tokenizer_is_interchangeable():
     assert compare_tokenizers(tiny_tokenizer(), deepcopy(tiny_tokenizer())) == ()
+
+
+@pytest.mark.parametrize("changed_file", [None, "config.json", "chat_template.jinja", "tokenizer.json"])
+def test_a_tokenizer_of_equal_files_is_loaded_once(tmp_path, changed_file):
+    checkpoints = {}
+    for role in ("policy", "reference"):
+        folder = tmp_path / role
+        tiny_tokenizer(300 if role == "policy" or changed_file != "tokenizer.json" else 290).save_pretrained(
+            folder
+        )
+        settings = {"model_type": "llama", "vocab_size": 300}
+        if role == "reference" and changed_file == "config.json":
+            settings["vocab_size"] = 320
+        (folder / "config.json").write_text(json.dumps(settings))
+        if role == "reference" and changed_file == "chat_template.jinja":
+            (folder / "chat_template.jinja").write_text("{{ messages }}")
+        checkpoints[role] = Checkpoint(role=role, name=role, folder=folder)
+    if changed_file == "tokenizer.json":
+        with pytest.raises(ModelError, match="differ in 10 tokens"):
+            load_tokenizers(checkpoints, False)
+        return
+    tokenizers, notes = load_tokenizers(checkpoints, False)
+    has_other_template = changed_file == "chat_template.jinja"
+    assert (tokenizers["policy"] is tokenizers["reference"]) != has_other_template
+    assert any("chat templates differ" in note for note in notes) == has_other_template
 
 
 def test_different_vocabularies_are_an_error_with_the_first_differences(unhooked):

@@ -291,7 +291,7 @@ def test_experts_that_are_packed_one_by_one_are_unpacked(
         ("scales", None, "has no tensor scales"),
         ("qweight", lambda t: t[:, :0], "has an empty tensor"),
         ("qweight", lambda t: t[:, :32], "has scales of 2 x 64 and qzeros of 2 groups"),
-        ("g_idx", lambda t: t[:9], "has a g_idx of 9 inputs"),
+        ("g_idx", lambda t: t[:9], r"has g_idx of shape \[9\]"),
         ("qweight", lambda t: t.float(), r"has qweight as F32 \[8, 64\], and not as I32"),
         ("qzeros", lambda t: t[:, :7], "has 7 words of zero points for 64 outputs"),
         ("qzeros", lambda t: t[:, :4], "is stored in 2 bits,"),
@@ -362,8 +362,8 @@ def test_a_tensor_in_two_files_has_the_same_contents(source: Path, tmp_path: Pat
     ("part", "change", "reason"),
     [
         ("qzeros", None, "has no tensor qzeros"),
-        ("scales", lambda t: t[:1], r"has scales of \[1, 64\] and qzeros of \[2"),
-        ("qweight", lambda t: t[:, :4], r"has scales of \[2, 64\] and qzeros of \[2"),
+        ("scales", lambda t: t[:1], r"has scales of shape \[1, 64\], and not \[2"),
+        ("qweight", lambda t: t[:, :4], r"has scales of shape \[2, 64\], and not \[2"),
         ("qweight", lambda t: t.long(), r"has qweight as I64 \[64, 8\], and not as I32"),
     ],
 )
@@ -399,7 +399,7 @@ def damaged_copy(source: Path, folder: Path, name: str, change: Any) -> Path:
         ({"quant_method": "awq"}, "its version is 'gptq', and not gemm"),
         ({"quant_method": "awq", "version": "marlin"}, "its version is 'marlin'"),
         ({"quant_method": "awq", "version": "gemm", "bits": 3}, "it has 3 bits, and AWQ's layout 4"),
-        ({"quant_method": "awq", "version": "gemm"}, r"has scales of \[3, 64\] and qzeros of \[3"),
+        ({"quant_method": "awq", "version": "gemm"}, "has 12 inputs in groups of 32"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(

@@ -147,10 +147,10 @@ def test_python_files_of_a_checkpoint_are_not_executed(model, here):
 @pytest.mark.parametrize(
     ("weight_map", "reason"),
     [
-        ({"a": "../base/model.safetensors"}, "every shard must be a .safetensors file"),
-        ({"a": "pytorch_model.bin"}, "every shard must be a .safetensors file"),
-        ({"a": ["x"]}, "every shard must be a .safetensors file"),
-        ({"a": "absent.safetensors"}, "which is not there"),
+        ({"a": "../base/model.safetensors"}, "which is no .safetensors file in the same folder"),
+        ({"a": "pytorch_model.bin"}, "which is no .safetensors file in the same folder"),
+        ({"a": ["x"]}, "which is no .safetensors file in the same folder"),
+        ({"a": "absent.safetensors"}, "which is no .safetensors file in the same folder"),
         ([], "has no weight_map"),
     ],
 )
@@ -222,7 +222,10 @@ def test_a_folder_named_as_a_weights_file_is_refused(model):
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"num_hidden_layers": 10**9}, "a network of [0-9]+ parts and more,"),
+        (
+            {"num_hidden_layers": 10**9},
+            "has 1000000000 layers by its settings, and its files hold [0-9]+ tensors",
+        ),
         ({"vocab_size": 10**12}, "describes in its settings a network"),
         ({"hidden_size": 10**4}, "describes in its settings a network"),
         ({"head_dim": 0}, "cannot be|other shapes|lacks"),
@@ -294,10 +297,10 @@ def test_numbers_that_size_nothing_are_not_judged(model, over, settings):
         assert torch.equal(*states)
 
 
-@pytest.mark.parametrize("limit", ["x", [1], True])
+@pytest.mark.parametrize("limit", ["x", [1]])
 def test_an_invalid_model_max_length_is_refused(model, limit):
     change(model / "tokenizer_config.json", model_max_length=limit)
-    refused(model, "has the model_max_length .*, which is no number")
+    refused(model, "the tokenizer of .* cannot be loaded")
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from histories import healthy
 from synthetic_run import synthetic_comparison, synthetic_sweep
 
 from kleash.records import Measurement, Number
-from kleash.reports.comparison import describe_difference, differences_chart, runs_chart
+from kleash.reports.comparison import differences_chart, runs_chart
 from kleash.reports.drawing import format_tick, log_ticks
 from kleash.reports.measurement import charts, describe_sample_size, source_nouns
-from kleash.reports.sweep import nearer_minus_farther, sweep_charts
+from kleash.reports.sweep import pairs_in_order, sweep_charts
 from kleash.reports.training_charts import run_charts
 from kleash.store.measurement_summary import all_warnings
 
@@ -107,9 +107,6 @@ def test_a_comparison_on_text_uses_the_noun_document() -> None:
     texts = replace(comparison, runs=tuple(replace(run, source="text") for run in comparison.runs))
     assert differences_chart(texts).title.endswith("on shared documents")
     assert differences_chart(comparison).title.endswith("on shared prompts")
-    assert describe_difference(comparison.differences[0], "kl_policy_reference", "documents").endswith(
-        "on 200 shared documents"
-    )
 
 
 def test_warnings_of_single_numbers_are_merged_with_their_labels(run: tuple[Path, Measurement]) -> None:
@@ -213,13 +210,18 @@ def test_labels_of_points_near_each_other_are_one() -> None:
 
 
 def test_a_difference_of_candidates_is_that_of_the_nearer_minus_the_other() -> None:
-    pair = synthetic_sweep().pairs[0]
+    sweep = synthetic_sweep()
+    nearest, farthest = sweep.ranking[0].number, sweep.ranking[-1].number
     turned = replace(
-        pair,
-        difference=replace(pair.difference, value=0.5, warnings=("few", "one")),
+        sweep.pairs[0],
+        first=farthest,
+        second=nearest,
+        difference=replace(sweep.pairs[0].difference, value=0.5, warnings=("few", "one")),
         simultaneous_ci95=(0.4, 0.7),
     )
-    number = nearer_minus_farther(turned, ("few",))
+    (pair,) = pairs_in_order(replace(sweep, pairs=(turned,), warnings=("few",)))
+    number = pair.difference
+    assert (pair.first, pair.second) == (nearest, farthest)
     assert (number.value, number.ci95, number.warnings) == (-0.5, (-0.7, -0.4), ("one",))
 
 

@@ -5,6 +5,7 @@ import math
 import re
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from kleash.store.measurement import Drifted
 KEYS = {"kl": "kl_policy_reference", "reverse": "kl_reference_policy", "entropy_p": "entropy_policy"}
 
 
-def made(run: tuple[Path, Measurement]) -> heatmap.HeatMap:
+def made(run: tuple[Path, Measurement]) -> dict[str, Any]:
     folder, measurement = RunFolder(run[0]), run[1]
     keys = [(drift.prompt_id, drift.sample_id) for drift in measurement.worst_sequences]
     return heat_map(folder, measurement, read_sequences(folder, keys))
@@ -28,8 +29,8 @@ def made(run: tuple[Path, Measurement]) -> heatmap.HeatMap:
 def test_the_token_view_has_the_columns_of_the_files(run: tuple[Path, Measurement]) -> None:
     folder, measurement = RunFolder(run[0]), run[1]
     heat = made(run)
-    assert len(heat.sequences) == 50
-    assert heat.shortened == 0
+    assert len(heat["sequences"]) == 50
+    assert heat["shortened"] == 0
     names = [
         "prompt_id",
         "sample_id",
@@ -41,7 +42,7 @@ def test_the_token_view_has_the_columns_of_the_files(run: tuple[Path, Measuremen
     ]
     parts = list(folder.parts("tokens", names))
     table = {name: np.concatenate([part[name] for part in parts]) for name in names}
-    for drawn, drift in zip(heat.sequences, measurement.worst_sequences, strict=True):
+    for drawn, drift in zip(heat["sequences"], measurement.worst_sequences, strict=True):
         rows = (table["prompt_id"] == drift.prompt_id) & (table["sample_id"] == drift.sample_id)
         assert (drawn["prompt_id"], drawn["sample_id"]) == (drift.prompt_id, drift.sample_id)
         assert drawn["tokens"] == rows.sum() == drift.tokens
@@ -55,7 +56,7 @@ def test_the_token_view_has_the_columns_of_the_files(run: tuple[Path, Measuremen
 
 def test_the_token_view_has_the_alternatives_of_the_files(run: tuple[Path, Measurement]) -> None:
     table = RunFolder(run[0]).alternatives()
-    sequence = made(run).sequences[3]
+    sequence = made(run)["sequences"][3]
     rows = (table["prompt_id"] == sequence["prompt_id"]) & (table["sample_id"] == sequence["sample_id"])
     rows &= table["position"] == 7
     rows = np.flatnonzero(rows)[np.argsort(table["place"][rows])]
@@ -74,10 +75,10 @@ def test_drawn_tokens_are_limited_and_shortened_sequences_counted(
     monkeypatch.setattr(heatmap, "MAX_TOKENS_OF_SEQUENCE", 20)
     monkeypatch.setattr(heatmap, "MAX_TOKENS", 50)
     heat = made(run)
-    assert [len(drawn["text"]) for drawn in heat.sequences] == [20, 20, 10]
-    assert heat.shortened == 3
-    assert [drawn["tokens"] for drawn in heat.sequences] == [d.tokens for d in run[1].worst_sequences[:3]]
-    assert all(len(drawn["alternatives"]) == len(drawn["text"]) for drawn in heat.sequences)
+    assert [len(drawn["text"]) for drawn in heat["sequences"]] == [20, 20, 10]
+    assert heat["shortened"] == 3
+    assert [drawn["tokens"] for drawn in heat["sequences"]] == [d.tokens for d in run[1].worst_sequences[:3]]
+    assert all(len(drawn["alternatives"]) == len(drawn["text"]) for drawn in heat["sequences"])
 
 
 def test_drawn_sequences_are_limited(tmp_path: Path) -> None:
@@ -87,7 +88,7 @@ def test_drawn_sequences_are_limited(tmp_path: Path) -> None:
         folder, prompts=60, samples=1, tokens=4, hostile=False, changes={"worst_sequences": more}
     )
     heat = made((folder, measurement))
-    assert [drawn["prompt_id"] for drawn in heat.sequences] == list(range(50))
+    assert [drawn["prompt_id"] for drawn in heat["sequences"]] == list(range(50))
 
 
 @pytest.mark.parametrize(("largest", "ordinary"), [(4.0, 0.2), (53.0, 1e-4), (4.1e-7, 1e-9), (0.9, 0.3)])
@@ -121,7 +122,7 @@ def test_infinite_and_nan_kl_are_drawn(tmp_path: Path) -> None:
     changed = table.set_column(place, table.schema.field(place), arrow.array(values, type=arrow.float32()))
     parquet.write_table(changed, path)
     seal_folder(folder)
-    kls = [kl for drawn in made((folder, measurement)).sequences for kl in drawn["kl"]]
+    kls = [kl for drawn in made((folder, measurement))["sequences"] for kl in drawn["kl"]]
     assert sum(math.isinf(kl) for kl in kls) == 1
     assert sum(math.isnan(kl) for kl in kls) == 1
 

@@ -9,7 +9,7 @@ from drawn_charts import bands, curves, dots, drawn, intervals, legend, ticks
 from synthetic_run import synthetic_comparison
 
 from kleash.records import Measurement, Number
-from kleash.reports.comparison import describe_difference, describe_direction, differences_chart, runs_chart
+from kleash.reports.comparison import differences_chart, runs_chart
 from kleash.reports.measurement import noise_floor_note
 from kleash.reports.measurement_charts import bin_chart, convergence_chart, means_chart, quantiles_chart
 from kleash.store.measurement import Bin, ConvergencePoint, EstimatorRecord
@@ -166,32 +166,6 @@ def test_the_noise_floor_note_compares_it_with_the_kl(run: Any, floor: float, sa
     per_token = {"kl_policy_reference": number(0.2, 0.1, 0.3)}
     changed = measurement(run, per_token=per_token, noise_floor=number(floor, floor, floor))
     assert said in noise_floor_note(changed)
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "said"),
-    [
-        (0.1, 0.2, "further from its reference"),
-        (-0.2, -0.1, "closer to its reference"),
-        (-0.1, 0.2, "no significant difference"),
-        (0.0, 0.0, "no significant difference"),
-        (math.nan, math.nan, "direction unknown"),
-    ],
-)
-def test_a_difference_has_a_direction_only_if_its_interval_excludes_zero(
-    low: float, high: float, said: str
-) -> None:
-    assert describe_direction(number((low + high) / 2, low, high)) == said
-
-
-def test_a_run_without_the_kl_is_not_compared() -> None:
-    difference = synthetic_comparison().differences[0]
-    assert (
-        describe_difference(
-            type(difference)(**{**vars(difference), "differences": {}}), "kl_policy_reference"
-        )
-        == "not compared, on 200 shared prompts"
-    )
 
 
 def test_only_the_chart_of_differences_has_a_line_at_zero() -> None:

@@ -24,6 +24,7 @@ from kleash.reports.heatmap import read_sequences
 from kleash.reports.measurement import join_tokens, token_row
 from kleash.reports.page import script_json
 from kleash.store.measurement import PromptDrift, SequenceTotal
+from kleash.store.summary import cells, with_error
 
 
 class Outline(HTMLParser):
@@ -275,15 +276,15 @@ def test_a_token_row_has_its_context_and_probabilities(run: tuple[Path, Measurem
         tokens = read_sequences(RunFolder(run[0]), [key])
         row = token_row(drift, tokens, {(*key, drift.position - 1)})
         before = [rows[(*key, at)][0] for at in range(max(0, drift.position - 10), drift.position)]
-        assert row.before == join_tokens(before)
-        assert bool(row.before) is any(before)
+        assert row["before"] == join_tokens(before)
+        assert bool(row["before"]) is any(before)
         text, p, q, rank = rows[(*key, drift.position)]
         assert text == drift.text
-        assert row.p == pytest.approx(math.exp(p), rel=6e-4)
-        assert row.q == pytest.approx(math.exp(q), rel=6e-4)
-        assert row.rank == rank
-        assert row.is_shown is False
-        assert token_row(drift, tokens, {(*key, drift.position)}).is_shown is True
+        assert row["p"] == pytest.approx(math.exp(p), rel=6e-4)
+        assert row["q"] == pytest.approx(math.exp(q), rel=6e-4)
+        assert row["rank"] == rank
+        assert row["is_shown"] is False
+        assert token_row(drift, tokens, {(*key, drift.position)})["is_shown"] is True
 
 
 def test_the_page_of_a_run_of_many_tokens_is_small(tmp_path: Path) -> None:
@@ -323,8 +324,10 @@ def test_a_lone_surrogate_in_a_path_is_rendered(tmp_path: Path) -> None:
 
 def test_a_comparison_states_direction_and_shared_prompts(comparison_page: Path) -> None:
     text = Outline(comparison_page).text
-    assert "step 400: further from its reference: " in text
-    assert "on 200 shared prompts" in text
+    assert "difference from the first" in text and "shared prompts" in text
+    difference = synthetic_comparison().differences[0]
+    number = difference.differences["kl_policy_reference"]
+    assert f"{with_error(number)}{cells(number)[1]}{difference.shared_prompts}" in text
     assert "sources differ" in text
     assert "few shared prompts" in text
     assert "points" in text

@@ -19,9 +19,7 @@ from kleash.errors import MissingExtraError, OptionError, TrackerWarning
 from kleash.jobs import SweepJob
 from kleash.jobs.reading_jobs import ReportJob
 from kleash.measuring import sweep
-from kleash.measuring.run import SharedMeasurement
-from kleash.measuring.sweep_run import SharedSweep
-from kleash.records import Measurement, Number
+from kleash.records import Measurement, Number, Sweep
 from kleash.reports import write_report
 from kleash.reports.trackers import scalars_of, send_result, sweep_scalars
 
@@ -125,13 +123,13 @@ def test_a_tracker_that_fails_is_a_sentence_and_the_others_get_the_numbers(
     assert len(working.logged) == working.finished == 1
 
 
-def write_run(job: MeasureJob, *_: object) -> SharedMeasurement:
+def write_run(job: MeasureJob, *_: object) -> tuple[Measurement, bool]:
     """Write a small run in place of measuring one."""
     measurement = write_synthetic_run(
         Path(str(job.out)), prompts=2, samples=1, tokens=40, hostile=False, shards=1
     )
     write_report(Path(str(job.out)))
-    return SharedMeasurement(measurement, is_own=True)
+    return measurement, True
 
 
 def test_a_measurement_is_on_disk_whatever_a_tracker_does(
@@ -164,7 +162,7 @@ def test_a_measurement_is_on_disk_whatever_a_tracker_does(
 def test_measure_warns_of_a_tracker_and_returns_the_measurement(
     run: tuple[Path, Measurement], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kleash.measuring.run._measure", lambda *_: SharedMeasurement(run[1], is_own=True))
+    monkeypatch.setattr("kleash.measuring.run._measure", lambda *_: (run[1], True))
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.warns(TrackerWarning, match="the tracker wandb is not installed"):
         assert measure(MeasureJob(report_to=("wandb",), out=str(tmp_path))) is run[1]
@@ -251,8 +249,8 @@ def test_a_sweep_is_on_disk_whatever_a_tracker_does(
         assert (out / "sweep.json").exists()
         raise RuntimeError("not logged in")
 
-    def write_result(*_: object) -> SharedSweep:
-        return SharedSweep(write_sweep_folder(out, result), is_own=True)
+    def write_result(*_: object) -> tuple[Sweep, bool]:
+        return write_sweep_folder(out, result), True
 
     monkeypatch.setattr(service, "init", refuse)
     monkeypatch.setitem(sys.modules, "wandb", service.as_module("wandb"))

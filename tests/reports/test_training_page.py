@@ -70,9 +70,9 @@ def test_the_headlines_are_those_of_the_last_step(hostile: Text) -> None:
 
 
 def test_a_tiny_number_is_formatted_in_scientific_notation() -> None:
-    metrics = {"value": 1.172e-29, "error": 5.69e-30}
-    assert format_metric(metrics, "value", "error") == "1.17 × 10⁻²⁹ ± 5.7 × 10⁻³⁰"
-    assert format_metric({"value": -0.5, "error": 0.25}, "value", "error") == "−0.50 ± 0.25"
+    metrics = {"kl/k3": 1.172e-29, "kl/k3_error": 5.69e-30}
+    assert format_metric(metrics, "kl/k3") == "1.17 × 10⁻²⁹ ± 5.7 × 10⁻³⁰ nats"
+    assert format_metric({"reward/score": -0.5, "reward/score_error": 0.25}, "reward/score") == "−0.50 ± 0.25"
 
 
 def test_a_number_of_every_other_step_is_a_line_through_them() -> None:

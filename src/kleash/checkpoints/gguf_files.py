@@ -23,7 +23,6 @@ HUB_FILE = re.compile(r"([\w][\w.-]*/[\w][\w.-]*):([^\\:]+\.gguf)", re.IGNORECAS
 """Name of a file in a repository of the hub: "owner/name:file.gguf"."""
 SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 """Name of a part of a model that gguf-split has divided."""
-MAX_PARTS = 1000
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
@@ -47,21 +46,11 @@ NUMBERS = {
 """Type of a value in the file → numpy's."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GGUFHeader:
-    """What a GGUF file says before its weights."""
-
-    path: Path
-    settings: Mapping[str, Any]
-    """Key → number, string, or list of numbers or strings."""
-    tensors: tuple[StoredTensor, ...]
-
-
 class _DamagedError(Exception):
     """A GGUF file contradicts its format; the message says where."""
 
 
-def read_gguf_header(path: Path) -> GGUFHeader:
+def read_gguf_header(path: Path) -> "GGUFFiles":
     """Read and validate the header of a GGUF file, before anything of the size that it claims is allocated.
 
     Checks magic, version, every length against the bytes that are there, that the types are known, and that the tensors
@@ -88,7 +77,7 @@ class _Parser:
         self._path, self._file, self._size = path, file, size
         self._position = 0
 
-    def header(self) -> GGUFHeader:
+    def header(self) -> "GGUFFiles":
         """Read the whole header."""
         if self._read(4, "its magic") != MAGIC:
             raise _DamagedError("it does not begin with GGUF")
@@ -108,23 +97,21 @@ class _Parser:
         alignment = settings.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 1:
             raise _DamagedError(f"its alignment is {str(alignment)[:40]}")
-        return GGUFHeader(path=self._path, settings=settings, tensors=self._placed(tensors, alignment))
+        return GGUFFiles(settings=settings, tensors=self._placed(tensors, alignment))
 
     def _value(self, kind: int, key: str) -> Any:
         """The value of a setting: a number, a text, or a list of them."""
+        is_list, count = kind == ARRAY, 1
+        if is_list:
+            (kind,) = self._numbers("<u4", 1, key)
+            (count,) = self._numbers("<u8", 1, key)
         if kind in NUMBERS:
-            return self._numbers(NUMBERS[kind], 1, key)[0]
-        if kind == STRING:
-            return self._string(key)
-        if kind != ARRAY:
+            values = self._numbers(NUMBERS[kind], count, key)
+        elif kind == STRING:
+            values = [self._string(key) for _ in range(count)]
+        else:
             raise _DamagedError(f"the setting {key[:80]!r} has the unknown type {kind}")
-        (kind,) = self._numbers("<u4", 1, key)
-        (count,) = self._numbers("<u8", 1, key)
-        if kind in NUMBERS:
-            return self._numbers(NUMBERS[kind], count, key)
-        if kind != STRING:
-            raise _DamagedError(f"the setting {key[:80]!r} is an array of the type {kind}")
-        return [self._string(key) for _ in range(count)]
+        return values if is_list else values[0]
 
     def _tensor(self) -> StoredTensor:
         """A tensor, with its offset from the first byte of the weights."""
@@ -160,10 +147,8 @@ class _Parser:
                     f"{tensor.name!r} begins at {tensor.offset} of its weights and the one before ends at {end}"
                 )
             end = tensor.offset + tensor.num_bytes
-        if start + end > self._size:
+        if not 0 <= self._size - start - end < alignment:
             raise _DamagedError(f"it should have {start + end} bytes and has {self._size}")
-        if self._size - start - end >= alignment:
-            raise _DamagedError(f"its tensors end at byte {start + end}, and it has {self._size}")
         return tuple(replace(tensor, offset=start + tensor.offset) for tensor in tensors)
 
     def _string(self, what: str) -> str:
@@ -185,10 +170,10 @@ class _Parser:
 
 @dataclass(frozen=True, kw_only=True)
 class GGUFFiles:
-    """The headers of all files of a model."""
+    """What one GGUF file, or all files of a model, say before the weights."""
 
     settings: Mapping[str, Any]
-    """Of the first file."""
+    """Key → number, string, or list of numbers or strings; of the first file."""
     tensors: tuple[StoredTensor, ...]
     """Of all files."""
 
@@ -217,19 +202,11 @@ class GGUFFiles:
 
 
 def list_part_names(name: str) -> list[str]:
-    """The file names of all parts of the model that the file ``name`` belongs to; ``name`` alone if it is not split.
-
-    Raises:
-        ModelError: if the numbers in the name contradict each other.
-    """
+    """The file names of all parts of the model that the file ``name`` belongs to; ``name`` alone if it is not split."""
     match = SPLIT_NAME.fullmatch(name)
     if match is None:
         return [name]
-    number, count = int(match[2]), int(match[3])
-    if not 1 <= number <= count <= MAX_PARTS:
-        raise ModelError(
-            f"{name} is part {number} of {count} by its name; rename the files as gguf-split wrote them"
-        )
+    count = int(match[3])
     return [f"{match[1]}-{part:05d}-of-{count:05d}{name[-len(SUFFIX) :]}" for part in range(1, count + 1)]
 
 
@@ -246,14 +223,14 @@ def open_gguf(paths: tuple[Path, ...]) -> GGUFFiles:
 def _open_gguf(files: tuple[tuple[Path, int, int], ...]) -> GGUFFiles:
     """``open_gguf`` of files with their sizes and times, by which headers are read once."""
     headers = [read_gguf_header(path) for path, _, _ in files]
-    first = headers[0]
+    first, first_path = headers[0], files[0][0]
     for number, header in enumerate(headers):
         claimed = header.settings.get("split.count", 0) or 1
         place = header.settings.get("split.no", 0) if len(headers) > 1 else 0
         if (claimed, place) != (len(headers), number):
             raise ModelError(
-                f"{header.path} says that it is file {header.settings.get('split.no', 0) + 1} of {claimed}, and its "
-                f"name says {number + 1} of {len(headers)}; restore the names that gguf-split wrote, "
+                f"{files[number][0]} says that it is file {header.settings.get('split.no', 0) + 1} of {claimed}, and "
+                f"its name says {number + 1} of {len(headers)}; restore the names that gguf-split wrote, "
                 "NAME-00001-of-0000N.gguf"
             )
     tensors = tuple(tensor for header in headers for tensor in header.tensors)
@@ -263,11 +240,11 @@ def _open_gguf(files: tuple[tuple[Path, int, int], ...]) -> GGUFFiles:
     if repeated is not None or expected != len(tensors):
         reason = f"{repeated!r} is in two of them" if repeated else f"{expected} are expected"
         raise ModelError(
-            f"the {len(headers)} files of {first.path} have {len(tensors)} tensors, but {reason}; fetch all of them "
+            f"the {len(headers)} files of {first_path} have {len(tensors)} tensors, but {reason}; fetch all of them "
             "again"
         )
     if not tensors:
         raise ModelError(
-            f"{first.path} has no tensors: it holds a vocabulary alone; give the file with the weights"
+            f"{first_path} has no tensors: it holds a vocabulary alone; give the file with the weights"
         )
     return GGUFFiles(settings=first.settings, tensors=tensors)

@@ -174,11 +174,6 @@ class Checkpoint:
         """Watch the input files, where ``watching_files`` is active."""
         watch_files(path for _, _, path in self.input_files())
 
-    def weight_files(self) -> list[Path]:
-        """The files of the weights: safetensors of the base and the adapter, or GGUF."""
-        folders = [folder for _, folder in self._folders()]
-        return [*self.gguf, *(path for folder in folders for path in folder.glob("*.safetensors"))]
-
     def _folders(self) -> list[tuple[str, Path]]:
         if self.gguf:
             return []

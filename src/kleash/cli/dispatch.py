@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kleash.cli.parsing import RichCommand
-from kleash.cli.printing import print_formatted, print_gates, print_summary
+from kleash.cli.parsing import DryRun, RichCommand
+from kleash.cli.printing import print_formatted, print_gates, print_summary, print_texts
 from kleash.cli.progress import Progress, Steps
 from kleash.cli.terminal import Terminal, remark, say, trackers_as_sentences
 from kleash.errors import CannotRunError, OptionError
@@ -21,6 +21,7 @@ from kleash.launch_environment import launched_rank, require_one_process
 from kleash.reports.formatting import format_bytes, measure_command
 from kleash.store import WrittenLogits
 from kleash.store.cache import read_label
+from kleash.store.codec import to_json
 from kleash.store.measurement import exit_code_of
 from kleash.store.number_rows import NumericResult
 from kleash.store.training_comparison import TrainingComparison
@@ -32,17 +33,26 @@ SHIPPED_PAIR = (
 """Note of a measurement of the shipped models."""
 EXIT_FAILED = 2
 """Exit code of a sweep if a candidate could not be measured, or its KL not attributed."""
-FIRST_RANK_ONLY = (ReportJob, CompareJob, MismatchJob, DoctorJob)
+FIRST_RANK_ONLY = (ReportJob, CompareJob, MismatchJob, DoctorJob, DryRun)
 """Commands of which the first of several launched processes does the work; the others exit with 0 at once."""
 
 
-def run(command: RichCommand) -> int:
+def run(command: RichCommand | DryRun) -> int:
     """Run a command and return its exit code.
 
     Raises:
         KleashError: if the command fails.
     """
     if isinstance(command, FIRST_RANK_ONLY) and launched_rank() != 0:
+        return 0
+    if isinstance(command, DryRun):
+        from kleash.measuring.dry_run import dry_run
+
+        plan = dry_run(command.job)
+        if command.job.json:
+            sys.stdout.write(to_json(plan))
+        else:
+            print_texts(plan)
         return 0
     with trackers_as_sentences():
         return next(run_job for kind, run_job in COMMANDS.items() if isinstance(command, kind))(command)
@@ -57,10 +67,9 @@ def _measure(job: MeasureJob) -> int:
         is_shipped = (job.policy, job.reference) == (SHIPPED_POLICY, SHIPPED_REFERENCE)
         if progress is not None and is_shipped and not job.has_base_logits:
             progress.note(SHIPPED_PAIR)
-        result = measure_together(job, progress)
-    if not result.is_own:
+        measurement, is_own = measure_together(job, progress)
+    if not is_own:
         return 0
-    measurement = result.measurement
     _print_result(measurement, job, measurement.folder and measurement.folder / "report.html")
     return exit_code_of([measurement.gate])
 
@@ -71,16 +80,16 @@ def _sweep(job: SweepJob) -> int:
 
     It is 0 if another process makes the ranking.
     """
-    from kleash.measuring.sweep_run import default_sweep, sweep_together
+    from kleash.measuring.run import default_out
+    from kleash.measuring.sweep_run import PARENT, sweep_together
     from kleash.reports.sweep import PAGE
 
     if job.out is None:
-        job = replace(job, out=default_sweep())
+        job = replace(job, out=default_out(PARENT))
     with Progress() if launched_rank() == 0 and not job.quiet else nullcontext() as progress:
-        shared = sweep_together(job, progress)
-    if not shared.is_own:
+        result, is_own = sweep_together(job, progress)
+    if not is_own:
         return 0
-    result = shared.sweep
     _print_result(result, job, Path(str(job.out)) / PAGE)
     names = {candidate.number: candidate.name for candidate in result.candidates}
     failures = {candidate.name: f"measured: {candidate.failure}" for candidate in result.failed}
@@ -170,9 +179,9 @@ def _cache(job: CacheJob) -> int:
     """Run ``kleash cache``, print what was written and the command that uses it, and return its exit code, 0."""
     require_one_process("kleash cache")
     from kleash.measuring import cache_reference
-    from kleash.measuring.reference_cache import default_cache
+    from kleash.measuring.run import default_out
 
-    job = replace(job, out=job.out if job.out is not None else default_cache())
+    job = replace(job, out=job.out if job.out is not None else default_out("kleash-caches"))
     with nullcontext() if job.quiet else Progress(activity="caching", step="reading") as progress:
         contents = cache_reference(job, progress)
     if job.json:

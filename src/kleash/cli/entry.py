@@ -156,7 +156,7 @@ def _escape(error: UnicodeError) -> tuple[str, int]:
 
 def _run(arguments: list[str]) -> int:
     """Parse and run the command; what it needs is imported only then."""
-    from kleash.cli.parsing import SUBCOMMANDS, read_words
+    from kleash.cli.parsing import SUBCOMMANDS, DryRun, read_words
     from kleash.cli.requirements import require_packages
     from kleash.jobs.reading_jobs import AuditJob, EnvJob
 
@@ -168,7 +168,7 @@ def _run(arguments: list[str]) -> int:
         raise
     except SystemExit:  # help, the version or a completion script was printed
         return EXIT_ERROR if " ".join(arguments) in SUBCOMMANDS else EXIT_SUCCESS
-    require_packages(command)
+    require_packages(command.job if isinstance(command, DryRun) else command)
     if isinstance(command, AuditJob):  # dispatch imports rich, which a base install lacks
         from kleash.cli.audit_command import run_audit
 

@@ -6,6 +6,7 @@ import shutil
 import sys
 from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, HelpFormatter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,17 @@ from kleash.version import __version__
 
 RichCommand = MeasureJob | SweepJob | ReportJob | CompareJob | MismatchJob | DoctorJob | CacheJob | TrainJob
 """A command that prints with rich."""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A command that says what its job would load and read."""
+
+    job: MeasureJob | SweepJob | CacheJob
+
+
+DRY_RUNS = ("measure", "sweep", "cache")
+"""Commands with --dry-run."""
 Command = RichCommand | AuditJob | EnvJob
 SUBCOMMANDS: Mapping[str, tuple[str, ...]] = {
     "": (
@@ -182,6 +194,13 @@ class CommandParser(ArgumentParser):
                 help="A file with options, as limit: 64 on a line (YAML), JSON, or the run.json of a run. Options that "
                 "are given here win.",
             )
+        if name in DRY_RUNS:
+            options.add_argument(
+                "--dry-run",
+                action="store_true",
+                help="Say what would be loaded and read, with memory and tokens, and end: no weights are read, "
+                "nothing is written.",
+            )
         if not name:
             version = f"kleash {__version__}"
             options.add_argument(
@@ -312,7 +331,7 @@ def parser_of(name: str) -> CommandParser:
     return CommandParser(name)
 
 
-def read_words(words: Sequence[str]) -> Command:
+def read_words(words: Sequence[str]) -> Command | DryRun:
     """Parse the words after "kleash" into a command's record.
 
     Raises:
@@ -330,7 +349,9 @@ def read_words(words: Sequence[str]) -> Command:
         values = {**options_of_file(config, name, RECORDS[name], converters), **values}
     if values.get("resume") and values.get("out") is None:
         raise OptionError("--resume continues the run in a folder; give the folder as --out")
-    return RECORDS[name](**values)
+    is_dry = values.pop("dry_run", False)
+    job: Any = RECORDS[name](**values)
+    return DryRun(job) if is_dry else job
 
 
 def _subcommand(name: str, word: str) -> str:

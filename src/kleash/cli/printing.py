@@ -31,7 +31,15 @@ COLOURS = {"passed": "green", "failed": "red", "undecided": "yellow"}
 
 def print_summary(result: NumericResult | TrainingResult, page: Path | None = None) -> None:
     """Print the headline of a result, its facts, tables, warnings and gates, and the path of its page."""
-    console, summary = Terminal(), summarize(result)
+    print_texts(summarize(result))
+    print_gates(result)
+    if page is not None:
+        say(Terminal(), f"page: {page}")
+
+
+def print_texts(summary: Summary) -> None:
+    """Print the headline of a summary, its facts but gates, its tables and warnings."""
+    console = Terminal()
     console.print()
     say(console, summary.headline, style="bold")
     for label, text in summary.facts:
@@ -41,9 +49,6 @@ def print_summary(result: NumericResult | TrainingResult, page: Path | None = No
         _print_summary_table(console, table)
     for warning in summary.warnings:
         remark(console, "warning", warning)
-    print_gates(result)
-    if page is not None:
-        say(console, f"page: {page}")
 
 
 def print_gates(result: NumericResult | TrainingResult) -> None:

@@ -1,6 +1,5 @@
 """Progress on standard error: of a measurement a bar on a terminal and lines elsewhere, of training a line a step."""
 
-import math
 from collections.abc import Callable
 from time import monotonic
 from types import TracebackType
@@ -15,28 +14,14 @@ from kleash.estimate import Estimate
 from kleash.measuring.progress import ProgressReporter
 from kleash.reports.formatting import format_duration
 from kleash.store import StepRecord
-from kleash.store.summary import bare_number, with_error
+from kleash.store.metrics import METRICS, number_of
+from kleash.store.summary import with_error
 
 MAX_SECONDS_BETWEEN_LINES = 30.0
 MIN_SECONDS_BETWEEN_LINES = 5.0
 GENERATING = "generating"
 WORK_BETWEEN_LINES = 0.05
 """Fraction of the work after which a line is printed, within these limits of time."""
-COLUMNS = (
-    ("reward", "reward/score", "reward/score_error"),
-    ("adjusted", "reward/adjusted", None),
-    ("KL/sequence", "kl/exact_per_sequence", "kl/exact_per_sequence_error"),
-    ("KL/token", "kl/exact_per_token", None),
-    ("target", "kl/target", None),
-    ("beta", "beta", None),
-    ("entropy", "policy/entropy", None),
-    ("length", "response/length", None),
-    ("accuracy", "pairs/accuracy", None),
-    ("margin", "pairs/margin", None),
-    ("divergence", "teacher/divergence", "teacher/divergence_error"),
-    ("repeated", "response/repetition", None),
-)
-"""Heading, metric, and metric of its standard error; columns that a run does not have are left out."""
 
 
 class Progress(ProgressReporter):
@@ -222,9 +207,12 @@ class Steps:
             say(self._console, f"step {record.step}: {event}", style="dim")
         for alert in record.alerts:
             remark(self._console, f"alert, step {record.step}", alert.sentence)
-        cells = [(heading, _cell(record, name, error)) for heading, name, error in COLUMNS]
-        metrics = ", ".join(f"{heading} {text}" for heading, text in cells if text)
-        parts = filter(None, (metrics, time_left))
+        cells = [
+            f"{metric.heading} {_cell(record, name)}"
+            for name, metric in METRICS.items()
+            if metric.heading and name in record.metrics
+        ]
+        parts = filter(None, (", ".join(cells), time_left))
         say(self._console, f"step {record.step}/{self._steps}: {', '.join(parts)}")
 
     def _begin(self, step: int) -> None:
@@ -233,12 +221,7 @@ class Steps:
             self._first_step, self._start_time = step, self._clock()
 
 
-def _cell(record: StepRecord, name: str, error_name: str | None) -> str:
-    """A metric of a step with its standard error, the metric ``error_name``; empty if the step lacks the metric."""
-    value = record.metrics.get(name)
-    if value is None:
-        return ""
-    standard_error = record.metrics.get(error_name) if error_name else None
-    if standard_error is None or not math.isfinite(standard_error) or standard_error <= 0:
-        return f"{value:.3g}"
-    return with_error(bare_number(value, standard_error))
+def _cell(record: StepRecord, name: str) -> str:
+    """A metric of a step with its standard error, if the step has one."""
+    number = number_of(record.metrics, name)
+    return with_error(number) if number.has_error else f"{number.value:.3g}"

@@ -62,6 +62,9 @@ class LocalEngine(Engine):
             ChangedInputError: if a file of the models has changed.
         """
         sequences = shard.sequences or tuple(self._answer(shard.prompts))
+        draws_from_part = self.job.source[0] == "prompts" and (
+            self.job.truncates or self.job.temperature == 0
+        )
         tokens: dict[str, Any] = score(
             self.pair,
             sequences,
@@ -73,7 +76,7 @@ class LocalEngine(Engine):
             ),
             cache=self.cache,
             top=self.top,
-            sampler=self._sampling if self._draws_from_part else None,
+            sampler=self._sampling if draws_from_part else None,
             on_scored=self.on_scored,
         )
         self.files.require_unchanged()
@@ -101,11 +104,6 @@ class LocalEngine(Engine):
         )
         self.files.require_unchanged()
         return columns
-
-    @property
-    def _draws_from_part(self) -> bool:
-        """Whether responses are generated greedily or from truncated distributions."""
-        return self.job.source[0] == "prompts" and (self.job.truncates or self.job.temperature == 0)
 
     @property
     def _sampling(self) -> Sampling:

@@ -9,10 +9,10 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from kleash.arguments import validated
-from kleash.divergences import DIVERGENCES, Divergence
+from kleash.divergences import Divergence
 from kleash.divergences.functions import contributions
+from kleash.divergences.table import as_divergence
 from kleash.precision import at_least_float32
-from kleash.registry import look_up
 
 NORMALISER_NATS = 32.0
 """Assumed size of the log-sum-exp that was subtracted; its rounding error is part of a log-probability."""
@@ -104,7 +104,7 @@ def kl_bounds(
     >>> kleash.kl_bounds(listed_p, listed_q).lower
     tensor(0.1212, dtype=torch.float64)
     """
-    record = look_up(DIVERGENCES, divergence, "divergence") if isinstance(divergence, str) else divergence
+    record = as_divergence(divergence)
     with torch.no_grad():
         p, q = logp_interval(head_logp, error_nats), logp_interval(head_logq, error_nats)
         lower, upper = bounds_of_intervals(p, q, divergence=record, tail=tail)
@@ -138,7 +138,9 @@ def bounds_of_intervals(
 ) -> tuple[Float64[Tensor, "*batch"], Float64[Tensor, "*batch"]]:
     """Lower and upper bound of a divergence, as of ``kl_bounds``, for heads of which intervals are known."""
     lower = _smallest_contributions(divergence, p, q).sum(-1)
-    upper = _largest_contributions(divergence, p, q).sum(-1)
+    # The function is convex, so its largest value is at a corner of both intervals.
+    corners = contributions(divergence, p.high, q.low), contributions(divergence, p.low, q.high)
+    upper = torch.maximum(*corners).sum(-1)
     if tail is not None:
         rest_p, rest_q = _mass_outside(p), _mass_outside(q)
         lower = lower + _smallest_contributions(divergence, rest_p, rest_q).squeeze(-1)
@@ -219,11 +221,6 @@ def _smallest_contributions(record: Divergence, p: LogpInterval, q: LogpInterval
     nearest_q = torch.where(p_above, q.high, torch.where(p_below, q.low, p.high))
     unknown = p.high.isnan() | q.high.isnan()
     return torch.where(unknown, torch.nan, contributions(record, nearest_p, nearest_q))
-
-
-def _largest_contributions(record: Divergence, p: LogpInterval, q: LogpInterval) -> Tensor:
-    """The largest contributions, at a corner of both intervals, since the function is convex."""
-    return torch.maximum(contributions(record, p.high, q.low), contributions(record, p.low, q.high))
 
 
 def _largest_tail(record: Divergence, p: LogpInterval, q: LogpInterval, tail: Tail) -> Tensor:

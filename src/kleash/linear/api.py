@@ -9,10 +9,10 @@ from torch import Tensor
 from kleash.arguments import validated
 from kleash.autodiff import uncompiled
 from kleash.divergences import Divergence
+from kleash.divergences.table import as_divergence
 from kleash.errors import CannotRunError, OptionError
 from kleash.linear import autograd, chunked
 from kleash.linear.checks import (
-    as_divergence,
     check_constant,
     check_ids,
     check_transforms,

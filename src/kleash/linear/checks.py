@@ -10,12 +10,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.autodiff import refuse_transforms
-from kleash.divergences import DIVERGENCES, Divergence
 from kleash.errors import CannotRunError, OptionError, ShapeError, VocabularyMismatchError
 from kleash.linear.head import Head, full_tensor, local_rows, process_group, ranks_of, storage_group
 from kleash.linear.pair import HeadInputs, HeadPair
 from kleash.linear.vocab_shards import VocabShards, all_gather_numbers
-from kleash.registry import look_up
 
 ALTERNATIVE = "take linear_divergence with impl='reference', or the functions of kleash.divergences"
 UNSHARDED = -1
@@ -252,12 +250,3 @@ def check_ids(tokens: Tensor, vocab_size: int) -> None:
         raise VocabularyMismatchError(
             f"token ids run from {least} to {most} and the heads cover {vocab_size}: ids from 0 to {vocab_size - 1}"
         )
-
-
-def as_divergence(divergence: str | Divergence) -> Divergence:
-    """The divergence of a name of ``DIVERGENCES``, or the record itself.
-
-    Raises:
-        UnknownNameError: if there is no such divergence.
-    """
-    return look_up(DIVERGENCES, divergence, "divergence") if isinstance(divergence, str) else divergence

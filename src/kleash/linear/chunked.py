@@ -170,7 +170,7 @@ def chunks(
         part = move_tokens(pair.select(index), counts)
         zp, zq = (buffer[: part.tokens] for buffer in buffers)
         multiply_(zp, part.p, plan.tiles[0])
-        if part.has_shared_product:
+        if part.p.hidden is part.q.hidden and part.p.head.weight is part.q.head.weight:
             zq.copy_(zp)
         else:
             multiply_(zq, part.q, plan.tiles[1])

@@ -101,11 +101,6 @@ class HeadPair:
         """Whether autograd records the call: any tensor requires a gradient, and gradients are enabled."""
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in self.tensors)
 
-    @property
-    def has_shared_product(self) -> bool:
-        """Whether ``hidden W^T`` is the same for both models: the same tensor objects."""
-        return self.p.hidden is self.q.hidden and self.p.head.weight is self.q.head.weight
-
     def select(self, index: TokenIndex) -> "HeadPair":
         """Both models on some of the tokens; hidden states that they share stay one tensor."""
         p, q = self.p.select(index), self.q.select(index)

@@ -290,24 +290,19 @@ def any_objective_gradient_rows(
 ) -> tuple[Tensor, ...]:
     """The KL, and the gradients of ``sum of c term`` in both logits of any rows.
 
-    A term of coefficient 0 is not read.
+    A term of coefficient 0 is not read, even if it is NaN.
     """
     sum_p, sum_q = log_sum_exps(zp, zq, vocab_shards)
     with torch.enable_grad():
         logs = [minus(z, total).requires_grad_() for z, total in ((zp, sum_p), (zq, sum_q))]
-        total = weighted_terms(local_terms(logs[0], logs[1], tokens, vocab_shards), c)
+        terms = local_terms(logs[0], logs[1], tokens, vocab_shards)
+        total = torch.stack([torch.where(k != 0, x, 0.0) * k for x, k in zip(terms, c, strict=True)]).sum(0)
     return known.kl, *through_normalisers(logs, total, torch.ones_like(total), vocab_shards)
 
 
 def entropy(logp: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows 1"]:
     """This rank's part of the entropy of any rows."""
     return (logp.exp() * torch.where(logp == -torch.inf, 0.0, logp)).sum(-1, keepdim=True).neg()
-
-
-def weighted_terms(terms: TokenTerms, coefficients: TokenTerms) -> Tensor:
-    """Each token's sum of coefficient times term; a term with coefficient 0 is not read, even if it is NaN."""
-    parts = [torch.where(c != 0, x, 0.0) * c for x, c in zip(terms, coefficients, strict=True)]
-    return torch.stack(parts).sum(0)
 
 
 def statistics_rows(

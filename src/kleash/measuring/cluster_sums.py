@@ -147,11 +147,8 @@ def weights_of(
 
 
 def clusters_per_group(clusters: int) -> int:
-    """The number of neighbouring clusters that are summed together, a power of 2."""
-    size = 1
-    while clusters > MAX_GROUPS * size:
-        size *= 2
-    return size
+    """The number of neighbouring clusters that are summed together: the least power of 2 that suffices."""
+    return 1 << (max(0, clusters - 1) // MAX_GROUPS).bit_length()
 
 
 class ClusterSums:

@@ -1,8 +1,9 @@
 """Paired differences between runs, from their files: no model, no torch."""
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count, repeat
 from pathlib import Path
 
 import numpy as np
@@ -72,8 +73,8 @@ def compare(
     2
     """
     if isinstance(folders, str) or len(folders) < 2:
-        count = 1 if isinstance(folders, str) else len(folders)
-        raise OptionError(f"two or more run folders can be compared, not {count}; give a list of them")
+        num_folders = 1 if isinstance(folders, str) else len(folders)
+        raise OptionError(f"two or more run folders can be compared, not {num_folders}; give a list of them")
     gate = GateOptions(at_most=at_most, direction=direction)
     paths = [Path(folder).expanduser() for folder in folders]
     names = _short_names(paths)
@@ -124,7 +125,7 @@ class _Run:
     @property
     def on_text(self) -> bool:
         """Whether the pairs are windows of documents."""
-        return self.measurement.job.get("text") is not None
+        return self.measurement.source_kind == "text"
 
     @property
     def noun(self) -> str:
@@ -139,42 +140,35 @@ def _read(path: Path) -> _Run:
     folder.require_shards(measurement.counts.shards)
     columns = folder.token_columns()
     known = tuple(name for name in SUMMED if columns.issuperset(ALL_STATISTICS[name].columns))
-    on_text = measurement.job.get("text") is not None
-    rows: dict[tuple[str, int], int] = {}
-    copies: Counter[str] = Counter()
-    ids: list[tuple[int, int]] = []
-    hashes: list[str] = []
-    first_sequences: list[int] = []
-    sums: list[Floats] = []
-    parts = folder.parts("tokens", ["prompt_id", "sample_id", *columns_of(known)])
+    on_text = measurement.source_kind == "text"
     names = ["prompt_id", "sample_id", "prompt_hash"]
-    for tokens, sequences in zip(parts, folder.parts("sequences", names), strict=True):
-        starts = sequence_starts(tokens["prompt_id"], tokens["sample_id"])
+    parts = folder.parts("tokens", ["prompt_id", "sample_id", *columns_of(known)])
+    sequences: list[tuple[int, int, str]] = []
+    sums = [np.zeros((0, 1 + len(SUMMED)))]
+    for tokens, part in zip(parts, folder.parts("sequences", names), strict=True):
         counts = np.ones(len(tokens["prompt_id"]))
         values = [
             ALL_STATISTICS[name].values(tokens) if name in known else np.full(len(counts), np.nan)
             for name in SUMMED
         ]
-        totals = np.add.reduceat(np.stack([counts, *values], axis=1), starts)
-        for prompt, sample, prompt_hash, sequence_sum in zip(
-            *(sequences[name] for name in names), totals, strict=True
-        ):
-            row = rows.setdefault((prompt_hash, copies[prompt_hash] if on_text else 0), len(rows))
-            copies[prompt_hash] += 1
-            ids.append((int(prompt), int(sample)))
-            hashes.append(prompt_hash)
-            if row == len(sums):
-                sums.append(sequence_sum)
-                first_sequences.append(len(ids) - 1)
-            else:
-                sums[row] = sums[row] + sequence_sum
-    prompts, samples = np.array(ids, dtype=np.int64).reshape(-1, 2).T
+        starts = sequence_starts(tokens["prompt_id"], tokens["sample_id"])
+        sums.append(np.add.reduceat(np.stack([counts, *values], axis=1), starts))
+        sequences += zip(*(part[name] for name in names), strict=True)
+    prompts, samples = np.array([ids[:2] for ids in sequences], dtype=np.int64).reshape(-1, 2).T
+    hashes = [prompt_hash for _, _, prompt_hash in sequences]
+    copies = defaultdict[str, Iterator[int]](count if on_text else lambda: repeat(0))
+    keys = [(prompt_hash, next(copies[prompt_hash])) for prompt_hash in hashes]
+    rows = {key: row for row, key in enumerate(dict.fromkeys(keys))}
+    row_of_sequence = np.array([rows[key] for key in keys], dtype=np.int64)
+    totals = np.zeros((len(rows), 1 + len(SUMMED)))
+    np.add.at(totals, row_of_sequence, np.concatenate(sums))
+    first_sequences = np.unique(row_of_sequence, return_index=True)[1]
     distinct = distinct_prompts(prompts, samples, hashes_as_ints(hashes), on_text=on_text)
     return _Run(
         folder=path,
         measurement=measurement,
         rows=rows,
-        sums=np.array(sums),
+        sums=totals,
         prompts=distinct[first_sequences],
         samples=samples[first_sequences],
         unknown=frozenset(SUMMED).difference(known).union(measurement.left_out),
@@ -197,17 +191,23 @@ def _difference(run: _Run, first: _Run, name: str, first_name: str) -> RunDiffer
     )
     shared_count = _count(first, first_rows)
     only_run, only_first = _count(run) - _count(run, run_rows), _count(first) - shared_count
-    warnings: tuple[str, ...] = ()
-    if len(shared_keys) < MIN_SHARED * max(len(run.rows), len(first.rows)):
-        warning = (
-            f"{name} and {first_name} share only {shared_count} {first.noun}; {only_run} and {only_first} are in only "
-            "one of them"
-        )
-        warnings = (warning,)
+    few_shared = (
+        f"{name} and {first_name} share only {shared_count} {first.noun}; {only_run} and {only_first} are in only one "
+        "of them"
+    )
+    is_warned = len(shared_keys) < MIN_SHARED * max(len(run.rows), len(first.rows))
     unknown = run.unknown | first.unknown
-    known_values = {
-        statistic: _known_difference(run, first, statistic)
-        for statistic in COMPARED
+    means = {
+        statistic: paired_difference(
+            minuend[:, column],
+            minuend[:, 0],
+            subtrahend[:, column],
+            subtrahend[:, 0],
+            unit=ALL_STATISTICS[statistic].unit,
+            **_bounds(statistic),
+            known_value=_known_difference(run, first, statistic),
+        )
+        for column, statistic in enumerate(COMPARED, start=1)
         if statistic not in unknown
     }
     return RunDifference(
@@ -216,38 +216,9 @@ def _difference(run: _Run, first: _Run, name: str, first_name: str) -> RunDiffer
         shared_prompts=shared_count,
         only_here=only_run,
         only_there=only_first,
-        differences={
-            **_mean_differences(minuend, subtrahend, known_values),
-            **_perplexity_differences(minuend, subtrahend),
-        },
-        warnings=warnings,
+        differences={**means, **_perplexity_differences(minuend, subtrahend)},
+        warnings=(few_shared,) if is_warned else (),
     )
-
-
-def _mean_differences(
-    minuend: Floats, subtrahend: Floats, known_values: Mapping[str, float | None]
-) -> dict[str, Estimate]:
-    """Differences of means per token, from the sums of each cluster in both runs.
-
-    Args:
-        minuend: [cluster, column] of the run: tokens, then the statistics ``SUMMED``.
-        subtrahend: the same of the first run.
-        known_values: for each statistic that both runs have, its difference where that is known without the samples, or
-            None.
-    """
-    return {
-        statistic: paired_difference(
-            minuend[:, column],
-            minuend[:, 0],
-            subtrahend[:, column],
-            subtrahend[:, 0],
-            unit=ALL_STATISTICS[statistic].unit,
-            **_bounds(statistic),
-            known_value=known_values[statistic],
-        )
-        for column, statistic in enumerate(COMPARED, start=1)
-        if statistic in known_values
-    }
 
 
 def _bounds(name: str) -> dict[str, float | None]:
@@ -314,9 +285,7 @@ def _compared(run: _Run, name: str, at_most: float | None = None, limited: str |
         noise_floor=measurement.noise_floor,
         gate=None if at_most is None else gate_of_measurement(measurement, at_most, limited),
         warnings=tuple(all_warnings(measurement)),
-        source=next(
-            (kind for kind in ("text", "responses") if measurement.job.get(kind) is not None), "prompts"
-        ),
+        source=measurement.source_kind,
     )
 
 

@@ -30,7 +30,7 @@ MAX_PADDING_PROBABILITY = 1e-4
 class Estimand:
     """The quantity that a run estimates, and the weighting of its sampled estimators."""
 
-    description: str
+    description: str = ""
     """Divergence, direction, whose prefixes, positions and temperature, in words."""
     weighting: Weighting | None
     """Weights of the sampled estimators; None if no average of them is valid."""
@@ -39,6 +39,50 @@ class Estimand:
     has_sequence_kl: bool
     """Whether the sum over a response estimates the KL between responses."""
     warnings: tuple[str, ...] = ()
+
+
+OF_TEXT = Estimand(
+    weighting=None,
+    estimators_note=(
+        "left out: k1, abs, k2 and k3 are averages over tokens that the policy drew, not over tokens of a text"
+    ),
+    has_sequence_kl=False,
+)
+GREEDY = Estimand(
+    weighting=None,
+    estimators_note=(
+        "left out, as is the KL between responses: greedy tokens are not a sample, so no average over them estimates a "
+        "divergence"
+    ),
+    has_sequence_kl=False,
+)
+TRUNCATED = Estimand(
+    weighting=None,
+    estimators_note=(
+        "left out, as is the KL between responses: a truncated sample never contains the removed tokens, and weights "
+        "on the other tokens cannot replace them"
+    ),
+    has_sequence_kl=False,
+)
+DRAWN = Estimand(
+    weighting="unweighted",
+    estimators_note="averaged over the tokens that the policy drew",
+    has_sequence_kl=True,
+)
+WEIGHTED = Estimand(
+    weighting="importance",
+    estimators_note=(
+        "each token weighted by the policy's probability over that under which it was drawn; the KL between responses "
+        "by the product of these ratios"
+    ),
+    has_sequence_kl=True,
+)
+UNVERIFIED = Estimand(
+    weighting="unweighted",
+    estimators_note="averaged over the responses' tokens as if the policy had drawn them",
+    has_sequence_kl=False,
+    warnings=(UNVERIFIED_SAMPLES,),
+)
 
 
 def estimand_of(
@@ -59,89 +103,34 @@ def estimand_of(
         storage: how the weights of both models are stored, in words.
     """
     kind, path = job.source
-    if kind == "text":
-        estimand = _of_text(job, path, split=split)
-    elif kind == "responses":
-        estimand = _of_responses(job, path, all_have_logprobs=all_have_logprobs)
-    else:
-        estimand = _of_prompts(job, path)
-    weights = f"; {storage}" if storage else ""
-    return replace(
-        estimand, description=f"{_description(job, vocabulary)}; over {estimand.description}{weights}"
-    )
-
-
-def _of_text(job: MeasureJob, path: str, *, split: bool) -> Estimand:
-    """The estimand on text, over the windows of documents."""
-    windows = _windows(job) if split else "each document read whole"
-    if job.has_base_logits:
-        windows = "in chunks of which the second half is scored"
-    return Estimand(
-        description=f"the prefixes of the text {path}, {windows}",
-        weighting=None,
-        estimators_note=(
-            "left out: k1, abs, k2 and k3 are averages over tokens that the policy drew, not over tokens of a text"
+    answers = f"the policy's own responses to {path}, of up to {job.max_new_tokens} tokens"
+    options = (("top-k", job.top_k), ("top-p", job.top_p), ("min-p", job.min_p))
+    truncation = ", ".join(f"{name} {value}" for name, value in options if value is not None)
+    cases = (
+        (kind == "text", f"the prefixes of the text {path}, {_windows(job, split=split)}", OF_TEXT),
+        (
+            kind == "responses",
+            f"the prefixes of the responses in {path}",
+            WEIGHTED if all_have_logprobs else UNVERIFIED,
         ),
-        has_sequence_kl=False,
+        (job.temperature == 0, f"{answers}, decoded greedily", GREEDY),
+        (job.truncates, f"{answers}, drawn from its distribution truncated to {truncation}", TRUNCATED),
+        (True, f"{answers}, drawn from its whole distribution", DRAWN),
     )
+    prefixes, estimand = next((words, estimand) for is_case, words, estimand in cases if is_case)
+    weights = f"; {storage}" if storage else ""
+    return replace(estimand, description=f"{_description(job, vocabulary)}; over {prefixes}{weights}")
 
 
-def _of_prompts(job: MeasureJob, path: str) -> Estimand:
-    """The estimand on prompts, over responses that the policy generates."""
-    prefixes = f"the policy's own responses to {path}, of up to {job.max_new_tokens} tokens"
-    if job.temperature == 0:
-        return Estimand(
-            description=f"{prefixes}, decoded greedily",
-            weighting=None,
-            estimators_note=(
-                "left out, as is the KL between responses: greedy tokens are not a sample, so no average over them "
-                "estimates a divergence"
-            ),
-            has_sequence_kl=False,
-        )
-    if job.truncates:
-        truncation = ", ".join(
-            f"{name} {value}"
-            for name, value in (("top-k", job.top_k), ("top-p", job.top_p), ("min-p", job.min_p))
-            if value is not None
-        )
-        return Estimand(
-            description=f"{prefixes}, drawn from its distribution truncated to {truncation}",
-            weighting=None,
-            estimators_note=(
-                "left out, as is the KL between responses: a truncated sample never contains the removed tokens, and "
-                "weights on the other tokens cannot replace them"
-            ),
-            has_sequence_kl=False,
-        )
-    return Estimand(
-        description=f"{prefixes}, drawn from its whole distribution",
-        weighting="unweighted",
-        estimators_note="averaged over the tokens that the policy drew",
-        has_sequence_kl=True,
-    )
-
-
-def _of_responses(job: MeasureJob, path: str, *, all_have_logprobs: bool) -> Estimand:
-    """The estimand on given responses, importance-weighted if all have log-probabilities."""
-    description = f"the prefixes of the responses in {path}"
-    if all_have_logprobs:
-        return Estimand(
-            description=description,
-            weighting="importance",
-            estimators_note=(
-                "each token weighted by the policy's probability over that under which it was drawn; "
-                "the KL between responses by the product of these ratios"
-            ),
-            has_sequence_kl=True,
-        )
-    return Estimand(
-        description=description,
-        weighting="unweighted",
-        estimators_note="averaged over the responses' tokens as if the policy had drawn them",
-        has_sequence_kl=False,
-        warnings=(UNVERIFIED_SAMPLES,),
-    )
+def _windows(job: MeasureJob, *, split: bool) -> str:
+    """How a text is read, in words; ``split`` if a document was longer than a window."""
+    if job.has_base_logits:
+        return "in chunks of which the second half is scored"
+    if not split:
+        return "each document read whole"
+    size = "as long as the models can read" if job.window is None else f"of {job.window} tokens"
+    stride = "" if job.stride is None else f", {job.stride} tokens apart"
+    return f"read in windows {size}{stride}"
 
 
 def _description(job: MeasureJob, vocabulary: str) -> str:
@@ -174,8 +163,8 @@ def padding_note(probabilities: Mapping[str, float], served: str | None = None) 
 
 def measured_padding(
     numbers: Mapping[str, Estimate], tokens: int, served: str | None = None
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The note and the warning about rows of the heads that are no tokens, from the statistics of a run.
+) -> tuple[str, str]:
+    """The note and the warning about rows of the heads that are no tokens, from the statistics of a run, or "".
 
     Args:
         numbers: the statistics, by name.
@@ -183,22 +172,22 @@ def measured_padding(
         served: role of the model behind a server, of which the rows that it lists are known; None if both are local.
     """
     if "is_padding" not in numbers:
-        return (), ()
+        return "", ""
     roles = ("policy", "reference")
     probabilities = {role: numbers[f"padding_probability_{role}"].value for role in roles}
     scored = round(tokens * numbers["is_padding"].value)
     shares = padding_note(probabilities, served)
     note = f"{shares}; {scored:,} of the {tokens:,} scored tokens are such rows"
     if max(probabilities.values()) <= MAX_PADDING_PROBABILITY:
-        return (note,), ()
+        return note, ""
     if served is not None:
-        return (note,), (f"{shares}, and the bounds of the divergences are over all rows",)
+        return note, f"{shares}, and the bounds of the divergences are over all rows"
     values = [
         f"{label_of(name)} is {_value_or_bounds(numbers, f'{name}_over_rows')} over all rows and "
         f"{_value_or_bounds(numbers, f'{name}_over_tokens')} over the tokens"
         for name in ("kl_policy_reference", "kl_reference_policy")
     ]
-    return (note,), (f"{shares}: {', and '.join(values)}, in nats per token",)
+    return note, f"{shares}: {', and '.join(values)}, in nats per token"
 
 
 def _value_or_bounds(numbers: Mapping[str, Estimate], name: str) -> str:
@@ -208,10 +197,10 @@ def _value_or_bounds(numbers: Mapping[str, Estimate], name: str) -> str:
     return f"between {numbers[f'{name}_lower'].value:.4g} and {numbers[f'{name}_upper'].value:.4g}"
 
 
-def sampler_notes(job: MeasureJob, policy: Model) -> tuple[str, ...]:
+def sampler_note(job: MeasureJob, policy: Model) -> str:
     """A note on the settings of the policy's generation configuration that its responses were not drawn with.
 
-    None where nothing is generated, or with the options of the job all are used.
+    Empty where nothing is generated, or with the options of the job all are used.
     """
     unused = {
         name: value
@@ -219,25 +208,17 @@ def sampler_notes(job: MeasureJob, policy: Model) -> tuple[str, ...]:
         if value is None or value != getattr(job, name, None)
     }
     if job.source[0] != "prompts" or not unused:
-        return ()
+        return ""
     named = ", ".join(name if value is None else f"{name} {value:g}" for name, value in unused.items())
-    note = (
+    return (
         f"the generation configuration of {policy.path} ({named}) is no part of the policy here, and its responses are "
         "drawn without it; to have it, draw with --temperature, --top-k, --top-p or --min-p, or for other settings "
         "generate with an engine and give its --responses"
     )
-    return (note,)
 
 
-def _windows(job: MeasureJob) -> str:
-    """Size and stride of a job's windows in words."""
-    size = "as long as the models can read" if job.window is None else f"of {job.window} tokens"
-    stride = "" if job.stride is None else f", {job.stride} tokens apart"
-    return f"read in windows {size}{stride}"
-
-
-def on_policy_warnings(k1_error: Estimate, estimand: Estimand) -> tuple[str, ...]:
-    """Warnings if the tokens cannot have been drawn from the policy.
+def on_policy_warning(k1_error: Estimate, estimand: Estimand) -> str:
+    """The warning that the tokens cannot have been drawn from the policy; empty if they can.
 
     The log ratio of a token drawn from the policy has the exact KL as its mean at every prefix. A difference of many
     standard errors means another sampler: other weights, temperature, truncation or tokenisation.
@@ -247,45 +228,41 @@ def on_policy_warnings(k1_error: Estimate, estimand: Estimand) -> tuple[str, ...
         estimand: of the run; its weighting must not be None.
     """
     if estimand.weighting == "importance" and not np.isfinite(k1_error.value):
-        warning = (
+        return (
             "the weighted estimators are not finite: some tokens are far likelier under the policy than their logprobs "
             "say; check that the logprobs belong to these tokens"
         )
-        return (warning,)
     has_error = 0 < k1_error.standard_error < np.inf
     if not has_error or abs(k1_error.value) <= SAMPLER_MISMATCH * k1_error.standard_error:
-        return ()
+        return ""
     tokens = "the tokens" if estimand.weighting == "unweighted" else "even with their weights the tokens"
-    warning = (
+    return (
         f"{tokens} do not look drawn from the policy: their mean log ratio misses the exact KL by "
         f"{k1_error.value:+.3g} nats, {abs(k1_error.value) / k1_error.standard_error:.0f} standard errors; check the "
         "temperature, the truncation and the weights with which they were generated"
     )
-    return (warning,)
 
 
-def weight_warnings(weights: Floats, estimand: Estimand) -> tuple[str, ...]:
-    """Warnings if the importance weights of whole responses overflow or leave a small effective sample.
+def weight_warning(weights: Floats, estimand: Estimand) -> str:
+    """The warning that the importance weights of whole responses overflow or leave a small effective sample, or "".
 
     Args:
         weights: one per response.
         estimand: of the run.
     """
     if estimand.weighting != "importance":
-        return ()
+        return ""
     num_overflows = int(np.sum(~np.isfinite(weights)))
     if num_overflows:
-        warning = (
+        return (
             f"the KL between responses is left out: {num_overflows} of {len(weights)} responses are so much likelier "
             "under the policy than their logprobs say that the ratio overflows; check that the logprobs belong to "
             "these tokens"
         )
-        return (warning,)
     effective = effective_sample_size(weights)
     if effective >= MIN_EFFECTIVE_SHARE * len(weights):
-        return ()
-    warning = (
+        return ""
+    return (
         f"the importance weights of whole responses leave an effective sample size of {effective:.1f} out of "
         f"{len(weights)}: the KL between responses depends on few of them"
     )
-    return (warning,)

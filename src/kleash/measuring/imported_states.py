@@ -13,7 +13,12 @@ from kleash.jobs import CacheJob
 from kleash.measuring.rescoring import NOISE_SEQUENCES, noise_tokens
 from kleash.measuring.shards import source_sequences
 from kleash.models import Pair, TokenSequence
-from kleash.models.cache.engine_state_checks import EngineStateReader, check_layout, final_norm
+from kleash.models.cache.engine_state_checks import (
+    EngineStateReader,
+    check_layout,
+    check_rounding,
+    final_norm,
+)
 from kleash.models.cache.engine_states import EngineRequest, EngineStates
 from kleash.models.cache.hidden_states import sequence_key
 from kleash.models.scoring import score_against_itself
@@ -74,7 +79,14 @@ class ImportedStates:
             first, *copies = self._saved.find(sequence)
             hidden = self._rows(first, sequence)
             for copy in copies:
-                self._reader.check_copy(first, hidden, copy, self._rows(copy, sequence))
+                check_rounding(
+                    self._rows(copy, sequence),
+                    hidden,
+                    self._model.dtype,
+                    f"{first} and {copy} hold the same tokens",
+                    "the same",
+                    "delete the file that is not of this reference",
+                )
             difference = self._reader.check_token_logps(first, sequence, hidden)
             self._largest_difference = max(self._largest_difference, difference)
             parts.append(hidden)

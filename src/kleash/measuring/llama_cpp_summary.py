@@ -5,7 +5,6 @@ Source: llama.cpp, ``tools/perplexity/perplexity.cpp``: ``log_softmax`` with bas
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,21 +19,6 @@ STORED_COLUMNS = ("logp_policy", "logp_reference", "top1_policy", "top1_referenc
 KLD_LEVELS = (0.999, 0.99, 0.95, 0.9, None, 0.1, 0.05, 0.01, 0.001)
 DP_LEVELS = (0.999, 0.99, 0.95, 0.9, 0.75, None, 0.25, 0.1, 0.05, 0.01, 0.001)
 """Quantiles in the order in which they are printed; None is the median."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LlamaCppColumns:
-    """What llama.cpp computes for each token, in float32 where it does."""
-
-    nll: np.ndarray
-    """Negative log-likelihood of the quantised model."""
-    nll_base: np.ndarray
-    kld: np.ndarray
-    """KL of the base from the quantised model, Σ p_base (log p_base - log p) over tokens of log p_base above -16."""
-    dp: np.ndarray
-    """Probability of the token, quantised minus base."""
-    same_top: np.ndarray
-    """Whether both have the same likeliest token."""
 
 
 def llama_cpp_text(folder: Path) -> str:
@@ -62,47 +46,50 @@ def llama_cpp_text(folder: Path) -> str:
             f"--format llama.cpp takes {LEAST_VALUES} tokens or more, and {folder} has {len(nll)}; its numbers are "
             "printed by --format csv"
         )
-    summed = LlamaCppColumns(
-        nll=nll,
-        nll_base=nll_base,
-        kld=columns[kld],
-        dp=np.exp(-nll) - np.exp(-nll_base),
-        same_top=columns["top1_policy"] == columns["top1_reference"],
-    )
-    return format_llama_cpp(summed) + "\n"
+    same_top = columns["top1_policy"] == columns["top1_reference"]
+    return format_llama_cpp(nll, nll_base, columns[kld], np.exp(-nll) - np.exp(-nll_base), same_top) + "\n"
 
 
 @np.errstate(invalid="ignore", over="ignore", divide="ignore")
-def format_llama_cpp(columns: LlamaCppColumns) -> str:
+def format_llama_cpp(
+    nll: np.ndarray, nll_base: np.ndarray, kld: np.ndarray, dp: np.ndarray, same_top: np.ndarray
+) -> str:
     """The statistics as llama-perplexity prints them, line by line.
 
     What float32 or float64 cannot hold is inf or nan, as there.
+
+    Args:
+        nll: negative log-likelihood of the quantised model, of each token as all others, in float32 where llama.cpp is.
+        nll_base: the same of the base.
+        kld: KL of the base from the quantised model, Σ p_base (log p_base - log p) over tokens of log p_base above -16.
+        dp: probability of the token, quantised minus base.
+        same_top: whether both have the same likeliest token.
     """
-    mean, error = _mean(columns.kld.astype(np.float64))
-    mean_dp, error_dp = _mean(columns.dp)
-    lines = [
-        *(*_perplexity_lines(columns), "", "====== KL divergence statistics ======"),
-        f"Mean    KLD: {mean:10.6f} ± {error:10.6f}",
-        *_quantile_lines(columns.kld, KLD_LEVELS, lambda kld: f"KLD: {kld:10.6f}"),
-        *("", "====== Token probability statistics ======"),
-        f"Mean    Δp: {100 * mean_dp:6.3f} ± {100 * error_dp:5.3f} %",
-        *_quantile_lines(columns.dp, DP_LEVELS, lambda dp: f"Δp: {100 * dp:6.3f}%"),
-    ]
-    square, square_error = _mean((columns.dp**2).astype(np.float64))
+    mean, error = _mean(kld.astype(np.float64))
+    mean_dp, error_dp = _mean(dp)
+    square, square_error = _mean((dp**2).astype(np.float64))
     rms = math.sqrt(square)
     rms_error = 0.5 / rms * square_error if rms else math.nan
-    lines += [f"RMS Δp    : {100 * rms:6.3f} ± {100 * rms_error:5.3f} %"]
-    same = float(columns.same_top.mean())
-    same_error = math.sqrt(same * (1 - same) / (len(columns.kld) - 1))
-    lines += [f"Same top p: {100 * same:6.3f} ± {100 * same_error:5.3f} %"]
+    same = float(same_top.mean())
+    same_error = math.sqrt(same * (1 - same) / (len(kld) - 1))
+    lines = [
+        *(*_perplexity_lines(nll, nll_base), "", "====== KL divergence statistics ======"),
+        f"Mean    KLD: {mean:10.6f} ± {error:10.6f}",
+        *_quantile_lines(kld, KLD_LEVELS, lambda kld: f"KLD: {kld:10.6f}"),
+        *("", "====== Token probability statistics ======"),
+        f"Mean    Δp: {100 * mean_dp:6.3f} ± {100 * error_dp:5.3f} %",
+        *_quantile_lines(dp, DP_LEVELS, lambda dp: f"Δp: {100 * dp:6.3f}%"),
+        f"RMS Δp    : {100 * rms:6.3f} ± {100 * rms_error:5.3f} %",
+        f"Same top p: {100 * same:6.3f} ± {100 * same_error:5.3f} %",
+    ]
     return "\n".join(lines)
 
 
-def _perplexity_lines(columns: LlamaCppColumns) -> list[str]:
+def _perplexity_lines(nll_q: np.ndarray, nll_base: np.ndarray) -> list[str]:
     """The block of perplexities."""
-    (nll, nll_error), (base, base_error) = _mean(columns.nll), _mean(columns.nll_base)
-    count = len(columns.nll)
-    products = (columns.nll * columns.nll_base).astype(np.float64)
+    (nll, nll_error), (base, base_error) = _mean(nll_q), _mean(nll_base)
+    count = len(nll_q)
+    products = (nll_q * nll_base).astype(np.float64)
     covariance = np.float64((products.mean() - nll * base) / (count - 1))
     correlation = covariance / (np.float64(nll_error) * base_error)
     ratio_error = np.sqrt(np.maximum(0.0, nll_error**2 + base_error**2 - 2 * covariance))

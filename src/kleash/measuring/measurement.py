@@ -25,8 +25,8 @@ from kleash.measuring.estimand import (
     Estimand,
     estimand_of,
     measured_padding,
-    on_policy_warnings,
-    weight_warnings,
+    on_policy_warning,
+    weight_warning,
 )
 from kleash.measuring.estimates import (
     bins,
@@ -49,8 +49,8 @@ from kleash.measuring.sequence_clusters import (
     hashes_as_ints,
     sequence_starts,
 )
-from kleash.measuring.shard_scoring import OpenRun, ScoredSource
-from kleash.measuring.shards import source_warnings
+from kleash.measuring.shard_scoring import OpenRun
+from kleash.measuring.shards import ShardPlan, source_warnings
 from kleash.models import Pair
 from kleash.store import Counts, Measurement, RunFolder
 from kleash.store.measurement import ModelRecord, describe_storage
@@ -71,14 +71,12 @@ class SequenceCounts:
     """Prompts of the source that are among the sequences, equal ones counted each."""
     all_have_logprobs: bool
 
-    def notes(self, *, on_text: bool) -> tuple[str, ...]:
-        """That equal prompts are one cluster, where there are any; ``on_text`` if they are documents."""
+    def note(self, *, on_text: bool) -> str:
+        """That equal prompts are one cluster, or "" if there are none; ``on_text`` if they are documents."""
         if self.record.prompts == self.listed_prompts:
-            return ()
+            return ""
         noun = "documents" if on_text else "prompts"
-        return (
-            f"{self.record.prompts} of the {self.listed_prompts} {noun} are distinct; equal ones are one cluster",
-        )
+        return f"{self.record.prompts} of the {self.listed_prompts} {noun} are distinct; equal ones are one cluster"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,18 +90,19 @@ class RunTotals:
 
 
 def make_measurement(
-    run: OpenRun, engine: Engine, source: ScoredSource, seconds: Callable[[], float]
+    run: OpenRun, engine: Engine, source: ShardPlan, seconds: Callable[[], float]
 ) -> Measurement:
     """The measurement of a run whose shards are all on disk; writes ``alternatives.parquet``.
 
     Args:
         run: the run.
         engine: by which some sequences are scored again.
-        source: what was read of it.
+        source: its shards, which are scored.
         seconds: the time since the start.
 
     Raises:
         SourceError: if no token was scored.
+        RunFolderError: if tokens/ has another number of tokens than sequences/.
     """
     on_text = run.job.source[0] == "text"
     counts = count_sequences(run.folder, on_text=on_text)
@@ -126,15 +125,24 @@ def make_measurement(
         statistics=statistics,
         headline=run.job.headline,
     )
-    _require_same_tokens(run.folder, totals.tokens, counts.record.tokens)
+    if totals.tokens != counts.record.tokens:  # of processes that may round apart, on a disk without locks
+        raise RunFolderError(
+            f"{run.folder.root} has {totals.tokens} tokens in tokens/ and {counts.record.tokens} in sequences/: some "
+            "files are of different processes; measure again into another --out, with one process"
+        )
     write_alternatives(run.folder, totals.largest.sequences.drifted(), run.pair.tokenizer)
-    rounding = measure_rounding(run.job, engine, run.folder, counts.record.tokens)
-    numbers, padding_notes, padding_warnings = _numbers(run, totals.sums, statistics)
+    noise_floor, dtype_gap = measure_rounding(run.job, engine, run.folder, counts.record.tokens)
+    no_floor = "" if noise_floor is not None else f"no noise floor: {engine.traits.no_noise_floor}"
+    numbers, padding_note, padding_warning = _numbers(run, totals.sums, statistics)
     has_kl = "kl_policy_reference" in statistics
     warnings = (
         *(*run.pair.warnings, *counts.clusters.warnings, *estimand.warnings),
         *source_warnings(source.declared[: counts.record.sequences], run.job.temperature),
-        *(*rounding.warnings, *sampling_warnings(estimand, totals, has_kl=has_kl), *padding_warnings),
+        *(no_floor, *sampling_warnings(estimand, totals, has_kl=has_kl), padding_warning),
+    )
+    notes = (
+        *(*run.pair.notes, padding_note, *run.source_notes, *source.notes),
+        *(counts.note(on_text=on_text), *run.job.without_effect()),
     )
     return Measurement(
         **_provenance(run, estimand, models),
@@ -143,13 +151,10 @@ def make_measurement(
         left_out={} if has_kl else reasons_left_out(engine.traits.unknown_columns),
         estimators=estimator_records(totals.sums),
         **_exact_fields(run, estimand, counts, totals, has_kl=has_kl),
-        noise_floor=rounding.noise_floor,
-        dtype_gap=rounding.dtype_gap,
-        warnings=tuple(dict.fromkeys(warnings)),
-        notes=(
-            *(*run.pair.notes, *padding_notes, *run.source_notes, *source.notes),
-            *(*counts.notes(on_text=on_text), *run.job.without_effect()),
-        ),
+        noise_floor=noise_floor,
+        dtype_gap=dtype_gap,
+        warnings=tuple(filter(None, dict.fromkeys(warnings))),
+        notes=tuple(filter(None, notes)),
         seconds=seconds(),
     )
 
@@ -173,13 +178,13 @@ def _provenance(run: OpenRun, estimand: Estimand, models: Mapping[str, ModelReco
 
 def _numbers(
     run: OpenRun, sums: ClusterSums, statistics: Collection[str]
-) -> tuple[dict[str, Estimate], tuple[str, ...], tuple[str, ...]]:
-    """The statistics by name, and the notes and warnings about rows of the heads that are no tokens."""
+) -> tuple[dict[str, Estimate], str, str]:
+    """The statistics by name, and the note and the warning about rows of the heads that are no tokens, or ""."""
     numbers = with_reasons({name: statistic_estimate(sums, name) for name in statistics})
-    notes, warnings = measured_padding(numbers, int(sums[TOKENS].sum()), run.job.endpoint_role)
-    for name in numbers.keys() & {*KL_DIRECTIONS, *KL_BOUND_COLUMNS} if warnings else ():
-        numbers[name] = replace(numbers[name], warnings=(*numbers[name].warnings, *warnings))
-    return numbers, notes, warnings
+    note, warning = measured_padding(numbers, int(sums[TOKENS].sum()), run.job.endpoint_role)
+    for name in numbers.keys() & {*KL_DIRECTIONS, *KL_BOUND_COLUMNS} if warning else ():
+        numbers[name] = replace(numbers[name], warnings=(*numbers[name].warnings, warning))
+    return numbers, note, warning
 
 
 def _exact_fields(
@@ -211,19 +216,6 @@ def device_of(pair: Pair) -> str:
     local_models = [model for model in (pair.policy, pair.reference) if not isinstance(model, ServedModel)]
     devices = [str(model.device_map or model.device) for model in local_models]
     return " and ".join(dict.fromkeys(devices))
-
-
-def _require_same_tokens(folder: RunFolder, scored: int, counted: int) -> None:
-    """See that no shard has files of two processes, which may round apart on a disk without locks.
-
-    Raises:
-        RunFolderError: if tokens/ has another number of tokens than sequences/.
-    """
-    if scored != counted:
-        raise RunFolderError(
-            f"{folder.root} has {scored} tokens in tokens/ and {counted} in sequences/: some files are of different "
-            "processes; measure again into another --out, with one process"
-        )
 
 
 def count_sequences(folder: RunFolder, *, on_text: bool) -> SequenceCounts:
@@ -312,10 +304,10 @@ def sum_tokens(
 
 
 def sampling_warnings(estimand: Estimand, totals: RunTotals, *, has_kl: bool) -> tuple[str, ...]:
-    """The warnings about how the tokens were drawn, where the exact KL is known."""
+    """The warnings about how the tokens were drawn, where the exact KL is known; some may be empty."""
     if not has_kl:
         return ()
-    warnings = weight_warnings(totals.terms.weight, estimand)
-    if estimand.weighting is not None:
-        warnings = (*on_policy_warnings(estimator_error(totals.sums, "k1"), estimand), *warnings)
-    return warnings
+    warning = weight_warning(totals.terms.weight, estimand)
+    if estimand.weighting is None:
+        return (warning,)
+    return on_policy_warning(estimator_error(totals.sums, "k1"), estimand), warning

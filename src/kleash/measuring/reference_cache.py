@@ -1,10 +1,7 @@
 """The caching job: run the reference once over a source and store what later measurements need of it."""
 
 import os
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +16,14 @@ from kleash.engines.base_logits import (
     logit_tiles,
     require_context,
 )
-from kleash.errors import Interrupted, SourceError
+from kleash.errors import SourceError
 from kleash.jobs import CacheJob
 from kleash.measuring.estimand import padding_note
 from kleash.measuring.imported_states import ImportedStates, with_saved_dtype
 from kleash.measuring.model_pair import loading, source_of
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.rescoring import noise_sequences
+from kleash.measuring.run import default_out, resumable
 from kleash.measuring.shards import hash_source, plan_shards, source_sequences
 from kleash.models import Pair, ReferenceCache, describe_source, load_reference
 from kleash.models.base_logits import encode_rows, split_chunks, write_header
@@ -45,15 +43,11 @@ from kleash.sources.files import read_whole_text
 from kleash.store import CacheContents, WrittenLogits
 from kleash.store.atomic import remove_leftovers
 from kleash.store.file_hashes import require_unchanged_files, watching_files
+from kleash.store.job_folder import ADVICE_IF_LOCKED
 from kleash.store.locks import folder_lock
 
 ROUNDING_COLUMNS = ("prompt_id", "sample_id", "kl_policy_reference")
 """Columns of the noise floor and the dtype gap that are stored."""
-
-
-def default_cache() -> str:
-    """The folder of a cache without ``--out``, named by date and time."""
-    return str(Path("kleash-caches") / datetime.now().strftime("%Y-%m-%d-%H%M%S"))
 
 
 def is_cached(job: CacheJob, *, any_dtype: bool = False) -> bool:
@@ -118,7 +112,7 @@ def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> 
     reporter = reporter if reporter is not None else ProgressReporter()
     if job.writes_base_logits:
         return write_base_logits(job, reporter)
-    folder = Path(job.out if job.out is not None else default_cache()).expanduser()
+    folder = Path(job.out if job.out is not None else default_out("kleash-caches")).expanduser()
     check_cache_folder(folder)
     saved = (
         None if job.from_hidden_states is None else EngineStates(Path(job.from_hidden_states).expanduser())
@@ -132,18 +126,14 @@ def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> 
     kind, name = job.measurement().source
     for sentence in (*pair.notes, *describe_source(kind, name, job)):
         reporter.note(sentence)
-    try:
-        with folder_lock(folder, "wait for it, or give another --out"):
-            for path in (folder, folder / TOKENIZER):
-                remove_leftovers(path)
-            with threads_for_scoring(pair) as threads:
-                if threads is not None:
-                    reporter.note(threads)
-                return _cache(job, pair, folder, digest, reporter, saved)
-    except KeyboardInterrupt as stop:
-        raise Interrupted(
-            f"interrupted; finished shards are on disk: run the same command again with --out {folder}"
-        ) from stop
+    how = "finished shards are on disk: run the same command again with"
+    with resumable(folder, how), folder_lock(folder, ADVICE_IF_LOCKED):
+        for path in (folder, folder / TOKENIZER):
+            remove_leftovers(path)
+        with threads_for_scoring(pair) as threads:
+            if threads is not None:
+                reporter.note(threads)
+            return _cache(job, pair, folder, digest, reporter, saved)
 
 
 def _cache(
@@ -184,24 +174,18 @@ def _cache(
         note = f"{padding_note({'reference': probability})} on the tokens of the noise floor"
         reporter.note(note)
         notes = (*notes, note)
-    _store_rounding(engine, folder, {"noise": noise, "gap": engine.rounding_columns("gap", sequences)})
-    contents = replace(_contents(pair, cache), notes=notes)
+    # the noise floor and the dtype gap cannot be measured once the reference is not loaded
+    for rounding, columns in (("noise", noise), ("gap", engine.rounding_columns("gap", sequences))):
+        if columns is not None:
+            kl_columns = {name: np.ascontiguousarray(columns[name]) for name in ROUNDING_COLUMNS}
+            save_rounding_columns(folder, rounding, engine.traits.temperature, kl_columns)
+    contents = _contents(pair, cache, notes)
     require_unchanged_files()
     finish_cache(folder, pair.reference, contents)
     return contents
 
 
-def _store_rounding(
-    engine: LocalEngine, folder: Path, columns_of_kind: Mapping[str, Mapping[str, np.ndarray] | None]
-) -> None:
-    """Store the noise floor and the dtype gap, which cannot be measured once the reference is not loaded."""
-    for kind, columns in columns_of_kind.items():
-        if columns is not None:
-            kl_columns = {name: np.ascontiguousarray(columns[name]) for name in ROUNDING_COLUMNS}
-            save_rounding_columns(folder, kind, engine.traits.temperature, kl_columns)
-
-
-def _contents(pair: Pair, cache: ReferenceCache) -> CacheContents:
+def _contents(pair: Pair, cache: ReferenceCache, notes: tuple[str, ...]) -> CacheContents:
     """The record of a filled cache."""
     reference, head = pair.reference, head_tensors(pair.reference.head)
     logit_bytes = torch.empty(0, dtype=reference.dtype).element_size()
@@ -215,7 +199,7 @@ def _contents(pair: Pair, cache: ReferenceCache) -> CacheContents:
         context=reference.context_length,
         scale=reference.head.scale,
         softcap=reference.head.softcap,
-        notes=pair.notes,
+        notes=notes,
     )
 
 

@@ -1,7 +1,7 @@
 """Scoring a part of the run again to measure the rounding error of a KL: noise floor and dtype gap."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -84,24 +84,13 @@ def first_sequences(job: MeasureJob, pair: Pair, folder: RunFolder) -> Iterator[
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rounding:
-    """The parts of a KL that are rounding."""
-
-    noise_floor: Estimate | None
-    dtype_gap: Estimate | None
-    warnings: tuple[str, ...]
-
-
-def measure_rounding(job: MeasureJob, engine: Engine, folder: RunFolder, scored: int) -> Rounding:
-    """The noise floor and the dtype gap, on a share of the run's ``scored`` tokens."""
+def measure_rounding(
+    job: MeasureJob, engine: Engine, folder: RunFolder, scored: int
+) -> tuple[Estimate | None, Estimate | None]:
+    """The noise floor and the dtype gap, the parts of a KL that are rounding; on a share of the ``scored`` tokens."""
     sequences = noise_sequences(first_sequences(job, engine.pair, folder), scored)
-    noise = engine.rounding_columns("noise", sequences)
-    return Rounding(
-        noise_floor=_mean_kl(noise, sequences),
-        dtype_gap=_mean_kl(engine.rounding_columns("gap", sequences), sequences),
-        warnings=() if noise is not None else (f"no noise floor: {engine.traits.no_noise_floor}",),
-    )
+    noise, gap = (_mean_kl(engine.rounding_columns(kind, sequences), sequences) for kind in ("noise", "gap"))
+    return noise, gap
 
 
 def _mean_kl(columns: Mapping[str, np.ndarray] | None, sequences: Sequence[TokenSequence]) -> Estimate | None:

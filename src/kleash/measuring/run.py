@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,15 +15,15 @@ from kleash.engines import Engine
 from kleash.errors import Interrupted, OptionError, TrackerWarning
 from kleash.jobs import MeasureJob
 from kleash.launch_environment import launched_world_size, local_rank, local_world_size
-from kleash.measuring.estimand import sampler_notes
+from kleash.measuring.estimand import sampler_note
 from kleash.measuring.keywords import job_of_keywords, pair_in_memory
 from kleash.measuring.largest_drift import NUM_ALTERNATIVES
 from kleash.measuring.measurement import make_measurement
 from kleash.measuring.model_pair import engine_for, filled_cache, header_of, load_models
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.ray_workers import ray_engine
-from kleash.measuring.shard_scoring import OpenRun, ScoredSource, run_shards
-from kleash.measuring.shards import hash_source
+from kleash.measuring.shard_scoring import OpenRun, run_shards
+from kleash.measuring.shards import ShardPlan, hash_source
 from kleash.measuring.shared_weights import follow, is_first_of_weights, is_mirrored, mirrored, process_group
 from kleash.models import Pair, describe_source, turns_of
 from kleash.models.threads import threads_for_scoring
@@ -34,22 +34,15 @@ from kleash.store import Measurement, RunFolder
 from kleash.store.file_hashes import require_unchanged_files, watching_files
 
 
-def default_out() -> str:
-    """The folder of a run without ``--out``, named by date and time.
+def default_out(parent: str = "kleash-runs") -> str:
+    """The folder of a job without ``--out``, in ``parent``, named by date and time.
 
     Raises:
         OptionError: if a launcher started several processes, which would make up several names.
     """
-    require_folder_of_all("the run")
-    return str(Path("kleash-runs") / datetime.now().strftime("%Y-%m-%d-%H%M%S"))
-
-
-class SharedMeasurement(NamedTuple):
-    """A measurement that several processes may have worked on."""
-
-    measurement: Measurement
-    is_own: bool
-    """Whether this process made it of the shards, rather than another one."""
+    if launched_world_size() > 1:
+        raise OptionError("several processes must agree on one folder; give --out")
+    return str(Path(parent) / datetime.now().strftime("%Y-%m-%d-%H%M%S"))
 
 
 def measure(
@@ -97,13 +90,13 @@ def measure(
     """
     with pair_in_memory(options) as (names, pair):
         job = job_of_keywords(MeasureJob, job, names, default_out)
-        return measure_together(job, reporter, pair).measurement
+        return measure_together(job, reporter, pair)[0]
 
 
 def measure_together(
     job: MeasureJob, reporter: ProgressReporter | None = None, pair: Pair | None = None
-) -> SharedMeasurement:
-    """``measure``, with whether this process made the measurement.
+) -> tuple[Measurement, bool]:
+    """``measure``, with whether this process made the measurement of the shards, rather than another one.
 
     Args:
         job: what to measure, and how.
@@ -112,40 +105,32 @@ def measure_together(
     """
     if job.out is None:
         job = replace(job, out=default_out())
-    result = _measure(job, reporter if reporter is not None else ProgressReporter(), pair)
-    for sentence in send_result(job.report_to, result.measurement, folder_of(job)) if result.is_own else ():
+    measurement, is_own = _measure(job, reporter if reporter is not None else ProgressReporter(), pair)
+    for sentence in send_result(job.report_to, measurement, folder_of(job)) if is_own else ():
         warnings.warn(sentence, TrackerWarning, stacklevel=3)
-    return result
+    return measurement, is_own
 
 
-def require_folder_of_all(what: str) -> None:
-    """Check that this process was started alone, since it is to make up the name of a folder.
-
-    Raises:
-        OptionError: if a launcher started several.
-    """
-    if launched_world_size() > 1:
-        raise OptionError(f"several processes must agree on the folder of {what}; give --out")
-
-
-def _measure(job: MeasureJob, reporter: ProgressReporter, pair: Pair | None) -> SharedMeasurement:
+def _measure(job: MeasureJob, reporter: ProgressReporter, pair: Pair | None) -> tuple[Measurement, bool]:
     """``measure_together`` without trackers."""
     with opened_run(job, reporter, pair) as run:
         start = monotonic()
         with _engine(run) as local_engine:
             if is_mirrored(job) and not is_first_of_weights(job):
                 follow(local_engine)
-                return SharedMeasurement(Measurement.read(run.folder.root), is_own=False)
+                return Measurement.read(run.folder.root), False
             with mirrored(local_engine, job) as engine:
                 source = run_shards(run, engine)
                 result = None
                 with turns_of(run.pair, engine.traits.temperature):
                     if is_first_of_weights(job):
                         result = _made_measurement(run, engine, source, start)
-        return result or SharedMeasurement(Measurement.read(run.folder.root), is_own=False)
+        return result or (Measurement.read(run.folder.root), False)
 
 
-def _made_measurement(run: OpenRun, engine: Engine, source: ScoredSource, start: float) -> SharedMeasurement:
+def _made_measurement(
+    run: OpenRun, engine: Engine, source: ShardPlan, start: float
+) -> tuple[Measurement, bool]:
     """The measurement of a run whose shards are on disk: made and written by the first process that gets here."""
 
     def note() -> None:
@@ -153,7 +138,7 @@ def _made_measurement(run: OpenRun, engine: Engine, source: ScoredSource, start:
 
     with run.folder.making_result(note):
         if run.folder.measurement_version() not in (None, run.measurement_before):
-            return SharedMeasurement(Measurement.read(run.folder.root), is_own=False)
+            return Measurement.read(run.folder.root), False
         if engine.traits.float32_gap_reloads:
             run.reporter.note("the reference is loaded a second time, in float32, for dtype_gap")
         measurement = make_measurement(run, engine, source, seconds=lambda: monotonic() - start)
@@ -166,7 +151,7 @@ def _made_measurement(run: OpenRun, engine: Engine, source: ScoredSource, start:
         require_unchanged_files()
         run.folder.write_measurement(measurement)
         write_report(run.folder.root)
-        return SharedMeasurement(measurement, is_own=True)
+        return measurement, True
 
 
 @contextmanager
@@ -186,10 +171,8 @@ def opened_run(job: MeasureJob, reporter: ProgressReporter, pair: Pair | None = 
         if pair is None:
             pair = workers.pair if workers is not None else load_models(on_device_of_rank(job), digest)
         kind, name = job.source
-        source_notes = (
-            *(() if job.has_base_logits else describe_source(kind, name, job)),
-            *sampler_notes(job, pair.policy),
-        )
+        described = () if job.has_base_logits else describe_source(kind, name, job)
+        source_notes = tuple(filter(None, (*described, sampler_note(job, pair.policy))))
         for sentence in (*pair.notes, *source_notes):
             reporter.note(sentence)
         folder.begin(
@@ -201,7 +184,7 @@ def opened_run(job: MeasureJob, reporter: ProgressReporter, pair: Pair | None = 
             if threads is not None:
                 reporter.note(threads)
         if is_resumable:
-            stack.enter_context(_resumable(folder.root))
+            stack.enter_context(resumable(folder.root))
         yield OpenRun(
             job=job,
             pair=pair,
@@ -215,14 +198,12 @@ def opened_run(job: MeasureJob, reporter: ProgressReporter, pair: Pair | None = 
 
 
 @contextmanager
-def _resumable(out: str | Path) -> Generator[None]:
-    """Context of work that an interruption leaves resumable in ``out``."""
+def resumable(out: Path, how: str = "finished shards are on disk: resume with --resume") -> Generator[None]:
+    """Context of work that an interruption leaves resumable in ``out``; ``how``, in words before the folder."""
     try:
         yield
     except KeyboardInterrupt as stop:
-        raise Interrupted(
-            f"{str(stop) or 'interrupted'}; finished shards are on disk: resume with --resume --out {out}"
-        ) from stop
+        raise Interrupted(f"{str(stop) or 'interrupted'}; {how} --out {out}") from stop
 
 
 def folder_of(job: MeasureJob) -> Path:

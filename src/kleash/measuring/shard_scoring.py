@@ -8,16 +8,17 @@ number of processes.
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 from kleash.engines import Engine, Shard
 from kleash.jobs import MeasureJob
 from kleash.measuring.largest_drift import MAX_SEQUENCES, Largest, alternatives_of_shard, sequence_rows
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.sequence_clusters import SequenceSums, mean_of_sequences, sum_sequences
-from kleash.measuring.shards import plan_shards
+from kleash.measuring.shards import ShardPlan, plan_shards
 from kleash.measuring.shared_weights import agreed
 from kleash.models import Pair, turns_of
 from kleash.store import RunFolder
@@ -48,16 +49,6 @@ class OpenRun:
     """Which columns are read."""
     measurement_before: tuple[int, ...] | None = None
     """The ``measurement_version`` of the folder when this process began."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoredSource:
-    """What was read of a source whose shards are all on disk."""
-
-    declared: Sequence[tuple[bool, float | None]]
-    """As in ``ShardPlan``."""
-    notes: tuple[str, ...]
-    """What the chat template renders of the source."""
 
 
 @dataclass(kw_only=True)
@@ -123,10 +114,10 @@ class RunningKL:
             self.stop = len(self._sums)
 
 
-def run_shards(run: OpenRun, engine: Engine) -> ScoredSource:
+def run_shards(run: OpenRun, engine: Engine) -> ShardPlan:
     """Score and write the shards that are not on disk and that no other process scores.
 
-    Returns when all shards are on disk, or ``until_relative_error`` is reached.
+    Returns the plan when all shards are on disk, or ``until_relative_error`` is reached.
 
     Raises:
         RunFolderError: if a shard cannot be written.
@@ -147,7 +138,10 @@ def run_shards(run: OpenRun, engine: Engine) -> ScoredSource:
         is_first_pass = False
         with turns_of(run.pair, engine.traits.temperature), claims:
             _score(engine, claims, plan.shards, largest)
-        is_complete = agreed(run.job, claims.wait_for_others)
+        wait = partial(
+            wait_for_parts, run.folder.root, claims.missing, run.reporter.note, poll_seconds=POLL_S
+        )
+        is_complete = agreed(run.job, wait)
         running.advance()
         if is_complete:
             break
@@ -157,7 +151,7 @@ def run_shards(run: OpenRun, engine: Engine) -> ScoredSource:
             if run.folder.stop is None:
                 run.folder.write_stop(running.stop)
     run.folder.require_shards(total)
-    return ScoredSource(declared=plan.declared, notes=plan.notes)
+    return plan
 
 
 @dataclass(kw_only=True)
@@ -205,13 +199,7 @@ class ShardClaims:
                 sequences = len(shard.sequences) or len(shard.prompts) * self.run.job.samples_per_prompt
                 self.run.reporter.add_scored(sequences, 0)
 
-    def wait_for_others(self) -> bool:
-        """Wait until all shards are on disk; False if one is missing that no process scores."""
-        return wait_for_parts(
-            self.run.folder.root, self._missing, self.run.reporter.note, poll_seconds=POLL_S
-        )
-
-    def _missing(self) -> list[str]:
+    def missing(self) -> list[str]:
         """The claims of the shards that are not on disk."""
         self.running.advance()
         total, on_disk = self.running.stop or self.total, self.run.folder.on_disk()

@@ -40,25 +40,26 @@ def plan_shards(job: MeasureJob, pair: Pair) -> ShardPlan:
         SourceError: if a line of the source cannot be read.
     """
     kind, path = job.source
-    if kind != "prompts":
-        forms, declared = Counter[SourceForm](), list[tuple[bool, float | None]]()
-        if kind == "text" and not job.has_base_logits:
-            forms = count_documents(path, pair.tokenizer, limit=job.limit, reading=job)
-        elif kind == "responses":
-            for sequence in source_sequences(job, pair):
-                forms[sequence.prompt_form] += 1
-                declared.append((sequence.retokenised, sequence.temperature))
+    forms, declared, total = Counter[SourceForm](), list[tuple[bool, float | None]](), None
+    if kind == "prompts":
+        prompts = read_prompts(path, pair, limit=job.limit, reading=job)
+        response_tokens = job.samples_per_prompt * job.max_new_tokens
+        groups = group_by_cost(prompts, lambda prompt: len(prompt.token_ids) + response_tokens, job)
+        shards = (Shard(index=index, prompts=tuple(group)) for index, group in enumerate(groups))
+        forms.update(prompt.form for prompt in prompts)
+        total = len(prompts) * job.samples_per_prompt
+    else:
         groups = group_by_cost(source_sequences(job, pair), lambda sequence: sequence.num_input_tokens, job)
         shards = (Shard(index=index, sequences=tuple(group)) for index, group in enumerate(groups))
-        notes = describe_forms(kind, forms, pair.tokenizer, job)
-        total = None if kind == "text" else forms.total()
-        return ShardPlan(shards=shards, sequences=total, notes=notes, declared=declared)
-    prompts = read_prompts(path, pair, limit=job.limit, reading=job)
-    response_tokens = job.samples_per_prompt * job.max_new_tokens
-    groups = group_by_cost(prompts, lambda prompt: len(prompt.token_ids) + response_tokens, job)
-    shards = (Shard(index=index, prompts=tuple(group)) for index, group in enumerate(groups))
-    notes = describe_forms(kind, Counter(prompt.form for prompt in prompts), pair.tokenizer, job)
-    return ShardPlan(shards=shards, sequences=len(prompts) * job.samples_per_prompt, notes=notes)
+    if kind == "text" and not job.has_base_logits:
+        forms = count_documents(path, pair.tokenizer, limit=job.limit, reading=job)
+    elif kind == "responses":
+        for sequence in source_sequences(job, pair):
+            forms[sequence.prompt_form] += 1
+            declared.append((sequence.retokenised, sequence.temperature))
+        total = forms.total()
+    notes = describe_forms(kind, forms, pair.tokenizer, job)
+    return ShardPlan(shards=shards, sequences=total, notes=notes, declared=declared)
 
 
 def source_sequences(job: MeasureJob, pair: Pair) -> Iterator[TokenSequence]:

@@ -13,7 +13,6 @@ from kleash.store import Measurement, RunFolder
 from kleash.store.measurement_summary import all_warnings
 from kleash.store.statistics import KL_DIRECTIONS
 from kleash.store.sweep import QUANTILE, Sweep, SweepCandidate, SweepPair
-from kleash.uncertainty import Estimate
 from kleash.uncertainty.diagnostics import few_clusters
 from kleash.uncertainty.simultaneous import SimultaneousDifferences, simultaneous_differences
 from kleash.version import __version__
@@ -76,9 +75,23 @@ def rank_candidates(
     letters, front = {}, pareto_front(measured, job.statistic)
     if len(measured) > 1:
         numbers = [candidate.numbers[job.statistic] for candidate in measured]
-        result = _compare(runs, clusters, [_known_value(number) for number in numbers])
+        # of a number without any error, such as the KL of the reference itself
+        known_values = [
+            number.value if number.standard_error == 0 and number.has_error else None for number in numbers
+        ]
+        result = _compare(runs, clusters, known_values)
         letters = dict(zip((each.number for each in measured), result.letters, strict=True))
-        sweep = replace(sweep, pairs=_pairs(measured, result), critical_value=result.critical_value)
+        pairs = tuple(
+            SweepPair(
+                first=measured[pair.first].number,
+                second=measured[pair.second].number,
+                difference=pair.estimate,
+                simultaneous_ci95=pair.simultaneous_ci95,
+                is_tie=pair.is_tie,
+            )
+            for pair in result.pairs
+        )
+        sweep = replace(sweep, pairs=pairs, critical_value=result.critical_value)
     return replace(
         sweep,
         clusters=clusters.count,
@@ -89,25 +102,6 @@ def rank_candidates(
             for each in candidates
         ),
     )
-
-
-def _pairs(measured: Sequence[SweepCandidate], result: SimultaneousDifferences) -> tuple[SweepPair, ...]:
-    """The records of the differences of all pairs of measured candidates."""
-    return tuple(
-        SweepPair(
-            first=measured[pair.first].number,
-            second=measured[pair.second].number,
-            difference=pair.estimate,
-            simultaneous_ci95=pair.simultaneous_ci95,
-            is_tie=pair.is_tie,
-        )
-        for pair in result.pairs
-    )
-
-
-def _known_value(number: Estimate) -> float | None:
-    """The value of a number without any error, such as the KL of the reference itself; None for another."""
-    return number.value if number.standard_error == 0 and number.has_error else None
 
 
 def _compare(

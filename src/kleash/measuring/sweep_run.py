@@ -5,21 +5,21 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from kleash.checkpoints.resolution import find_checkpoint, repository_of
-from kleash.errors import Interrupted, KleashError, ModelError, RunFolderError, TrackerWarning
+from kleash.errors import KleashError, ModelError, RunFolderError, TrackerWarning
 from kleash.jobs import MeasureJob, SweepJob
 from kleash.measuring.attribution import attribute
 from kleash.measuring.keywords import job_of_keywords
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.ray_workers import connected_cluster
 from kleash.measuring.reference_cache import cache_reference, is_cached
-from kleash.measuring.run import measure, require_folder_of_all
+from kleash.measuring.run import default_out, measure, resumable
 from kleash.measuring.sequence_clusters import SequenceSums
 from kleash.measuring.shards import hash_source
 from kleash.measuring.sweep_ranking import (
@@ -35,7 +35,7 @@ from kleash.store import Measurement, RunFolder
 from kleash.store.atomic import is_disk_full
 from kleash.store.checksums import file_checksum
 from kleash.store.file_hashes import watched_files, watching_files
-from kleash.store.job_folder import SOURCE, require_same
+from kleash.store.job_folder import ADVICE_IF_LOCKED, SOURCE, require_same
 from kleash.store.locks import LOCK_FILES, folder_lock, taking_part
 from kleash.store.sweep import SWEEP, Attribution, Sweep, SweepCandidate
 from kleash.version import __version__
@@ -43,21 +43,8 @@ from kleash.version import __version__
 T = TypeVar("T")
 
 CANDIDATES = "candidates"
-ADVICE_IF_LOCKED = "wait for it, or give another --out"
-
-
-def default_sweep() -> str:
-    """The folder of a sweep without ``--out``, named by date and time; errors as for ``default_out``."""
-    require_folder_of_all("the sweep")
-    return str(Path("kleash-sweeps") / datetime.now().strftime("%Y-%m-%d-%H%M%S"))
-
-
-class SharedSweep(NamedTuple):
-    """A sweep that several processes may have worked on."""
-
-    sweep: Sweep
-    is_own: bool
-    """Whether this process made it of the measurements, rather than another one."""
+PARENT = "kleash-sweeps"
+"""Folder of the sweeps without ``--out``."""
 
 
 def sweep(job: SweepJob | None = None, reporter: ProgressReporter | None = None, **options: Any) -> Sweep:
@@ -98,12 +85,12 @@ def sweep(job: SweepJob | None = None, reporter: ProgressReporter | None = None,
     Warns:
         TrackerWarning: if a tracker of ``job.report_to`` does not get the sweep, which is on disk then.
     """
-    return sweep_together(job_of_keywords(SweepJob, job, options, default_sweep), reporter).sweep
+    return sweep_together(job_of_keywords(SweepJob, job, options, partial(default_out, PARENT)), reporter)[0]
 
 
-def sweep_together(job: SweepJob, reporter: ProgressReporter | None = None) -> SharedSweep:
-    """``sweep``, with whether this process made it."""
-    out = Path(job.out if job.out is not None else default_sweep()).expanduser()
+def sweep_together(job: SweepJob, reporter: ProgressReporter | None = None) -> tuple[Sweep, bool]:
+    """``sweep``, with whether this process made it of the measurements, rather than another one."""
+    out = Path(job.out if job.out is not None else default_out(PARENT)).expanduser()
     reporter = reporter if reporter is not None else ProgressReporter()
     require_trackers(job.report_to)
 
@@ -111,17 +98,17 @@ def sweep_together(job: SweepJob, reporter: ProgressReporter | None = None) -> S
         if is_alone is not False:
             _check_folder(out, resume=job.resume)
 
-    try:
-        # one connection over all candidates
-        with taking_part(out, check), connected_cluster(job) if job.engine == "ray" else nullcontext():
-            result = _sweep(job, out, reporter)
-    except KeyboardInterrupt as stop:
-        raise Interrupted(
-            f"interrupted; what is finished is on disk: run the same command again with --resume --out {out}"
-        ) from stop
-    for sentence in send_result(job.report_to, result.sweep, out) if result.is_own else ():
+    how = "what is finished is on disk: run the same command again with --resume"
+    # one connection over all candidates
+    with (
+        resumable(out, how),
+        taking_part(out, check),
+        connected_cluster(job) if job.engine == "ray" else nullcontext(),
+    ):
+        result, is_own = _sweep(job, out, reporter)
+    for sentence in send_result(job.report_to, result, out) if is_own else ():
         warnings.warn(sentence, TrackerWarning, stacklevel=3)
-    return result
+    return result, is_own
 
 
 def _check_folder(out: Path, *, resume: bool) -> None:
@@ -143,7 +130,7 @@ def _check_folder(out: Path, *, resume: bool) -> None:
         raise RunFolderError(f"{out} holds other files; give another --out")
 
 
-def _sweep(job: SweepJob, out: Path, reporter: ProgressReporter) -> SharedSweep:
+def _sweep(job: SweepJob, out: Path, reporter: ProgressReporter) -> tuple[Sweep, bool]:
     """``sweep_together`` in a folder that this process takes part in."""
 
     def note() -> None:
@@ -182,15 +169,12 @@ def _sweep(job: SweepJob, out: Path, reporter: ProgressReporter) -> SharedSweep:
         is_own = written in (None, before) or written != result.to_json()
         if is_own:
             _write(out, result)
-    return SharedSweep(result, is_own)
+    return result, is_own
 
 
 def _written(out: Path) -> str | None:
     """The text of ``sweep.json``; None if there is none yet."""
-    try:
-        return (out / SWEEP).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
+    return (out / SWEEP).read_text(encoding="utf-8") if (out / SWEEP).exists() else None
 
 
 def _check_runs(job: SweepJob, out: Path) -> None:
@@ -270,7 +254,12 @@ def _measure_candidate(
     )
 
     def measure_and_read() -> Measurement:
-        measurement = _measure(job.measure_job(number, out), digest, reporter)
+        measure_job = job.measure_job(number, out)
+        measurement = _finished_run(measure_job, digest)
+        if measurement is None:
+            measurement = measure(replace(measure_job, resume=True), reporter)
+        else:
+            reporter.note(f"{measure_job.out} is finished, and kept")
         sequences[number] = read_sequences(out / candidate.folder, job.statistic)
         return measurement
 
@@ -280,15 +269,6 @@ def _measure_candidate(
         return replace(candidate, failure=failure)
     file = out / candidate.folder / "measurement.json"
     return measured_candidate(replace(candidate, measurement_sha256=file_checksum(file).sha256), measurement)
-
-
-def _measure(job: MeasureJob, digest: str, reporter: ProgressReporter) -> Measurement:
-    """The measurement of a candidate: that of its finished run, if there is one."""
-    finished = _finished_run(job, digest)
-    if finished is not None:
-        reporter.note(f"{job.out} is finished, and kept")
-        return finished
-    return measure(replace(job, resume=True), reporter)
 
 
 def _attribute_candidate(

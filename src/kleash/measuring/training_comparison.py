@@ -10,9 +10,8 @@ import numpy as np
 from kleash.errors import RunFolderError
 from kleash.store.comparison import RunDifference
 from kleash.store.job_folder import RunHeader
-from kleash.store.metrics import metric_of
+from kleash.store.metrics import metric_of, number_of
 from kleash.store.steps import STEPS, PromptRecord, StepRecord, read_prompt_means
-from kleash.store.summary import bare_number
 from kleash.store.training_comparison import PAIRED, SHOWN, ComparedTraining, TrainingComparison
 from kleash.store.training_folder import TrainingFolder, TrainingResult
 from kleash.uncertainty import Estimate, clustered_mean, paired_difference
@@ -101,7 +100,7 @@ def _compared(run: _TrainingRun, first: _TrainingRun, steps: range) -> ComparedT
             if record.step in steps and metric in record.metrics
         ]
         if values:
-            numbers[metric] = bare_number(fmean(values), float("nan"))
+            numbers[metric] = number_of({metric: fmean(values)}, metric)
     settings, first_settings = run.header.settings, first.header.settings
     result = run.result
     return ComparedTraining(

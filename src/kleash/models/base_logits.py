@@ -69,11 +69,6 @@ class BaseLogitsFile:
         """Scored positions in a chunk."""
         return self.context - 1 - self.first
 
-    @property
-    def row_values(self) -> int:
-        """16-bit values in a row."""
-        return row_values(self.vocab_size)
-
     def tokens(self, chunk: int) -> np.ndarray:
         """The text of a chunk, [context], int32.
 
@@ -94,9 +89,9 @@ class BaseLogitsFile:
             SourceError: if a scale or minimum is impossible, or the file has become shorter.
         """
         offset = HEADER_BYTES + 4 * self.context * self.chunks
-        offset += 2 * self.row_values * (chunk * self.scored + start)
-        values = self._values("<u2", offset, (stop - start) * self.row_values, chunk)
-        rows = values.reshape(stop - start, self.row_values)
+        width = row_values(self.vocab_size)
+        offset += 2 * width * (chunk * self.scored + start)
+        rows = self._values("<u2", offset, (stop - start) * width, chunk).reshape(stop - start, width)
         numbers = np.ascontiguousarray(rows[:, :4]).view("<f4")
         scale, minimum = numbers[:, 0].copy(), numbers[:, 1].copy()
         with np.errstate(invalid="ignore"):  # the largest log-probability is between that of equal ones and 0
@@ -153,26 +148,17 @@ def open_base_logits(path: Path) -> BaseLogitsFile:
                     f"{path} does not begin with _logits_, so it is no file of llama-perplexity --kl-divergence-base; "
                     "give one, or the folder of kleash cache"
                 )
-            if len(head) < HEADER_BYTES:
-                raise SourceError(
-                    f"{path} ends within its header of {HEADER_BYTES} bytes, after {len(head)}; write it again"
-                )
-            context, vocab_size, chunks = np.frombuffer(head[8:], dtype="<i4").tolist()
-            if not (4 <= context <= MAX_CONTEXT and 1 <= vocab_size <= MAX_VOCAB and chunks >= 1):
-                raise SourceError(
-                    f"{path} claims {chunks} chunks of {context} tokens and a vocabulary of {vocab_size}; write it "
-                    "again"
-                )
-            scored = context - 1 - context // 2
-            expected = HEADER_BYTES + chunks * (4 * context + 2 * scored * row_values(vocab_size))
-            if size != expected:
-                raise SourceError(
-                    f"{path} should have {expected} bytes, for {chunks} chunks of {context} tokens and a vocabulary "
-                    f"of {vocab_size}, and has {size}; write it again"
-                )
     except OSError as error:
         raise SourceError(f"{path} cannot be read: {error.strerror or error}") from error
+    context, vocab_size, chunks = np.frombuffer(head[8:].ljust(12, b"\0"), dtype="<i4").tolist()
     opened = BaseLogitsFile(path=path, context=context, vocab_size=vocab_size, chunks=chunks)
+    expected = HEADER_BYTES + chunks * (4 * context + 2 * opened.scored * row_values(vocab_size))
+    is_possible = 4 <= context <= MAX_CONTEXT and 1 <= vocab_size <= MAX_VOCAB and chunks >= 1
+    if not is_possible or size != expected:
+        raise SourceError(
+            f"{path} is of {chunks} chunks of {context} tokens and a vocabulary of {vocab_size} by its header, and has "
+            f"{size} bytes; write it again"
+        )
     for chunk in range(chunks):
         opened.tokens(chunk)
     return opened

@@ -9,10 +9,9 @@ DeepSpeed: the modules in which its hooks are defined.
 """
 
 import contextlib
-import functools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -35,18 +34,7 @@ def run_uncompiled(network: Any) -> None:
     """
     for layer in network.modules():
         if type(layer).__module__ == "transformers.integrations.bitnet":
-            layer.forward = _uncompiled(layer.forward)
-
-
-def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with what ``torch.compile`` decorates in it run as it is written."""
-
-    @functools.wraps(function)
-    def run(*positional: Any, **keywords: Any) -> Any:
-        with torch.compiler.set_stance("force_eager"):
-            return function(*positional, **keywords)
-
-    return run
+            layer.forward = torch.compiler.set_stance("force_eager")(layer.forward)
 
 
 class _UnmappedFile:
@@ -205,7 +193,7 @@ def has_adapter_on_one_embedding(embedding: Any, head: Any) -> bool:
 
 def fsdp_modules(network: Any) -> list[Any]:
     """The modules of a network that ``torch.distributed.fsdp.fully_shard`` was applied to."""
-    kind: Any = getattr(import_extra("torch.distributed.fsdp", "models"), "FSDPModule", ())
+    kind = import_extra("torch.distributed.fsdp", "models").FSDPModule
     return [module for module in network.modules() if isinstance(module, kind)]
 
 
@@ -222,7 +210,7 @@ def copy_without_sharding(network: Any) -> Any:
     bound to the original; so is what ``torch.compile`` made of a module, in its place or around it: the copy runs as it
     is written. A module that occurs twice is copied once.
     """
-    kind: Any = getattr(import_extra("torch.distributed.fsdp", "models"), "FSDPModule", ())
+    kind = import_extra("torch.distributed.fsdp", "models").FSDPModule
     compiled: Any = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
     copies: dict[int, Any] = {}
 

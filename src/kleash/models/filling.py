@@ -1,15 +1,12 @@
 """Building a network no larger than its files and filling it with parameters, packed or not, until it is complete."""
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules import module as torch_modules
 
 from kleash.checkpoints.quantised.packed_formats import PackedCheckpoint
 from kleash.checkpoints.quantised.packed_modules import PackedModule
@@ -79,8 +76,13 @@ def check_network_size(checkpoint: Checkpoint, config: Any, build: Any, *, is_qu
     """
     elements = sum(tensor.elements for tensor in checkpoint.tensors.values())
     is_quantised |= getattr(config, "quantization_config", None) is not None
-    limit = 4096 + 32 * len(checkpoint.tensors)
-    with loading(checkpoint), torch.device("meta"), _limit_registrations(checkpoint, limit):
+    with loading(checkpoint), torch.device("meta"):
+        layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None) or 0
+        if layers > len(checkpoint.tensors):  # before memory is taken for their modules
+            raise ModelError(
+                f"{checkpoint} has {layers} layers by its settings, and its files hold {len(checkpoint.tensors)} "
+                "tensors; correct them, or fetch the checkpoint again"
+            )
         network = build(deepcopy(config))
     parameters = sum(parameter.numel() for parameter in network.parameters())
     buffer_elements = sum(buffer.numel() for buffer in network.buffers())
@@ -94,29 +96,6 @@ def check_network_size(checkpoint: Checkpoint, config: Any, build: Any, *, is_qu
             "checkpoint again"
         )
     return network
-
-
-@contextmanager
-def _limit_registrations(checkpoint: Checkpoint, limit: int) -> Iterator[None]:
-    """Context in which this thread cannot register more than ``limit`` modules and parameters of networks."""
-    thread, registered = threading.get_ident(), count(1)
-
-    def refuse_too_many(*_: Any) -> None:
-        if threading.get_ident() == thread and next(registered) > limit:
-            raise ModelError(
-                f"{checkpoint} describes in its settings a network of {limit} parts and more, and its files hold "
-                f"{len(checkpoint.tensors)} tensors; correct them, or fetch the checkpoint again"
-            )
-
-    handles = [
-        torch_modules.register_module_parameter_registration_hook(refuse_too_many),
-        torch_modules.register_module_module_registration_hook(refuse_too_many),
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def fill_network(

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kleash.divergences import truncate
 from kleash.errors import NonFiniteError, OptionError
@@ -245,14 +246,11 @@ class IncrementalDecoder:
         """The hidden state after each prompt."""
         if not self.uses_cache:
             return self._run_without_cache(self.token_ids)
-        longest = max(len(sequence) for sequence in self.token_ids)
         # A padding token that the shortest prompt does not contain, so that the check detects its effect.
         padding = int(0 in min(self.token_ids, key=len))
-        ids = torch.full((len(self.token_ids), longest), padding)
-        mask = torch.zeros_like(ids)
-        for row, sequence in enumerate(self.token_ids):
-            ids[row, longest - len(sequence) :] = torch.tensor(sequence)
-            mask[row, longest - len(sequence) :] = 1
+        rows = [torch.tensor(sequence) for sequence in self.token_ids]
+        ids = pad_sequence(rows, batch_first=True, padding_value=padding, padding_side="left")
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
         self.mask = mask.to(self.model.device)
         return self._run(ids.to(self.model.device), check=bool((mask == 0).any()))
 
@@ -329,9 +327,7 @@ class IncrementalDecoder:
             order = [index for group in groups for index in group]
             return torch.cat(rows)[sorted(range(len(order)), key=order.__getitem__)]
         last = [length - 1 for length in lengths]
-        ids = torch.zeros(len(sequences), max(last) + 1, dtype=torch.long)
-        for row, sequence in enumerate(sequences):
-            ids[row, : len(sequence)] = torch.tensor(sequence)
+        ids = pad_sequence([torch.tensor(sequence) for sequence in sequences], batch_first=True)
         self.model.wait_for("pass")
         output = self.network(input_ids=ids.to(self.model.device), use_cache=False)
         return self._hidden_states(output)[torch.arange(len(last)), last]

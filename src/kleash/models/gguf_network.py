@@ -1,6 +1,6 @@
 """Building a transformers network from the files of a GGUF model."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,9 +46,24 @@ ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     **DENSE_FAMILIES,
 }
 """``general.architecture``, or the kind of it that ``find_architecture`` tells apart → mapping."""
-KINDS_OF_ARCHITECTURES = ("mixtral", "ministral3", "olmo3", "deepseek3", "glm4v")
-"""Entries that are no ``general.architecture``."""
 SCORE_BIAS = ".exp_probs_b.bias"
+KINDS_OF_ARCHITECTURES: Mapping[str, tuple[str, Callable[[Settings, Collection[str]], Any]]] = {
+    "mixtral": ("llama", lambda settings, tensors: settings.get("llama.expert_count")),
+    "ministral3": (
+        "mistral3",
+        lambda settings, tensors: settings.get("mistral3.attention.temperature_scale"),
+    ),
+    "olmo3": ("olmo2", lambda settings, tensors: settings.get("olmo2.attention.sliding_window")),
+    "glm4v": ("glm4", lambda settings, tensors: settings.get("glm4.rope.dimension_sections")),
+    "deepseek3": (
+        "deepseek2",
+        lambda settings, tensors: (
+            settings.get("deepseek2.expert_gating_func") == SIGMOID
+            or any(tensor.endswith(SCORE_BIAS) for tensor in tensors)
+        ),
+    ),
+}
+"""Entries that are no ``general.architecture`` → the one that their files name, and whether a file is of this kind."""
 MAX_SHOWN_NAMES = 4
 SAMPLING = "general.sampling."
 SAMPLING_NAMES = {"temp": "temperature", "penalty_repeat": "repetition_penalty"}
@@ -68,20 +83,12 @@ def find_architecture(settings: Settings, tensors: Collection[str]) -> tuple[str
     name = settings.get("general.architecture")
     if not isinstance(name, str) or not name:
         raise ModelError("it does not name its general.architecture")
-    kind = name
-    if name == "llama" and settings.get("llama.expert_count"):
-        kind = "mixtral"
-    elif name == "mistral3" and settings.get("mistral3.attention.temperature_scale"):
-        kind = "ministral3"
-    elif name == "olmo2" and settings.get("olmo2.attention.sliding_window"):
-        kind = "olmo3"
-    elif name == "glm4" and settings.get("glm4.rope.dimension_sections"):
-        kind = "glm4v"
-    elif name == "deepseek2" and (
-        settings.get("deepseek2.expert_gating_func") == SIGMOID
-        or any(tensor.endswith(SCORE_BIAS) for tensor in tensors)
-    ):
-        kind = "deepseek3"
+    kinds = (
+        kind
+        for kind, (named, is_of_kind) in KINDS_OF_ARCHITECTURES.items()
+        if named == name and is_of_kind(settings, tensors)
+    )
+    kind = next(kinds, name)
     if kind not in ARCHITECTURES or name in KINDS_OF_ARCHITECTURES:
         listed = ", ".join(sorted(set(ARCHITECTURES) - set(KINDS_OF_ARCHITECTURES)))
         raise ModelError(

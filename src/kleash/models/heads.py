@@ -224,6 +224,15 @@ def _plain_head(network: Any, vocab_size: int) -> Head | None:
     return truncate_head(head, vocab_size)
 
 
+def has_tied_embeddings(network: Any) -> bool:
+    """Whether the input and the output embedding of a network share their weight."""
+    layers = network.get_input_embeddings(), network.get_output_embeddings()
+    weight, head_weight = (getattr(layer, "weight", None) for layer in layers)
+    if not isinstance(weight, Tensor) or not isinstance(head_weight, Tensor):
+        return False
+    return weight is head_weight or (weight.data_ptr() == head_weight.data_ptr() != 0)
+
+
 def candidate_heads(config: Any, plain_head: Head) -> Iterator[Head]:
     """Iterate over the heads that a configuration may describe, the most common interpretation first.
 

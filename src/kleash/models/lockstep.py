@@ -87,18 +87,16 @@ class Lockstep:
     def _make_without_tokens(self, call: CollectiveCall) -> None:
         """Take part in a call of other ranks."""
         policy, reference = self.pair.policy, self.pair.reference
+        model = policy if call.name.startswith("POLICY") else reference
         with torch.inference_mode():
-            if call in (CollectiveCall.POLICY_PASS, CollectiveCall.REFERENCE_PASS):
-                model = policy if call == CollectiveCall.POLICY_PASS else reference
+            if call.name.endswith("PASS"):
                 with model.activate_adapter():
                     one_token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
                     model.backbone(input_ids=one_token, use_cache=False)
-            elif call in (CollectiveCall.POLICY_LOGP, CollectiveCall.REFERENCE_LOGP):
-                model = policy if call == CollectiveCall.POLICY_LOGP else reference
+            elif call.name.endswith("LOGP"):
                 log_probabilities(_no_tokens(model), model.head, temperature=self.temperature)
             else:
-                first = reference if call == CollectiveCall.REFERENCE_STATISTICS else policy
-                inputs = (_no_tokens(first), first.head, _no_tokens(reference), reference.head)
+                inputs = (_no_tokens(model), model.head, _no_tokens(reference), reference.head)
                 token_ids = torch.zeros(0, dtype=torch.long, device=policy.device)
                 if call == CollectiveCall.POLICY_STATISTICS_AND_TOP:
                     token_statistics_and_top(*inputs, token_ids, top=1, temperature=self.temperature)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kleash.divergences import truncate
 from kleash.errors import NonFiniteError, OptionError
@@ -112,15 +113,10 @@ def pad_batch(batch: Sequence[TokenSequence]) -> tuple[Tensor, Tensor, Tensor]:
     Returns:
         Input ids [batch, time], and row and column of each scored position.
     """
-    ids = torch.zeros(len(batch), max(sequence.num_input_tokens for sequence in batch), dtype=torch.long)
-    rows, cols = [], []
-    for row, sequence in enumerate(batch):
-        ids[row, : sequence.num_input_tokens] = torch.tensor(
-            (*sequence.prompt_ids, *sequence.response_ids)[:-1]
-        )
-        rows.append(torch.full((len(sequence.response_ids),), row))
-        cols.append(torch.arange(len(sequence.prompt_ids) - 1, sequence.num_input_tokens))
-    return ids, torch.cat(rows), torch.cat(cols)
+    inputs = [torch.tensor((*sequence.prompt_ids, *sequence.response_ids)[:-1]) for sequence in batch]
+    counts = torch.tensor([len(sequence.response_ids) for sequence in batch])
+    columns = [torch.arange(len(sequence.prompt_ids) - 1, sequence.num_input_tokens) for sequence in batch]
+    return pad_sequence(inputs, batch_first=True), torch.repeat_interleave(counts), torch.cat(columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,13 +145,12 @@ def hidden_state_reader(model: Model) -> HiddenStateReader:
         groups = group_for_padding([sequence.num_input_tokens for sequence in batch], model.max_padded_length)
         if len(groups) == 1:
             return read_padded(batch)
-        parts: list[Tensor] = [torch.empty(0)] * len(batch)
+        parts: dict[int, Tensor] = {}
         for group in groups:
             hidden = read_padded([batch[index] for index in group])
             counts = [len(batch[index].response_ids) for index in group]
-            for index, part in zip(group, hidden.split(counts), strict=True):
-                parts[index] = part
-        return torch.cat(parts)
+            parts |= dict(zip(group, hidden.split(counts), strict=True))
+        return torch.cat([parts[index] for index in range(len(batch))])
 
     return read
 
@@ -395,11 +390,11 @@ def score_against_itself(
     """
     pair = Pair(policy=model, reference=model, tokenizer=model.tokenizer)
     read = hidden_state_reader(model)
-
-    def read_singly(batch: Sequence[TokenSequence]) -> Tensor:
-        return torch.cat([read([sequence]) for sequence in batch])
-
-    readers = PairReaders(pair=pair, policy=read, reference=states or read_singly)
+    readers = PairReaders(
+        pair=pair,
+        policy=read,
+        reference=states or (lambda batch: torch.cat([read([sequence]) for sequence in batch])),
+    )
     return score_with_readers(readers, sequences, temperature, batch_tokens, options)
 
 

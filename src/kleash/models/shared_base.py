@@ -4,7 +4,7 @@ import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -25,6 +25,7 @@ from kleash.models.adapters import (
     probe_logits,
     trained_token_ids,
 )
+from kleash.models.heads import has_tied_embeddings
 from kleash.precision import bitwise_equal
 
 CHUNK_BYTES = 1 << 25
@@ -60,14 +61,6 @@ class LoadedNetwork:
 
 class _ChangedBaseError(Exception):
     """An adapter changes its base, or the output of another adapter on it."""
-
-
-class _TensorBefore(NamedTuple):
-    """A parameter or buffer of a base before adapters are attached; a reference, no copy."""
-
-    name: str
-    tensor: Tensor
-    checksum: int
 
 
 def load_over_one_base(
@@ -154,16 +147,14 @@ def _load_on_one_base(
     roles_by_adapter = _roles_by_adapter(checkpoints)
     base = load_base(next(iter(checkpoints.values())))
     network = base.network
-    embeddings = network.get_input_embeddings(), network.get_output_embeddings()
-    weight, head_weight = (getattr(layer, "weight", None) for layer in embeddings)
-    is_tied = weight is not None and weight is head_weight
+    is_tied = has_tied_embeddings(network)
     probe = make_probe(network, trained_token_ids(checkpoints.values()))
     logits: dict[str | None, Tensor] = {}
-    tensors: list[_TensorBefore] = []
+    tensors: list[tuple[str, Tensor, int]] = []
     if len(roles_by_adapter) > 1:
         logits[None] = probe_logits(network, probe)
         tensors += [
-            _TensorBefore(name, tensor, _checksum(tensor))
+            (name, tensor, _checksum(tensor))
             for name, tensor in (*network.named_parameters(), *network.named_buffers())
         ]
     wrapper: Any = None
@@ -196,8 +187,13 @@ def _load_on_one_base(
     return {role: replace(networks[role], adapters=wrapper) for role in checkpoints}
 
 
-def _check_tensors(network: Any, tensors: list[_TensorBefore], checkpoint: Checkpoint) -> None:
+def _check_tensors(network: Any, tensors: list[tuple[str, Tensor, int]], checkpoint: Checkpoint) -> None:
     """Check that every tensor of a base is there as it was before the adapter of a checkpoint was attached.
+
+    Args:
+        network: the base.
+        tensors: name, parameter or buffer itself, and its checksum before.
+        checkpoint: of the adapter.
 
     Raises:
         _ChangedBaseError: naming one that is not, or that is on the meta device and cannot be read.

@@ -37,8 +37,9 @@ def threads_for(names: Sequence[str], *, device: str = "auto") -> Iterator[str |
         ModelError: if there is no such model.
         CannotRunError: if the device is not available.
     """
-    files = (find_checkpoint(name).weight_files() for name in names)
-    sizes = (sum(path.stat().st_size for path in paths) for paths in files)
+    checkpoints = map(find_checkpoint, names)
+    tensors = ((*each.tensors.values(), *each.adapter_tensors.values()) for each in checkpoints)
+    sizes = (sum(tensor.num_bytes for tensor in stored) for stored in tensors)
     is_small = resolve_device(device, None).type == "cpu" and all(size <= SMALL_BYTES for size in sizes)
     with _at_most_threads(1 if is_small else torch.get_num_threads()) as note:
         yield note

@@ -1,14 +1,16 @@
 """Loading tokenizers, and checking that two of them, or one and the vocabulary of a GGUF file, give the same tokens."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kleash.checkpoints.gguf.vocabulary import describe_differences, find_difference, read_vocabulary
-from kleash.checkpoints.resolution import Checkpoint, find_checkpoint
+from kleash.checkpoints.resolution import Checkpoint, find_checkpoint, list_input_files
 from kleash.errors import ModelError, summarise_error
 from kleash.extras import import_extra
+from kleash.store.file_hashes import hash_files
 
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 PROBES = (
@@ -23,6 +25,8 @@ PROBES = (
 MAX_SHOWN_DIFFERENCES = 3
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "tekken.json")
 """File patterns; every tokenizer has a file of at least one."""
+NETWORK_FILES = re.compile(r"(adapter_|generation_)?config\.json|.*\.safetensors(\.index\.json)?")
+"""Names of input files that say nothing of a tokenizer."""
 
 
 class TokenizerMismatchError(ModelError):
@@ -140,11 +144,6 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
     folder = tokenizer_folder(checkpoint)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        max_length = tokenizer.model_max_length
-        if not isinstance(max_length, int | float) or isinstance(max_length, bool):
-            raise ValueError(
-                f"tokenizer_config.json has the model_max_length {str(max_length)[:40]!r}, which is no number"
-            )
         tokenizer("a", add_special_tokens=True, verbose=False)
         return tokenizer
     except Exception as error:  # tokenizers raise exceptions of every type, Exception itself included
@@ -171,7 +170,7 @@ def load_tokenizers(
     tokenizer: str | None = None,
     stored_reference: Any = None,
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Load the tokenizer of each role, and check that they can be compared.
+    """Load the tokenizer of each role, and check that they can be compared; equal files are loaded once.
 
     A GGUF file has a vocabulary and no tokenizer that transformers could rebuild without changes. Its text is read
     by the tokenizer ``tokenizer`` if it is given, else by the other model's, else by one in the file's folder; this
@@ -190,11 +189,14 @@ def load_tokenizers(
         ModelError: if there is none, or it cannot be loaded.
         TokenizerMismatchError: if they are not interchangeable, with the first differences.
     """
-    tokenizers = {
-        role: load_tokenizer(checkpoint, trust_remote_code)
-        for role, checkpoint in checkpoints.items()
-        if not checkpoint.gguf
-    }
+    loaded_by_files: dict[Any, Any] = {}
+    tokenizers: dict[str, Any] = {}
+    for role, checkpoint in checkpoints.items():
+        if not checkpoint.gguf:
+            files = _tokenizer_files(checkpoint)
+            if files not in loaded_by_files:
+                loaded_by_files[files] = load_tokenizer(checkpoint, trust_remote_code)
+            tokenizers[role] = loaded_by_files[files]
     notes: list[str] = []
     stated_tokenizer = None
     if tokenizer is not None and len(tokenizers) < len(checkpoints):
@@ -219,9 +221,17 @@ def load_tokenizers(
             )
         notes += _compare_gguf(checkpoint, loaded, owner)
         tokenizers[role] = loaded
-    if len(tokenizers) == 2:
+    if len(tokenizers) == 2 and tokenizers["policy"] is not tokenizers["reference"]:
         notes += compare_tokenizers(tokenizers["policy"], tokenizers["reference"])
     return tokenizers, tuple(notes)
+
+
+def _tokenizer_files(checkpoint: Checkpoint) -> tuple[Any, ...]:
+    """What a tokenizer is made of: the type of the model, and the names and hashes of the tokenizer's files."""
+    files = list_input_files(tokenizer_folder(checkpoint))
+    paths = [path for path in files if not NETWORK_FILES.fullmatch(path.name)]
+    names = [str(path.relative_to(tokenizer_folder(checkpoint))) for path in paths]
+    return str(checkpoint.config.get("model_type")), *zip(names, hash_files(paths), strict=True)
 
 
 def _find_tokenizer(name: str) -> Checkpoint:

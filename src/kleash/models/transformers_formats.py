@@ -92,13 +92,11 @@ def check_stored_types(checkpoint: Checkpoint, decoded: Collection[str] | None) 
         ModelError: naming the first of them.
     """
     method, headers = checkpoint.quant_method, checkpoint.tensors
-    if (
-        decoded is None
-        and method in import_extra("transformers.quantizers.auto", "models").AUTO_QUANTIZER_MAPPING
-    ):
-        return
-    # Numbers of 8 bits and no scales are weights that were rounded to them.
     has_scales = any("scale" in name.rpartition(".")[2] for name in headers)
+    known = import_extra("transformers.quantizers.auto", "models").AUTO_QUANTIZER_MAPPING
+    if decoded is None and method in known and (has_scales or method != "fp8"):
+        return
+    # Without a method, numbers of 8 bits and no scales are weights that were rounded to them.
     types = INTEGER_TYPES | (SMALL_FLOAT_TYPES if has_scales or method is not None else frozenset[str]())
     codes = [
         name

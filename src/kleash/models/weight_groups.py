@@ -11,7 +11,7 @@ import torch
 
 from kleash.errors import ModelError
 from kleash.linear import Head
-from kleash.models.heads import truncate_head
+from kleash.models.heads import has_tied_embeddings, truncate_head
 from kleash.models.pair import Model
 from kleash.precision import bitwise_equal
 
@@ -177,7 +177,7 @@ def _group_name(path: str, policy: Model, reference: Model, layers: str, groupin
     embeddings = _path_of(network, network.get_input_embeddings())
     head = _path_of(network, network.get_output_embeddings())
     is_embedding, is_head = _is_within(path, embeddings), _is_within(path, head)
-    if (is_embedding or is_head) and (_is_tied(policy) or _is_tied(reference)):
+    if (is_embedding or is_head) and (has_tied_embeddings(policy.network) or has_tied_embeddings(network)):
         return "embeddings and head"
     if is_embedding or is_head:
         return "embeddings" if is_embedding else "head"
@@ -206,15 +206,6 @@ def _path_of(network: Any, module: Any) -> str | None:
 def _is_within(path: str, module: str | None) -> bool:
     """Whether a path is that of a module, or of one in it."""
     return module is not None and f"{path}.".startswith(f"{module}.")
-
-
-def _is_tied(model: Model) -> bool:
-    """Whether the embeddings and the head of a network share their weight."""
-    embeddings, head = model.network.get_input_embeddings(), model.network.get_output_embeddings()
-    first, second = getattr(embeddings, "weight", None), getattr(head, "weight", None)
-    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
-        return False
-    return first is second or (first.data_ptr() == second.data_ptr() != 0)
 
 
 def _group(name: str, parts: tuple[str, ...], policy: Model, reference: Model) -> WeightGroup:

@@ -1,6 +1,5 @@
 """The page that compares runs."""
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -8,12 +7,12 @@ from typing import Any
 
 from kleash.estimate import Estimate
 from kleash.reports.drawing import INK, Chart, name_axes, row_dots, row_height
-from kleash.reports.formatting import UNKNOWN, format_count, format_with_interval, short_names
+from kleash.reports.formatting import UNKNOWN, format_with_interval, short_names
 from kleash.reports.gate_verdicts import describe_gate
 from kleash.reports.page import write_page
-from kleash.store import Comparison, RunDifference
-from kleash.store.result_summaries import comparison_warnings
+from kleash.store import Comparison
 from kleash.store.statistics import BOUND_STATISTICS, COMPARED, PERPLEXITIES, kl_directions, label_of
+from kleash.store.summary import summarize
 
 
 def write_comparison(path: Path, comparison: Comparison) -> Path:
@@ -30,7 +29,7 @@ def write_comparison(path: Path, comparison: Comparison) -> Path:
         RunFolderError: if the page cannot be written.
         MissingExtraError: if Jinja2 or Matplotlib is not installed.
     """
-    noun, kls = comparison.paired_noun, kl_directions(comparison.headline)
+    kls = kl_directions(comparison.headline)
     compared = (*kls, *(name for name in (*COMPARED, *PERPLEXITIES) if name not in kls))
     statistics = [
         name
@@ -45,9 +44,8 @@ def write_comparison(path: Path, comparison: Comparison) -> Path:
             *(name for name in compared if any(name in run.numbers for run in comparison.runs)),
         ],
         "charts": {"runs": runs_chart(comparison), "differences": differences_chart(comparison)},
-        "verdict": lambda difference: describe_difference(difference, comparison.headline, noun),
-        "noun": noun,
-        "warnings": comparison_warnings(comparison),
+        "summary": summarize(comparison),
+        "noun": comparison.paired_noun,
         "gates": [(run.name, describe_gate(run.gate)) for run in comparison.runs if run.gate is not None],
     }
     return write_page(path, "comparison.html", context)
@@ -112,31 +110,3 @@ def _draw_rows(
     else:
         axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
     name_axes(axes, "difference of the KL, nats per token" if is_difference else "KL, nats per token", "")
-
-
-def describe_difference(difference: RunDifference, statistic: str, noun: str = "prompts") -> str:
-    """Whether a run has drifted further than the first, in words, with the number of shared prompts.
-
-    Args:
-        difference: of the run from the first.
-        statistic: the KL that tells, by its name in ``STATISTICS``.
-        noun: "prompts" or "documents".
-    """
-    count = difference.shared_prompts
-    prompts = f"on {format_count(count)} shared {noun if count != 1 else noun[:-1]}"
-    number = difference.differences.get(statistic)
-    if number is None:
-        return f"not compared, {prompts}"
-    return f"{describe_direction(number)}: {format_with_interval(number)} nats per token, {prompts}"
-
-
-def describe_direction(number: Estimate) -> str:
-    """The sign of a difference of KLs in words, if its interval excludes 0."""
-    low, high = number.ci95
-    if low > 0:
-        return "further from its reference"
-    if high < 0:
-        return "closer to its reference"
-    if math.isnan(low) or math.isnan(high):
-        return "direction unknown"
-    return "no significant difference"

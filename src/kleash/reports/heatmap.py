@@ -67,7 +67,8 @@ def read_sequences(folder: RunFolder, keys: Iterable[SequenceKey]) -> dict[Seque
         for code in np.unique(part_codes[rows]):
             token_rows = rows[part_codes[rows] == code]
             token_rows = token_rows[np.argsort(part["position"][token_rows], kind="stable")]
-            sequences[_key(int(code))] = SequenceTokens(
+            key = int(code) >> 32, int(code) & 0xFFFFFFFF
+            sequences[key] = SequenceTokens(
                 texts=[part["text"][row] for row in token_rows],
                 columns={name: part[name][token_rows] for name in COLUMNS},
             )
@@ -79,29 +80,13 @@ def _code(prompt_id: Any, sample_id: Any) -> Any:
     return (prompt_id << 32) + sample_id
 
 
-def _key(code: int) -> SequenceKey:
-    """Inverse of ``_code``."""
-    return code >> 32, code & 0xFFFFFFFF
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeatMap:
-    """The data of the token view, and what it leaves out."""
-
-    sequences: tuple[dict[str, Any], ...]
-    """One object per sequence, for the page's script."""
-    thresholds: tuple[float, ...]
-    """KL in nats from which each colour begins."""
-    starts_at_upper_quartile: bool
-    """Whether the first threshold is the KL that three quarters of all tokens lie below."""
-    shortened: int
-    """Sequences of which only the beginning is drawn."""
-
-
 def heat_map(
     folder: RunFolder, measurement: Measurement, tokens: Mapping[SequenceKey, SequenceTokens]
-) -> HeatMap:
-    """The sequences with the largest KL, with the likeliest tokens of both models at each position.
+) -> dict[str, Any]:
+    """The variables of the token view: sequences with the largest KL, the colours, and what is left out.
+
+    There is an object for each sequence, for the page's script, with the likeliest tokens of both models at each
+    position; and the number of sequences of which only the beginning is drawn.
 
     Args:
         folder: of the run.
@@ -132,12 +117,12 @@ def heat_map(
     quantiles = measurement.quantiles.get(measurement.headline, {})
     upper_quartile = quantiles["75"].value if "75" in quantiles else math.nan
     thresholds = colour_thresholds(max(kls, default=1.0), upper_quartile)
-    return HeatMap(
-        sequences=sequences,
-        thresholds=thresholds,
-        starts_at_upper_quartile=math.isclose(thresholds[0], upper_quartile, rel_tol=0.1),
-        shortened=sum(len(sequence["text"]) < sequence["tokens"] for sequence in sequences),
-    )
+    return {
+        "sequences": sequences,
+        "thresholds": thresholds,
+        "starts_at_upper_quartile": math.isclose(thresholds[0], upper_quartile, rel_tol=0.1),
+        "shortened": sum(len(sequence["text"]) < sequence["tokens"] for sequence in sequences),
+    }
 
 
 def key_of(drift: Drifted) -> SequenceKey:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def report_context(files: RunFolder, measurement: Measurement) -> dict[str, Any]
     heat = heat_map(files, measurement, tokens)
     shown = {
         (sequence["prompt_id"], sequence["sample_id"], position)
-        for sequence in heat.sequences
+        for sequence in heat["sequences"]
         for position in sequence["position"]
     }
     return {
@@ -150,27 +150,12 @@ def picture_charts(measurement: Measurement) -> list[Chart]:
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenRow:
-    """A token with large KL in its context."""
-
-    drift: Drifted
-    is_shown: bool
-    """Whether the token view shows it."""
-    before: str = ""
-    after: str = ""
-    p: float | None = None
-    """The policy's probability of the token; None if its sequence was not read."""
-    q: float | None = None
-    rank: int | None = None
-
-
 def token_row(
     drift: Drifted,
     tokens: Mapping[SequenceKey, SequenceTokens],
     shown: Collection[tuple[int, int, int]],
-) -> TokenRow:
-    """A token with large KL with the text around it and both models' probabilities of it.
+) -> dict[str, Any]:
+    """A token with large KL with the text around it and both models' probabilities of it, where its sequence was read.
 
     Args:
         drift: the token.
@@ -181,17 +166,18 @@ def token_row(
     is_shown = (*key, drift.position) in shown
     row = tokens[key].row_of(drift.position) if key in tokens else None
     if row is None:
-        return TokenRow(drift=drift, is_shown=is_shown)
+        unknown = {"before": "", "after": "", "p": None, "q": None, "rank": None}
+        return {"drift": drift, "is_shown": is_shown, **unknown}
     texts, columns = tokens[key].texts, tokens[key].columns
-    return TokenRow(
-        drift=drift,
-        is_shown=is_shown,
-        before=join_tokens(texts[max(0, row - CONTEXT_BEFORE) : row]),
-        after=join_tokens(texts[row + 1 : row + 1 + CONTEXT_AFTER]),
-        p=round_for_display(math.exp(columns["logp_policy"][row])),
-        q=round_for_display(math.exp(columns["logp_reference"][row])),
-        rank=int(columns["rank_reference"][row]),
-    )
+    return {
+        "drift": drift,
+        "is_shown": is_shown,
+        "before": join_tokens(texts[max(0, row - CONTEXT_BEFORE) : row]),
+        "after": join_tokens(texts[row + 1 : row + 1 + CONTEXT_AFTER]),
+        "p": round_for_display(math.exp(columns["logp_policy"][row])),
+        "q": round_for_display(math.exp(columns["logp_reference"][row])),
+        "rank": int(columns["rank_reference"][row]),
+    }
 
 
 def join_tokens(texts: list[str]) -> str:

@@ -99,6 +99,7 @@ def _environment(templates: Path | None = None) -> Any:
         plain=formatting.format_value,
         count=formatting.format_count,
         percent=formatting.format_percent,
+        bytes=formatting.format_bytes,
         threshold=formatting.format_threshold,
         sentence=formatting.as_sentence,
         statistic_label=label_of,

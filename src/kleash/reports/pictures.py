@@ -14,14 +14,14 @@ from kleash.reports.measurement import picture_charts
 from kleash.reports.sweep import sweep_charts
 from kleash.store import Measurement
 from kleash.store.atomic import write_atomically
-from kleash.store.measurement_summary import headline, headline_name
-from kleash.store.statistics import label_of
-from kleash.store.summary import plain_text, with_interval
+from kleash.store.summary import Name, plain_text, summarize
 from kleash.store.sweep import Sweep
 
 DOTS_PER_INCH = 150
 MAX_NAME = 44
 """Characters of a name, of which the end is kept."""
+FACTS = ("policy", "reference", "sample")
+"""Facts of the summary that stand above a picture, below the headline."""
 
 
 def write_picture(path: Path, result: Measurement | Sweep) -> Path:
@@ -88,26 +88,13 @@ def picture_figure(make_figure: Any, result: Measurement | Sweep) -> Any:
         draw_panel(axes, chart.panels[0])
     for axes in list(grid.flat)[len(charts) :]:
         axes.set_axis_off()
-    title_lines = [line for text in _title(result) for line in textwrap.wrap(text, int(7.5 * width))]
+    summary = summarize(result)
+    facts = (
+        f"{label}: {keep_end(plain_text(text), MAX_NAME) if isinstance(text, Name) else text}"
+        for label, text in summary.facts
+        if label in FACTS
+    )
+    texts = (summary.headline, *facts)
+    title_lines = [line for text in texts for line in textwrap.wrap(text, int(7.5 * width))]
     figure.suptitle("\n".join(title_lines), x=0.012, ha="left", fontsize=9.5)
     return figure
-
-
-def _title(result: Measurement | Sweep) -> tuple[str, str, str]:
-    """The texts above a picture: the number, its subject and the sample."""
-    if isinstance(result, Measurement):
-        policy, reference = (_name(result.models[role].path) for role in ("policy", "reference"))
-        tokens, clusters = result.counts.tokens, result.counts.clusters
-        title = f"{label_of(headline_name(result))} per token: {with_interval(headline(result))}"
-        subject = f"{policy} against {reference}"
-    else:
-        number, tokens, clusters = len(result.ranking), result.tokens, result.clusters
-        title = f"{label_of(result.rank_by)} of {number} candidate{'' if number == 1 else 's'}"
-        subject = f"reference: {_name(result.reference)}"
-    sample = f"{tokens:,} tokens, {clusters:,} independent cluster{'' if clusters == 1 else 's'}"
-    return title, subject, sample
-
-
-def _name(path: str) -> str:
-    """A name as it can be drawn: its end, with invisible characters shown."""
-    return keep_end(plain_text(path), MAX_NAME)

@@ -1,7 +1,7 @@
 """The page of a sweep: KL against size with the Pareto front, the ranking, all pairs, and what the KL comes from."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from kleash.reports.drawing import (
     shown_ends,
 )
 from kleash.reports.formatting import (
-    UNKNOWN,
     format_bytes,
     format_count,
     format_percent,
@@ -33,7 +32,7 @@ from kleash.reports.formatting import (
 )
 from kleash.reports.gate_verdicts import describe_sweep_gate
 from kleash.reports.page import write_page
-from kleash.store.measurement_summary import merge_warnings
+from kleash.store.result_summaries import attribution_table
 from kleash.store.statistics import kl_directions, label_of
 from kleash.store.summary import summarize
 from kleash.store.sweep import QUANTILE, Attribution, Sweep, SweepCandidate, SweepPair
@@ -62,32 +61,16 @@ def write_sweep(path: Path, sweep: Sweep) -> Path:
         RunFolderError: if the page cannot be written.
         MissingExtraError: if Jinja2 or Matplotlib is not installed.
     """
-    names = names_of_candidates(sweep)
-    ranking = sweep.ranking
     columns = (*kl_directions(sweep.rank_by), *COLUMNS)
-    present = [name for name in columns if any(name in candidate.numbers for candidate in ranking)]
     context = {
         "sweep": sweep,
-        "ranking": ranking,
-        "names": names,
-        "columns": present,
+        "summary": summarize(sweep),
+        "names": names_of_candidates(sweep),
+        "columns": [name for name in columns if any(name in each.numbers for each in sweep.ranking)],
         "quantile": lambda candidate, name: candidate.numbers.get(f"{name}_{QUANTILE}"),
-        "warnings": [
-            *sweep.warnings,
-            *merge_warnings(
-                ((names[candidate.number], candidate.numbers[sweep.rank_by]) for candidate in ranking),
-                sweep.warnings,
-            ),
-        ],
         "rank_label": label_of(sweep.rank_by),
         "charts": sweep_charts(sweep),
-        "size": lambda candidate: format_bytes(candidate.bytes_on_disk),
-        "bits": format_bits,
-        "pairs": [
-            (describe_pair(pair, names), nearer_minus_farther(pair, sweep.warnings))
-            for pair in sorted(sweep.pairs, key=lambda pair: _ranks(pair, ranking))
-        ],
-        "headline": summarize(sweep).headline,
+        "pairs": pairs_in_order(sweep),
         "gate": describe_sweep_gate(sweep),
         "attributions": [attribution_context(sweep, each) for each in sweep.attributions],
     }
@@ -98,52 +81,31 @@ def attribution_context(sweep: Sweep, attribution: Attribution) -> dict[str, Any
     """An attribution as the template takes it."""
     name = names_of_candidates(sweep)[attribution.candidate]
     return {
-        "chart": attribution_chart(attribution, name) if attribution.has_changes else None,
-        "title": f"{name} by {attribution.grouping}",
         "record": attribution,
+        "chart": attribution_chart(sweep, attribution, name) if attribution.has_changes else None,
+        "title": f"{name} by {attribution.grouping}",
         "warnings": [warning for warning in attribution.warnings if warning not in sweep.warnings],
-        "sentences": (
-            describe_attribution(attribution, name),
-            describe_sum(attribution),
-            describe_control(attribution),
-        ),
+        "sentence": describe_attribution(attribution, name),
     }
 
 
-def format_bits(candidate: SweepCandidate) -> str:
-    """Bits a weight, such as "4.85"; "–" where size or parameters are."""
-    return UNKNOWN if candidate.bits_per_weight is None else f"{candidate.bits_per_weight:.2f}"
+def pairs_in_order(sweep: Sweep) -> list[SweepPair]:
+    """The pairs in the order of the ranking, each as the mean of the nearer candidate minus that of the farther.
 
-
-def nearer_minus_farther(pair: SweepPair, shared_warnings: Collection[str]) -> Estimate:
-    """The difference of a pair, at most 0, with its simultaneous interval and without warnings about all candidates."""
-    low, high = pair.simultaneous_ci95
-    is_first_nearer = pair.difference.value <= 0
-    return replace(
-        pair.difference,
-        value=min(pair.difference.value, -pair.difference.value),
-        ci95=(low, high) if is_first_nearer else (-high, -low),
-        warnings=tuple(warning for warning in pair.difference.warnings if warning not in shared_warnings),
-    )
-
-
-def _nearer_and_farther(pair: SweepPair) -> tuple[int, int]:
-    """The numbers of the two candidates, the one with the smaller mean first."""
-    return (pair.first, pair.second) if pair.difference.value <= 0 else (pair.second, pair.first)
-
-
-def _ranks(pair: SweepPair, ranking: Sequence[SweepCandidate]) -> tuple[int, ...]:
-    """The places of a pair in the ranking."""
-    places = {candidate.number: place for place, candidate in enumerate(ranking)}
-    return tuple(places[number] for number in _nearer_and_farther(pair))
-
-
-def describe_pair(pair: SweepPair, names: dict[int, str]) -> str:
-    """Which of two candidates is nearer to the reference, in words."""
-    nearer, farther = (names[number] for number in _nearer_and_farther(pair))
-    if pair.is_tie:
-        return f"{nearer} and {farther} are tied"
-    return f"{nearer} is nearer to the reference than {farther}"
+    The differences have the simultaneous intervals, and no warnings of the sweep.
+    """
+    places = {candidate.number: place for place, candidate in enumerate(sweep.ranking)}
+    ordered: dict[tuple[int, int], SweepPair] = {}
+    for pair in sweep.pairs:
+        nearer, farther = sorted((pair.first, pair.second), key=places.__getitem__)
+        sign = 1 if nearer == pair.first else -1
+        low, high = sorted(sign * end for end in pair.simultaneous_ci95)
+        warnings = tuple(each for each in pair.difference.warnings if each not in sweep.warnings)
+        value = sign * pair.difference.value
+        difference = replace(pair.difference, value=value, ci95=(low, high), warnings=warnings)
+        key = places[nearer], places[farther]
+        ordered[key] = replace(pair, first=nearer, second=farther, difference=difference)
+    return [ordered[key] for key in sorted(ordered)]
 
 
 def sweep_charts(sweep: Sweep) -> list[Chart]:
@@ -231,7 +193,7 @@ def _scatter(name: str, title: str, x_title: str, sweep: Sweep, points: Sequence
             (
                 str(place),
                 candidate.name,
-                format_count(int(x)) if name == "size" else format_bits(candidate),
+                format_count(int(x)) if name == "size" else f"{x:.2f}",
                 format_with_interval(candidate.numbers[rank_by]),
                 "yes" if candidate.is_on_pareto_front else "no",
             )
@@ -274,16 +236,13 @@ def names_of_candidates(sweep: Sweep, length: int = 40) -> dict[int, str]:
 
 
 def describe_attribution(attribution: Attribution, name: str) -> str:
-    """Which group a candidate's KL comes from, in a sentence."""
+    """Which group the KL of a candidate that was attributed comes from, in a sentence."""
     statistic = label_of(attribution.statistic)
-    if attribution.failure:
-        return f"The {statistic} of {name} was not attributed: {attribution.failure}."
     if not attribution.has_changes:
         return f"All weights of {name} are those of the reference."
-    clear = [group for group in attribution.largest_first if group.simultaneous_ci95[1] < 0]
-    if not clear:
+    first = next((group for group in attribution.largest_first if group.simultaneous_ci95[1] < 0), None)
+    if first is None:
         return f"No group of weights alone lowers the {statistic} of {name} by more than the noise of the sample."
-    first = clear[0]
     share = attribution.share_of(first)
     removed = f"{format_percent(share)} of" if share < 1 else "all of"
     return (
@@ -291,46 +250,13 @@ def describe_attribution(attribution: Attribution, name: str) -> str:
     )
 
 
-def describe_sum(attribution: Attribution) -> str:
-    """Whether the changes of single groups add up to that of all groups together, in a sentence."""
-    total, all_groups, interaction = (
-        attribution.sum_of_changes,
-        attribution.change_of_all,
-        attribution.interaction,
-    )
-    if total is None or all_groups is None or interaction is None:
-        return ""
-    different = [group.name for group in attribution.groups if not group.is_identical]
-    if len(different) < 2:
-        return f"No weights but those of {different[0]} differ from the reference's." if different else ""
-    low, high = interaction.ci95
-    verdict = (
-        f"they do not add up: the difference is {format_with_interval(interaction)}"
-        if low > 0 or high < 0
-        else f"the difference, {format_with_interval(interaction)}, is within the noise of the sample"
-    )
-    return (
-        f"Single changes sum to {format_with_interval(total)} nats per token, and swapping all groups at once changes "
-        f"the KL by {format_with_interval(all_groups)}; {verdict}. Errors of several groups can reinforce or cancel "
-        "each other, so shares need not sum to 100 %."
-    )
-
-
-def describe_control(attribution: Attribution) -> str:
-    """What a second pass without a swap changed, in a sentence."""
-    if attribution.control is None:
-        return ""
-    is_zero = attribution.control.value == 0
-    change = "exactly 0" if is_zero else f"{format_with_interval(attribution.control)} nats per token"
-    return f"Control: a second pass without a swap changed {change}."
-
-
-def attribution_chart(attribution: Attribution, name: str) -> Chart:
+def attribution_chart(sweep: Sweep, attribution: Attribution, name: str) -> Chart:
     """The change of each group: by layer from left to right, or a row for each kind of module."""
     is_by_layer = attribution.grouping == "layers"
     groups = attribution.groups if is_by_layer else tuple(attribution.largest_first)
     numbers = [group.simultaneous_change for group in groups]
     names = [group.name for group in groups]
+    table = attribution_table(sweep, attribution)
     return Chart(
         name=f"attribution-{attribution.candidate}-{attribution.grouping}",
         title=f"{name} by {attribution.grouping}",
@@ -338,18 +264,8 @@ def attribution_chart(attribution: Attribution, name: str) -> Chart:
         height=3.0 if is_by_layer else row_height(len(groups)),
         description="Change with each group swapped back, with simultaneous 95 % intervals; below 0 the group's "
         "weights add to the KL.",
-        header=("Group", "Weights", "Change", "Share of the KL"),
-        rows=tuple(
-            (
-                group.name,
-                format_count(group.parameters),
-                "0 (identical)" if group.is_identical else format_with_interval(group.simultaneous_change),
-                UNKNOWN
-                if math.isnan(attribution.share_of(group))
-                else format_percent(attribution.share_of(group)),
-            )
-            for group in attribution.largest_first
-        ),
+        header=table.header,
+        rows=table.rows,
     )
 
 

@@ -4,7 +4,7 @@ import csv
 import io
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -142,7 +142,7 @@ def model_index(measurement: Measurement) -> list[dict[str, Any]]:
     What is not known of the error of a metric is left out.
     """
     hub = import_extra("huggingface_hub.repocard_data", "models")
-    kind, source = source_of(measurement.job)
+    kind, source = measurement.source_kind, source_of(measurement)
     options = {name: plain_text(str(value)) for name, value in measurement.job.items() if value is not None}
     results: list[Any] = []
     for name, number in measurement.statistics().items():
@@ -209,7 +209,7 @@ def card_section(measurement: Measurement) -> str:
 
 def card_sentence(measurement: Measurement) -> str:
     """What was measured against what, on what, and the KL with its interval, in Markdown."""
-    kind, source = source_of(measurement.job)
+    kind, source = measurement.source_kind, source_of(measurement)
     policy, reference = (
         markdown_code(published_name(measurement.models[role].path)) for role in ("policy", "reference")
     )
@@ -240,19 +240,15 @@ def code_block(text: str) -> str:
     return f"{fence}bash\n{text}\n{fence}"
 
 
-def source_of(job: Mapping[str, Any]) -> tuple[str, str]:
-    """The option that names the source of a measurement, and its value."""
-    for kind in ("text", "responses"):
-        if job.get(kind) is not None:
-            return kind, str(job[kind])
-    return "prompts", str(job.get("prompts") or "shipped:prompts")
+def source_of(measurement: Measurement) -> str:
+    """The name of the source of a measurement."""
+    return str(measurement.job.get(measurement.source_kind) or "shipped:prompts")
 
 
 def _with_published_names(text: str, measurement: Measurement) -> str:
     """A sentence, in which models, the source and a cache are called as they are published."""
-    _, source = source_of(measurement.job)
     models = measurement.models.values()
-    named = (source, *(path for model in models for path in (model.path, model.base)))
+    named = (source_of(measurement), *(path for model in models for path in (model.path, model.base)))
     options = (measurement.job.get(name) for name in ("reference_cache", "tokenizer"))
     for path in sorted({str(path) for path in (*named, *options) if path}, key=len, reverse=True):
         text = text.replace(path, published_name(path))

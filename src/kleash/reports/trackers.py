@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import closing, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,12 +141,10 @@ def send_result(names: Sequence[str], result: Measurement | Sweep, folder: Path)
     failures: list[str] = []
     for name in dict.fromkeys(names):
         try:
-            (tracker,) = open_trackers((name,), _settings_of(result), folder)
-            try:
+            (opened,) = open_trackers((name,), _settings_of(result), folder)
+            with closing(opened) as tracker:
                 for step, scalars_of_step in scalars.items():
                     tracker.log(scalars_of_step, step)
-            finally:
-                tracker.close()
         except Exception as error:  # any exception of the tracker's own code: the result is not lost
             failures.append(
                 f"the tracker {name} did not get the {'sweep' if is_sweep else 'measurement'} ({reason_of(error)}), "

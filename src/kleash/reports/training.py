@@ -10,18 +10,19 @@ from kleash.jobs.algorithms import ALGORITHMS
 from kleash.jobs.option_groups import in_order_of_help
 from kleash.reports.formatting import command_line, format_number, format_value
 from kleash.reports.page import write_page
-from kleash.reports.training_charts import run_charts
+from kleash.reports.training_charts import run_charts, thin_steps
 from kleash.store import Sample, SampleRecord, StepRecord, TrainingFolder, TrainingResult, read_samples
 from kleash.store.job_folder import RunHeader
-from kleash.store.metrics import metric_of
+from kleash.store.metrics import METRICS, metric_of, number_of
 from kleash.store.steps import STEPS
-from kleash.store.summary import bare_number
 from kleash.uncertainty.diagnostics import few_clusters
 
 MAX_SAMPLE_STEPS = 6
 """Steps whose responses are shown: the first, the last and evenly chosen ones between."""
 MAX_SAMPLES = 3
 MAX_EVENTS = 50
+HELD_OUT = "eval/"
+"""Prefix of the metrics of evaluations, which not every step has."""
 
 
 def write_training_report(folder: Path) -> Path:
@@ -75,32 +76,19 @@ def summary_cards(
     first, last = history[0].metrics, history[-1].metrics
     target = target_nats(header)
     target_name = f"kl/exact_per_{header.settings.get('target_per')}"
-    evaluated = [record for record in history if "eval/reward" in record.metrics]
     rows: list[tuple[str, str, str]] = []
-    for title, name in (
-        ("Held-out reward", "eval/reward"),
-        ("Held-out KL per sequence", "eval/kl_per_sequence"),
-    ):
-        if evaluated and name in evaluated[-1].metrics:
-            unit = " nats" if metric_of(name).unit == "nats" else ""
-            value = format_metric(evaluated[-1].metrics, name, f"{name}_error") + unit
-            rows.append((title, value, f"after step {evaluated[-1].step}"))
-    for title, name, error in (
-        ("Reward", "reward/score", "reward/score_error"),
-        ("KL per sequence", "kl/exact_per_sequence", "kl/exact_per_sequence_error"),
-        ("KL per token", "kl/exact_per_token", "kl/exact_per_token_error"),
-        ("Beta", "beta", None),
-        ("Entropy per token", "policy/entropy", None),
-        ("Preference accuracy", "pairs/accuracy", None),
-        ("Divergence from the teacher", "teacher/divergence", "teacher/divergence_error"),
-    ):
-        if name not in last:
+    held_out_first = sorted(METRICS.items(), key=lambda item: not item[0].startswith(HELD_OUT))
+    for name, metric in held_out_first:
+        steps = [record for record in history if name in record.metrics]
+        is_shown = name in last or (name.startswith(HELD_OUT) and steps)
+        if not metric.card or not is_shown:
             continue
-        unit = " nats" if metric_of(name).unit == "nats" else ""
         note = f"{format_value(first.get(name, math.nan))} in the first step"
+        if name.startswith(HELD_OUT):
+            note = f"after step {steps[-1].step}"
         if target is not None and name == target_name:
             note += f"; target {format_value(target)}"
-        rows.append((title, format_metric(last, name, error) + unit, note))
+        rows.append((metric.card, format_metric(steps[-1].metrics, name), note))
     status = "running or interrupted" if result is None else result.stopped or "finished"
     return [*rows, ("Steps", str(history[-1].step), status)]
 
@@ -125,29 +113,17 @@ def target_nats(header: RunHeader) -> float | None:
     return float(target) if isinstance(target, (int, float)) else None
 
 
-def format_metric(metrics: Mapping[str, float], name: str, error: str | None) -> str:
-    """A metric with its standard error, if it has one.
-
-    Args:
-        metrics: of a step.
-        name: of the metric.
-        error: the metric that holds its standard error.
-    """
-    value = metrics.get(name, math.nan)
-    standard_error = metrics.get(error, math.nan) if error else math.nan
-    if not (math.isfinite(standard_error) and standard_error > 0 and math.isfinite(value)):
-        return format_value(value)
-    text = format_number(bare_number(value, standard_error))
-    return f"{text.value} ± {text.error}"
+def format_metric(metrics: Mapping[str, float], name: str) -> str:
+    """A metric of a step with its standard error, if the step has one, and with its unit if that is nats."""
+    number = number_of(metrics, name)
+    text = format_number(number)
+    value = f"{text.value} ± {text.error}" if number.has_error else format_value(number.value)
+    return f"{value} nats" if metric_of(name).unit == "nats" else value
 
 
 def samples_by_step(records: Sequence[SampleRecord]) -> list[tuple[int, list[Sample]]]:
     """Sampled responses of up to ``MAX_SAMPLE_STEPS`` steps, the first and the last among them."""
-    steps = sorted({record.step for record in records})
-    if len(steps) > MAX_SAMPLE_STEPS:
-        steps = [
-            steps[round(at * (len(steps) - 1) / (MAX_SAMPLE_STEPS - 1))] for at in range(MAX_SAMPLE_STEPS)
-        ]
+    steps = thin_steps(sorted({record.step for record in records}), MAX_SAMPLE_STEPS)
     return [
         (step, [record.sample for record in records if record.step == step][:MAX_SAMPLES]) for step in steps
     ]

@@ -1,10 +1,9 @@
 """The charts of a training run: metrics over steps, with bands of two standard errors."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from kleash.reports.drawing import (
     ACCENT,
@@ -19,86 +18,56 @@ from kleash.reports.drawing import (
 )
 from kleash.reports.formatting import format_value
 from kleash.store import StepRecord
+from kleash.store.metrics import number_of
+
+StepT = TypeVar("StepT", StepRecord, int)
 
 MAX_POINTS = 400
 """Points of a curve; longer histories are thinned evenly."""
 MAX_ROWS = 40
 
 
-@dataclass(frozen=True, kw_only=True)
-class MetricLine:
-    """The style of a metric's curve."""
-
-    metric: str
-    label: str
-    color: str = ACCENT
-    dash: str = "-"
-    """In Matplotlib's notation."""
-    error: str | None = None
-    """The metric that holds its standard error."""
-
-
-CHARTS: tuple[tuple[str, str, str, tuple[MetricLine, ...]], ...] = (
-    (
-        "reward",
-        "Reward",
-        "reward",
-        (
-            MetricLine(metric="reward/score", label="reward", error="reward/score_error"),
-            MetricLine(metric="reward/adjusted", label="reward − beta · KL", color=INK, dash="--"),
-        ),
-    ),
+STYLES = ((ACCENT, "-"), (INK, "--"), (MUTED, "-"))
+"""Colour and dashes, in Matplotlib's notation, of the curves of a chart in their order."""
+Curves = Mapping[str, str]
+"""Metric -> label of its curve; around the first one is the band of its error."""
+CHARTS: tuple[tuple[str, str, str, Curves], ...] = (
+    ("reward", "Reward", "reward", {"reward/score": "reward", "reward/adjusted": "reward − beta · KL"}),
     (
         "kl-sequence",
         "KL(policy ‖ reference) per sequence",
         "nats per sequence",
-        (MetricLine(metric="kl/exact_per_sequence", label="exact", error="kl/exact_per_sequence_error"),),
+        {"kl/exact_per_sequence": "exact"},
     ),
     (
         "kl-token",
         "KL(policy ‖ reference) per token",
         "nats per token",
-        (
-            MetricLine(metric="kl/exact_per_token", label="exact", error="kl/exact_per_token_error"),
-            MetricLine(metric="kl/k1", label="k1", color=INK, dash=":"),
-            MetricLine(metric="kl/k3", label="k3", color=MUTED),
-        ),
+        {"kl/exact_per_token": "exact", "kl/k1": "k1", "kl/k3": "k3"},
     ),
-    ("beta", "Beta", "beta", (MetricLine(metric="beta", label="beta"),)),
-    ("entropy", "Entropy", "nats per token", (MetricLine(metric="policy/entropy", label="policy"),)),
-    ("length", "Length", "tokens per response", (MetricLine(metric="response/length", label="mean"),)),
+    ("beta", "Beta", "beta", {"beta": "beta"}),
+    ("entropy", "Entropy", "nats per token", {"policy/entropy": "policy"}),
+    ("length", "Length", "tokens per response", {"response/length": "mean"}),
     (
         "updates",
         "Updates",
         "share",
-        (
-            MetricLine(metric="policy/clip_share", label="tokens clipped"),
-            MetricLine(
-                metric="kl/top_percent_share",
-                label="share of the KL in the top 1 % of tokens",
-                color=INK,
-                dash="--",
-            ),
-        ),
+        {
+            "policy/clip_share": "tokens clipped",
+            "kl/top_percent_share": "share of the KL in the top 1 % of tokens",
+        },
     ),
     (
         "texts",
         "Repetition",
         "share",
-        (
-            MetricLine(metric="response/repetition", label="repeated trigrams within a response"),
-            MetricLine(
-                metric="response/distinct", label="distinct trigrams over the step", color=INK, dash="--"
-            ),
-        ),
+        {
+            "response/repetition": "repeated trigrams within a response",
+            "response/distinct": "distinct trigrams over the step",
+        },
     ),
-    ("pairs", "Pairs", "share", (MetricLine(metric="pairs/accuracy", label="preference accuracy"),)),
-    (
-        "teacher",
-        "Divergence from the teacher",
-        "nats per token",
-        (MetricLine(metric="teacher/divergence", label="policy", error="teacher/divergence_error"),),
-    ),
+    ("pairs", "Pairs", "share", {"pairs/accuracy": "preference accuracy"}),
+    ("teacher", "Divergence from the teacher", "nats per token", {"teacher/divergence": "policy"}),
 )
 """Name, title, title of the y axis, and curves of each chart."""
 
@@ -114,56 +83,52 @@ def run_charts(
         per: unit of the target, "sequence" or "token".
     """
     charts = {}
-    for name, title, y, lines in CHARTS:
-        present = [line for line in lines if any(line.metric in record.metrics for record in history)]
+    for name, title, y, curves in CHARTS:
+        present = {
+            metric: label
+            for metric, label in curves.items()
+            if any(metric in record.metrics for record in history)
+        }
         if present:
-            charts[name] = _metric_chart(
-                name, title, y, history, present, target if name == f"kl-{per}" else None
+            limit = target if name == f"kl-{per}" else None
+            charts[name] = Chart(
+                name=name,
+                title=title,
+                panels=(partial(_draw_metrics, history=history, curves=present, y=y, target=limit),),
+                description=describe_change(history, present, y, limit),
+                header=("Step", *present.values()),
+                rows=tuple(
+                    (
+                        str(step.step),
+                        *(format_value(step.metrics.get(metric, math.nan)) for metric in present),
+                    )
+                    for step in thin_steps(history, MAX_ROWS)
+                ),
             )
     return charts
 
 
-def _metric_chart(
-    name: str,
-    title: str,
-    y: str,
-    history: Sequence[StepRecord],
-    lines: Sequence[MetricLine],
-    target: float | None,
-) -> Chart:
-    """The chart of metrics over steps, at least one of which a step has."""
-    return Chart(
-        name=name,
-        title=title,
-        panels=(partial(_draw_metrics, history=history, lines=lines, y=y, target=target),),
-        description=describe_change(history, lines, y, target),
-        header=("Step", *(each.label for each in lines)),
-        rows=tuple(
-            (str(record.step), *(format_value(record.metrics.get(each.metric, math.nan)) for each in lines))
-            for record in thin_steps(history, MAX_ROWS)
-        ),
-    )
-
-
 def _draw_metrics(
-    axes: Any, *, history: Sequence[StepRecord], lines: Sequence[MetricLine], y: str, target: float | None
+    axes: Any, *, history: Sequence[StepRecord], curves: Curves, y: str, target: float | None
 ) -> None:
-    """Draw curves with bands of two standard errors, and the target as a dotted line.
+    """Draw curves, the first with a band of two standard errors, and the target as a dotted line.
 
     Beta has a logarithmic axis if its values differ by a factor of 5. The axis of values that are not negative begins
     at 0 or above.
     """
-    for each in lines:
-        steps = thin_steps([record for record in history if each.metric in record.metrics], MAX_POINTS)
-        x, values = [record.step for record in steps], metric_values(steps, each.metric)
-        if each.error is not None:
-            errors = metric_values(steps, each.error)
-            ends = ([v + sign * 2 * e for v, e in zip(values, errors, strict=True)] for sign in (-1, 1))
+    for place, ((metric, label), (color, dash)) in enumerate(zip(curves.items(), STYLES, strict=False)):
+        steps = thin_steps([record for record in history if metric in record.metrics], MAX_POINTS)
+        x, numbers = (
+            [record.step for record in steps],
+            [number_of(record.metrics, metric) for record in steps],
+        )
+        if place == 0 and any(each.has_error for each in numbers):
+            ends = ([each.value + sign * 2 * each.standard_error for each in numbers] for sign in (-1, 1))
             band(axes, x, *ends)
-        line(axes, x, values, color=each.color, label=each.label, linestyle=each.dash)
+        line(axes, x, [each.value for each in numbers], color=color, label=label, linestyle=dash)
     if target is not None:
         axes.axhline(target, color=INK, linewidth=1.4, linestyle=":", label="target")
-    values = [value for each in lines for value in metric_values(history, each.metric)]
+    values = [value for metric in curves for value in metric_values(history, metric)]
     positive = [value for value in values if value > 0]
     if y == "beta" and positive and max(positive) > 5 * min(positive):
         log_axis(axes, "y", positive)
@@ -173,19 +138,16 @@ def _draw_metrics(
     name_axes(axes, "step", y)
 
 
-def describe_change(
-    history: Sequence[StepRecord], lines: Sequence[MetricLine], y: str, target: float | None
-) -> str:
+def describe_change(history: Sequence[StepRecord], curves: Curves, y: str, target: float | None) -> str:
     """The first and the last value of the first curve, and the target, in a sentence."""
-    values = [value for value in metric_values(history, lines[0].metric) if not math.isnan(value)]
+    metric, label = next(iter(curves.items()))
+    values = [value for value in metric_values(history, metric) if not math.isnan(value)]
     if not values:
-        return f"No step has a number for {lines[0].label}."
+        return f"No step has a number for {label}."
     target_note = "" if target is None else f"; the target is {format_value(target)}"
-    unit = y.removeprefix("nats ")
-    nats = " nats" if y.startswith("nats") else ""
-    per = f" {unit}" if nats else ""
+    unit = f" {y}" if y.startswith("nats") else ""
     first, last = format_value(values[0]), format_value(values[-1])
-    return f"From {first} in the first step to {last}{nats}{per} in the last{target_note}."
+    return f"From {first} in the first step to {last}{unit} in the last{target_note}."
 
 
 def metric_values(history: Sequence[StepRecord], metric: str) -> list[float]:
@@ -193,8 +155,8 @@ def metric_values(history: Sequence[StepRecord], metric: str) -> list[float]:
     return [record.metrics.get(metric, math.nan) for record in history]
 
 
-def thin_steps(history: Sequence[StepRecord], limit: int) -> list[StepRecord]:
-    """At most ``limit`` evenly chosen steps, the first and the last among them."""
+def thin_steps(history: Sequence[StepT], limit: int) -> list[StepT]:
+    """At most ``limit`` evenly chosen steps, or their numbers, the first and the last among them."""
     if len(history) <= limit:
         return list(history)
     return [history[round(index * (len(history) - 1) / (limit - 1))] for index in range(limit)]

@@ -32,16 +32,16 @@ MAX_WALL_SECONDS = 120.0
 """Wall-clock time for one request, for systems that do not limit CPU time."""
 
 
-class SandboxLimitError(Exception):
-    """A request that exceeded a limit; the message says which."""
-
-
-class SandboxTaskError(Exception):
-    """A request that raised an error in the worker, with its message."""
-
-
 class TemplateError(SourceError):
-    """A chat template that does not end, produces too long a text, or refuses the messages."""
+    """A chat template that refuses the messages, with its message, or exceeds a limit."""
+
+
+class TemplateLimitError(TemplateError):
+    """A chat template that does not end, produces too long a text, or takes too much memory."""
+
+    def __init__(self, limit: str) -> None:
+        """Say which ``limit`` it exceeds, and what to do."""
+        super().__init__(f"it was stopped, since {limit}; give a template that ends, or prompts as text")
 
 
 class SandboxProcess:
@@ -59,8 +59,8 @@ class SandboxProcess:
             request: the arguments of ``render_jinja_template``, as JSON.
 
         Raises:
-            SandboxLimitError: if it takes too long, or too much memory.
-            SandboxTaskError: if it raises an error.
+            TemplateLimitError: if it takes too long, or too much memory.
+            TemplateError: if it raises an error.
         """
         with self._lock:
             try:
@@ -69,9 +69,9 @@ class SandboxProcess:
                 self.stop()
                 raise
         if "limit" in response:
-            raise SandboxLimitError(response["limit"])
+            raise TemplateLimitError(response["limit"])
         if "error" in response:
-            raise SandboxTaskError(response["error"])
+            raise TemplateError(response["error"])
         return response["result"]
 
     def stop(self) -> None:
@@ -97,7 +97,7 @@ class SandboxProcess:
         finally:
             timer.cancel()
         if not line.endswith(b"\n"):
-            raise SandboxLimitError(
+            raise TemplateLimitError(
                 f"it does not end within {CPU_SECONDS} s of computing, or takes too much memory"
             )
         return json.loads(line.decode("utf-8", "surrogatepass"))
@@ -166,11 +166,4 @@ def _render(conversations: Any, tools: Any = None, **request: Any) -> Any:
     if tools is not None and any(callable(tool) for tool in tools):
         schema = import_extra("transformers.utils.chat_template_utils", "models").get_json_schema
         tools = [schema(tool) if callable(tool) else tool for tool in tools]
-    try:
-        return SANDBOX.run({"conversations": conversations, "tools": tools, **request})
-    except SandboxLimitError as error:
-        raise TemplateError(
-            f"it was stopped, since {error}; give a template that ends, or prompts as text"
-        ) from error
-    except SandboxTaskError as error:
-        raise TemplateError(str(error)) from error
+    return SANDBOX.run({"conversations": conversations, "tools": tools, **request})

@@ -5,7 +5,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from kleash.errors import summarise_error
-from kleash.sandbox.process import SandboxLimitError, render_chat
+from kleash.sandbox.process import TemplateLimitError, render_chat
 from kleash.sources.records import (
     SourceRecord,
     check_unicode,
@@ -211,9 +211,9 @@ def _render_in_its_form(messages: list[dict[str, Any]], render: Callable[[Any], 
     for form in (messages, *(form for form in (as_text, as_parts) if form != messages)):
         try:
             result: str | Exception = render(form)
+        except TemplateLimitError:
+            raise
         except Exception as error:  # of the template, which may take another form
-            if isinstance(error.__cause__, SandboxLimitError):
-                raise
             result = error
         if isinstance(result, str) and _shows_contents(result, messages):
             return result

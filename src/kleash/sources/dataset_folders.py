@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 from kleash.errors import SourceError, summarise_error
 from kleash.extras import import_extra, is_installed, suppress_library_output
@@ -31,16 +30,8 @@ SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\..*)")
 MAX_SHOWN_SPLITS = 12
 
 
-class DatasetFiles(NamedTuple):
-    """The files of one split of a data set."""
-
-    paths: tuple[Path, ...]
-    notes: tuple[str, ...]
-    """Which split is read, if no option names it and there are several."""
-
-
-def find_dataset(name: str, reading: ReadOptions) -> DatasetFiles | None:
-    """The files of a data set; None if ``name`` is neither a folder of one nor the name of one on the hub.
+def find_dataset(name: str, reading: ReadOptions) -> tuple[tuple[Path, ...], tuple[str, ...]] | None:
+    """The files of a split of a data set, and notes on it; None if ``name`` is no folder and no data set on the hub.
 
     Args:
         name: a folder, which takes precedence, or "user/name" on the hub.
@@ -73,11 +64,11 @@ def find_dataset(name: str, reading: ReadOptions) -> DatasetFiles | None:
         raise SourceError(f"the split {shorten(split)} of {name} has no files")
     paths = tuple(map(Path, _fetch(name, urls) if "://" in urls[0] else urls))
     _require_all_shards(name, paths)
-    return DatasetFiles(paths, notes if is_on_hub else (*notes, *_unread_formats(name, path, splits)))
+    return paths, notes if is_on_hub else (*notes, *_unread_formats(name, path, splits))
 
 
-def _saved_files(name: str, folder: Path, reading: ReadOptions) -> DatasetFiles:
-    """The files of a split of a folder that ``save_to_disk`` wrote, of a data set or of a dictionary of splits.
+def _saved_files(name: str, folder: Path, reading: ReadOptions) -> tuple[tuple[Path, ...], tuple[str, ...]]:
+    """The files, and notes, of a split of a folder that ``save_to_disk`` wrote: a data set, or a dictionary of splits.
 
     Raises:
         SourceError: if it is damaged, has no such split, or names a file that is not in the folder.
@@ -101,7 +92,7 @@ def _saved_files(name: str, folder: Path, reading: ReadOptions) -> DatasetFiles:
             raise SourceError(
                 f"{name} names the file {shorten(str(path))}, which is not in it; save it again"
             )
-    return DatasetFiles(paths, notes)
+    return paths, notes
 
 
 def _has_data_suffix(path: Path) -> bool:

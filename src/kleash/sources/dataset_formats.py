@@ -22,7 +22,7 @@ References: ``EvaluationTracker.save_results_samples``, https://github.com/Eleut
 ``TokenExporter``, https://github.com/PrimeIntellect-ai/prime-rl.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby, takewhile
@@ -327,7 +327,7 @@ def expand_logs(records: Iterable[SourceRecord]) -> Iterator[SourceRecord]:
 
 
 def _training_sequence(record: SourceRecord) -> Iterator[SourceRecord]:
-    """The responses of a training sequence of prime-rl."""
+    """The responses of a training sequence of prime-rl: each run of tokens that were drawn, after all before it."""
     token_ids, mask, logprobs = (
         record.fields.get(name) for name in ("token_ids", "loss_mask", "inference_logprobs")
     )
@@ -338,23 +338,6 @@ def _training_sequence(record: SourceRecord) -> Iterator[SourceRecord]:
         )
     if not any(mask):
         raise record.error("'loss_mask' is false at every token, so there is no response")
-    yield from _drawn_runs(record, token_ids, mask, logprobs)
-
-
-def _drawn_runs(
-    record: SourceRecord,
-    token_ids: Sequence[Any],
-    mask: Sequence[Any],
-    logprobs: Sequence[Any] | None,
-) -> Iterator[SourceRecord]:
-    """A record for each run of tokens that were drawn, after all tokens before it.
-
-    Args:
-        record: that they come from.
-        token_ids: of the whole sequence.
-        mask: whether each token was drawn.
-        logprobs: one for each token, None where it is not known; None if none is.
-    """
     first, stop = list(map(bool, mask)).index(True), 0
     for is_drawn, run in groupby(mask, bool):
         start, stop = stop, stop + len(list(run))

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from kleash.errors import OptionError, SourceError
 from kleash.jobs.reading import DatasetOptions
@@ -89,7 +89,7 @@ def count_documents(
         SourceError: if a line cannot be read as a document.
     """
     documents = _documents(find_source(name, "text", reading), tokenizer)
-    return Counter(document.form for document in islice(documents, limit))
+    return Counter(form for _, form, _ in islice(documents, limit))
 
 
 def _windows(
@@ -97,10 +97,10 @@ def _windows(
 ) -> Iterator[TokenSequence]:
     """Iterate over the windows of a source, whose size and stride are valid."""
     has_windows, tokenizer = False, pair.tokenizer
-    for number, document in enumerate(islice(_documents(source, tokenizer), limit)):
+    for number, (text, form, location) in enumerate(islice(_documents(source, tokenizer), limit)):
         # of a rendered conversation, without tokens that the template did not write
-        is_rendered = document.form == "messages" and source.reading.chat_template != "raw"
-        token_ids = encode_text(tokenizer, document.text, special_tokens=not is_rendered)
+        is_rendered = form == "messages" and source.reading.chat_template != "raw"
+        token_ids = encode_text(tokenizer, text, special_tokens=not is_rendered)
         token_ids = tuple(token_ids if is_rendered else without_second_begin(tokenizer, token_ids))
         for index, (start, score_start, stop) in enumerate(window_spans(len(token_ids), window, stride)):
             has_windows = True
@@ -112,8 +112,8 @@ def _windows(
                 prompt_text=tokenizer.decode(list(token_ids[start:score_start])),
                 response_text=tokenizer.decode(list(token_ids[score_start:stop])),
                 prompt_hash=hash_tokens(token_ids[start:stop]),
-                location=document.location,
-                prompt_form=document.form,
+                location=location,
+                prompt_form=form,
             )
     if not has_windows:
         raise SourceError(
@@ -134,16 +134,8 @@ def window_spans(tokens: int, window: int, stride: int) -> Iterator[tuple[int, i
         score_start, start = stop, start + stride
 
 
-class Document(NamedTuple):
-    """A document as text, and what the source has for it."""
-
-    text: str
-    form: SourceForm
-    location: str
-
-
-def _documents(source: Source, tokenizer: Any) -> Iterator[Document]:
-    """Iterate over the documents of a source."""
+def _documents(source: Source, tokenizer: Any) -> Iterator[tuple[str, SourceForm, str]]:
+    """Iterate over the documents of a source: the text of each, what the source has for it, and its location."""
     for record in source.records():
         document = text_or_conversation(record)
         if document is None:
@@ -151,9 +143,9 @@ def _documents(source: Source, tokenizer: Any) -> Iterator[Document]:
                 f"expected a field 'text' and found {describe_fields(record)}; --text-column names another"
             )
         if isinstance(document, str):
-            yield Document(document, "text", record.location)
+            yield document, "text", record.location
         elif source.reading.chat_template == "raw":
-            yield Document(join_contents(record, document, "messages"), "messages", record.location)
+            yield join_contents(record, document, "messages"), "messages", record.location
         else:
             text = render_messages(record, document, tokenizer, "messages")
-            yield Document(text, "messages", record.location)
+            yield text, "messages", record.location

@@ -133,8 +133,9 @@ def find_source(name: str, kind: SourceKind, options: DatasetOptions | None = No
     if name != STANDARD_INPUT and name not in SHIPPED:
         dataset = find_dataset(name, reading)
         if dataset is not None:
-            watch_files(dataset.paths)
-            return Source(name=name, kind=kind, paths=dataset.paths, reading=reading, notes=dataset.notes)
+            paths, notes = dataset
+            watch_files(paths)
+            return Source(name=name, kind=kind, paths=paths, reading=reading, notes=notes)
     path = source_path(name, kind)
     for option in ("split", "dataset_config"):
         value = getattr(reading, option)

@@ -4,12 +4,12 @@ import gzip
 import io
 import json
 import re
+import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
-from math import isfinite
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard, TypeVar, cast
 
@@ -27,11 +27,6 @@ COMPRESSIONS = {
 }
 """Program -> first bytes of its files; pzstd begins with a frame that is skipped (RFC 8878, 3.1.2)."""
 COMPRESSED_SUFFIXES = frozenset({".gz", ".gzip", ".zst", ".zstd"})
-FREE_BYTES = 64 * 2**20
-"""Bytes that any file may unpack to."""
-LARGEST_RATIO = 200
-"""Unpacked bytes for each compressed byte beyond ``FREE_BYTES``. Text of records reaches 5 to 50."""
-BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,15 +111,10 @@ def read_plain_lines(path: Path) -> Iterator[SourceRecord]:
     """Read the non-blank lines of plain text as prompts, without line endings.
 
     Raises:
-        SourceError: if a line is not UTF-8, or the lines end with carriage returns alone.
+        SourceError: if a line is not UTF-8.
     """
     for number, text in read_text_lines(path):
         record = SourceRecord(location=f"{source_label(path)}, line {number}", fields={"prompt": text})
-        if "\r" in text.strip("\r"):
-            raise record.error(
-                "it holds a carriage return that is not at its end; save the file with line feeds, or as JSONL if "
-                "the prompt contains it"
-            )
         if text.strip():
             yield record
 
@@ -213,10 +203,8 @@ def is_message_list(value: Any) -> bool:
 
 def is_finite_number(value: Any) -> bool:
     """Whether a value is a finite number that fits a float; integers in JSON can be too large for one."""
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(float(value))
-    except OverflowError:
-        return False
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= sys.float_info.max
 
 
 def without_nulls(value: Any) -> Any:
@@ -244,34 +232,12 @@ def compression_of(file: BinaryIO) -> str | None:
     return next((program for program, pattern in COMPRESSIONS.items() if pattern.match(start)), None)
 
 
-class _BoundedReader(io.RawIOBase):
-    """An unpacked stream that ends with a SourceError where it grows beyond ``LARGEST_RATIO``."""
-
-    def __init__(self, stream: Any, file: BinaryIO, subject: str) -> None:
-        self.stream, self.file, self.subject, self.unpacked = stream, file, subject, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        block = self.stream.read(min(len(buffer), BLOCK_BYTES))
-        self.unpacked += len(block)
-        if self.unpacked > FREE_BYTES + LARGEST_RATIO * self.file.tell():
-            raise SourceError(
-                f"{self.subject}, and unpacks to more than {LARGEST_RATIO} times its size, as files do that are made "
-                "to fill a memory; unpack it first if you trust it"
-            )
-        buffer[: len(block)] = block
-        return len(block)
-
-
 @contextmanager
 def open_unpacked(path: Path) -> Iterator[BinaryIO]:
     """Context with a file that is open for reading, unpacked if gzip or zstd compressed it.
 
     Raises:
-        SourceError: if it cannot be opened, what is read of it is damaged, or it unpacks to more than its size makes
-            plausible.
+        SourceError: if it cannot be opened, or what is read of it is damaged.
         MissingExtraError: if it is compressed by zstd and pyarrow is not installed.
     """
     label = source_label(path)
@@ -280,13 +246,11 @@ def open_unpacked(path: Path) -> Iterator[BinaryIO]:
             program = compression_of(file)
             if program is None:
                 yield file
-                return
-            if program == "gzip":
-                stream: Any = gzip.GzipFile(fileobj=file)
+            elif program == "gzip":
+                yield cast("BinaryIO", gzip.GzipFile(fileobj=file))
             else:
-                stream = import_extra("pyarrow", "models").CompressedInputStream(file, program)
-            reader = _BoundedReader(stream, file, f"{label} is packed by {program}")
-            yield cast("BinaryIO", io.BufferedReader(reader, BLOCK_BYTES))
+                stream: Any = import_extra("pyarrow", "models").CompressedInputStream(file, program)
+                yield io.BufferedReader(stream)
     except (OSError, EOFError, zlib.error) as error:
         raise SourceError(
             f"{label} cannot be read: {getattr(error, 'strerror', None) or summarise_error(error)}"

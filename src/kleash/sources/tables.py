@@ -13,8 +13,6 @@ from kleash.errors import SourceError, summarise_error
 from kleash.extras import import_extra
 from kleash.sources.columns import CONVERSATIONS, FIELDS, USUAL_COLUMNS
 from kleash.sources.records import (
-    FREE_BYTES,
-    LARGEST_RATIO,
     SourceRecord,
     compression_of,
     is_list_of,
@@ -28,8 +26,6 @@ from kleash.sources.records import (
     without_nulls,
 )
 
-SIGNATURE_BYTES = 28
-"""Bytes of the signature of an encrypted Parquet file whose footer is not (parquet-format, Encryption.md, 5.2)."""
 TABLE_BATCH_ROWS = 256
 """Rows of a Parquet or Arrow file that are held in memory at once as records."""
 ARROW_FILE = b"ARROW1"
@@ -179,8 +175,6 @@ def read_parquet(path: Path) -> Iterator[SourceRecord]:
     """
     parquet, label = import_extra("pyarrow.parquet", "models"), source_label(path)
     with _opened(path, label, "Parquet") as source, parquet.ParquetFile(source) as file:
-        _check_not_encrypted(file.metadata, source, label)
-        _check_unpacked_size(file.metadata, label)
         check_names(file.schema_arrow.names, label)
         yield from _rows(file.iter_batches(batch_size=TABLE_BATCH_ROWS, use_threads=False), label)
 
@@ -261,36 +255,6 @@ def _opened(path: Path, label: str, kind: str) -> Iterator[Any]:
         raise SourceError(
             f"{label} cannot be read as {kind}: {summarise_error(error)}; make or fetch it again"
         ) from error
-
-
-def _check_not_encrypted(metadata: Any, source: Any, label: str) -> None:
-    """Check that a Parquet file has no encrypted columns, whose metadata end the process when pyarrow reads them.
-
-    The footer of such a file has a signature after its metadata.
-
-    Raises:
-        SourceError: if it has.
-    """
-    source.seek(source.size() - 8)
-    if int.from_bytes(source.read(4), "little") == metadata.serialized_size + SIGNATURE_BYTES:
-        raise SourceError(f"{label} is encrypted; give a file that is not")
-
-
-def _check_unpacked_size(metadata: Any, label: str) -> None:
-    """Check that no column of a Parquet file unpacks to more than its size makes plausible.
-
-    Raises:
-        SourceError: if one does.
-    """
-    for group in range(metadata.num_row_groups):
-        for index in range(metadata.num_columns):
-            column = metadata.row_group(group).column(index)
-            if column.total_uncompressed_size > FREE_BYTES + LARGEST_RATIO * column.total_compressed_size:
-                raise SourceError(
-                    f"{label} has a column, {shorten(column.path_in_schema)}, that unpacks to more than "
-                    f"{LARGEST_RATIO} times its size, as files do that are made to fill a memory; save it again "
-                    "without compression if you trust it"
-                )
 
 
 def read_json_array(path: Path, text_field: str) -> Iterator[SourceRecord]:

@@ -118,7 +118,7 @@ def scale_sentence(measurement: Measurement) -> str:
 
     Only anchors per token, of one direction and the measurement's kind of source, are compared.
     """
-    kind = next((name for name in ("text", "responses") if measurement.job.get(name) is not None), "prompts")
+    kind = measurement.source_kind
     anchors = [anchor for anchor in ANCHORS if anchor.per == "token" and anchor.source == kind]
     number = measurement.per_token.get(anchors[0].statistic)
     if number is None or math.isnan(number.value):

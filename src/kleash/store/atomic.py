@@ -3,7 +3,7 @@
 import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
@@ -60,6 +60,32 @@ def write_atomically(
         if isinstance(error, OSError) and not isinstance(error, RunFolderError):
             raise cannot_write(path, error) from error
         raise
+
+
+def append_lines(path: Path, lines: Iterable[str]) -> None:
+    """Add lines to a file, in place of one that was half written; when this returns they are on the disk.
+
+    Raises:
+        OSError: if they cannot be written.
+    """
+    with path.open("a+b") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+        file.write("".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace"))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def remove_file(path: Path) -> None:
+    """Take a file away, if it is there.
+
+    Raises:
+        RunFolderError: if it cannot be taken away.
+    """
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise cannot_write(path, error) from error
 
 
 def require_utf8(folder: Path) -> None:

@@ -1,9 +1,8 @@
 """The label and the contents of a reference cache, as JSON files in its folder."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from kleash.store.checksums import Checksums
 from kleash.store.codec import to_json
@@ -45,19 +44,13 @@ class CachedSource:
 
     def agrees(self, other: "CachedSource") -> bool:
         """Whether the same sequences come out of both, in the same batches."""
-        return self._identity() == other._identity()
+        return replace(self, path=other.path) == other
 
     def covers(self, other: "CachedSource") -> bool:
         """Whether all that comes out of ``other`` comes out of this one too; False if that is not plain."""
         names = ("kind", "sha256", "window", "stride", "reading")
         same = all(getattr(self, name) == getattr(other, name) for name in names)
         return same and (self.limit is None or (other.limit is not None and other.limit <= self.limit))
-
-    def _identity(self) -> tuple[Any, ...]:
-        return (
-            *(self.kind, self.sha256, self.window, self.stride, self.limit, self.batch_tokens),
-            tuple(sorted(self.reading.items())),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kleash.errors import RunFolderError
-from kleash.store.atomic import cannot_write, sync_folder, write_atomically
+from kleash.store.atomic import append_lines, cannot_write, remove_file, sync_folder, write_atomically
 from kleash.store.codec import decode, parse_json
 
 T = TypeVar("T")
@@ -132,11 +132,7 @@ class Checksums:
 
     def check(self, path: Path, advice: str = COPY) -> None:
         """See that a file that others will read is as it was written; as ``read_bytes``, without holding it."""
-        try:
-            checksum = file_checksum(path)
-        except OSError as error:
-            raise _unreadable(path, error, advice) from error
-        self._require(path, checksum, advice)
+        self._require(path, _readable_checksum(path, advice), advice)
 
     def check_all(self, names: Callable[[str], bool] = lambda name: True, advice: str = COPY) -> None:
         """See that all files whose name is chosen are there, as they were written.
@@ -169,6 +165,28 @@ class Checksums:
         return path.relative_to(self.root).as_posix()
 
 
+def read_result(kind: type[T], path: Path, what: str, missing: str, advice: str) -> T:
+    """The record of this kind in the JSON file of a finished job.
+
+    Args:
+        kind: as for ``Checksums.read_record``, as are ``what`` and ``advice``.
+        path: the file, whose folder has the checksums.
+        what: what the file is.
+        missing: what to do where the file is missing.
+        advice: what to do where it is damaged.
+
+    Raises:
+        RunFolderError: if it is missing, damaged, or of another schema.
+    """
+    try:
+        path.stat()
+    except FileNotFoundError as error:
+        raise RunFolderError(f"{path.parent} has no {path.name}; {missing}") from error
+    except OSError as error:  # a file in place of a folder, a name that is too long
+        raise RunFolderError(f"{path} cannot be read as {what}: {error.strerror or error}") from error
+    return Checksums.read(path.parent).read_record(kind, path, what, advice)
+
+
 def write_checked(
     root: Path, path: Path, content: str | bytes | Callable[[Path], None], *, writer: str = ""
 ) -> None:
@@ -199,10 +217,7 @@ def begin_checksums(root: Path) -> None:
     """Discard the checksums of files that were in the folder before."""
     write_atomically(root / CHECKSUMS, "")
     for path in root.glob(OTHER_CHECKSUMS):
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise cannot_write(path, error) from error
+        remove_file(path)
 
 
 def _lines_of(path: Path) -> list[ChecksumLine]:
@@ -251,11 +266,7 @@ def require_sha256(path: Path, sha256: str, what: str, advice: str = COPY) -> No
     Raises:
         RunFolderError: if it is missing, or another.
     """
-    try:
-        current = file_checksum(path).sha256
-    except OSError as error:
-        raise _unreadable(path, error, advice) from error
-    if current != sha256:
+    if _readable_checksum(path, advice).sha256 != sha256:
         raise RunFolderError(f"{path} is not {what}: it has other bytes; {advice}")
 
 
@@ -281,6 +292,14 @@ def file_checksum(path: Path) -> FileChecksum:
     return FileChecksum(size, digest.hexdigest())
 
 
+def _readable_checksum(path: Path, advice: str) -> FileChecksum:
+    """``file_checksum`` of a file; raises RunFolderError with ``advice`` if it cannot be read."""
+    try:
+        return file_checksum(path)
+    except OSError as error:
+        raise _unreadable(path, error, advice) from error
+
+
 def in_threads(function: Callable[[Path], T], paths: Sequence[Path]) -> list[T]:
     """The results of a function that hashes a file, for several files at a time, since hashlib releases the GIL."""
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
@@ -303,12 +322,7 @@ def _append(root: Path, *lines: str, writer: str = "") -> None:
     path = root / (OTHER_CHECKSUMS.replace("*", writer) if writer else CHECKSUMS)
     try:
         is_new = not path.exists()
-        with path.open("a+b") as file:
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)
-            file.write("".join(f"{line}\n" for line in lines).encode())
-            file.flush()
-            os.fsync(file.fileno())
+        append_lines(path, lines)
         if is_new:
             sync_folder(root)
     except OSError as error:

@@ -4,26 +4,18 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import NamedTuple
 
 from kleash.errors import ChangedInputError, ModelError
 from kleash.store.checksums import file_checksum, in_threads
 
+Status = tuple[int, ...]
+"""What changes with a file's content, without reading it; its size first."""
 
-class FileStatus(NamedTuple):
-    """What changes with a file's content, without reading it."""
 
-    size: int
-    modified_ns: int
-    changed_ns: int
-    inode: int
-    device: int
-
-    @classmethod
-    def of(cls, path: Path) -> "FileStatus":
-        """The status of a file; raises OSError if there is none."""
-        status = path.stat()
-        return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
+def _status_of(path: Path) -> Status:
+    """The status of a file; raises OSError if there is none."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev
 
 
 class WatchedFiles:
@@ -35,18 +27,18 @@ class WatchedFiles:
 
     def __init__(self) -> None:
         """Watch no file yet."""
-        self._status: dict[Path, FileStatus] = {}
+        self._status: dict[Path, Status] = {}
         self._hashes: dict[Path, str] = {}
 
     def add(self, paths: Iterable[Path]) -> None:
         """Watch files from now on; those that are watched already keep their status."""
         for path in paths:
             if path not in self._status:
-                self._status[path] = FileStatus.of(path)
+                self._status[path] = _status_of(path)
 
     def hash_of(self, path: Path) -> str:
         """The SHA-256 of a file, as hex digits; one that is watched and as it was is read once."""
-        status = FileStatus.of(path)
+        status = _status_of(path)
         is_as_found = self._status.get(path) == status
         if is_as_found and path in self._hashes:
             return self._hashes[path]
@@ -63,7 +55,7 @@ class WatchedFiles:
         """
         for path, before in self._status.items():
             try:
-                now = FileStatus.of(path)
+                now = _status_of(path)
                 if now == before:
                     continue
                 if path in self._hashes and file_checksum(path).sha256 == self._hashes[path]:
@@ -72,7 +64,7 @@ class WatchedFiles:
             except OSError as error:
                 how = f"cannot be read any more ({error.strerror or error})"
             else:
-                sizes = f", from {before.size:,} to {now.size:,} bytes" if now.size != before.size else ""
+                sizes = f", from {before[0]:,} to {now[0]:,} bytes" if now[0] != before[0] else ""
                 how = f"was written to{sizes}"
             raise ChangedInputError(
                 f"{path} {how} while it was in use, so there is no result; run again once nothing writes to it. Shards "

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kleash.errors import RunFolderError
 from kleash.estimate import Estimate
-from kleash.store.checksums import Checksums
+from kleash.store.checksums import read_result
 from kleash.store.codec import NOT_WRITTEN
 from kleash.store.statistics import KL_DIRECTIONS, STATISTICS, from_fields
 from kleash.store.summary import MeasuredResult
@@ -303,6 +302,11 @@ class Measurement(MeasuredResult):
     folder: Path | None = field(default=None, compare=False, metadata=NOT_WRITTEN)
     """Where its files are; None if it was not read from them."""
 
+    @property
+    def source_kind(self) -> str:
+        """The option that named the source: "prompts", "text" or "responses"."""
+        return next((kind for kind in ("text", "responses") if self.job.get(kind) is not None), "prompts")
+
     def statistics(self) -> dict[str, Estimate]:
         """Every reported statistic by its name in ``STATISTICS``: the headline or its bounds, then in that order."""
         numbers = from_fields(vars(self))
@@ -318,18 +322,7 @@ class Measurement(MeasuredResult):
             RunFolderError: if there is none, it is damaged, or a newer kleash wrote it.
         """
         folder = Path(folder).expanduser()
-        path = folder / "measurement.json"
-        try:
-            path.stat()
-        except FileNotFoundError as error:
-            raise RunFolderError(
-                f"{folder} has no measurement.json; is it a run folder? A run that has not finished is finished by "
-                "--resume"
-            ) from error
-        except OSError as error:  # a file in place of a folder, a name that is too long
-            raise RunFolderError(
-                f"{path} cannot be read as a measurement: {error.strerror or error}"
-            ) from error
         advice = "run again with --resume to make it anew"
-        measurement = Checksums.read(folder).read_record(cls, path, "a measurement", advice)
+        missing = "is it a run folder? A run that has not finished is finished by --resume"
+        measurement = read_result(cls, folder / "measurement.json", "a measurement", missing, advice)
         return replace(measurement, folder=folder)

@@ -156,7 +156,7 @@ def statistic_rows(measurement: Measurement) -> list[StatisticRow]:
 
 def source_nouns(measurement: Measurement) -> Mapping[str, str]:
     """The nouns for this run's prompts and sequences: "prompt" and "response", or "document" and "window"."""
-    if measurement.job.get("text") is not None:
+    if measurement.source_kind == "text":
         text = {"prompt": "document", "prompts": "documents"}
         if measurement.counts.sequences == measurement.counts.prompts:  # no document is longer than a window
             return {**text, "sequence": "document", "sequences": "documents"}

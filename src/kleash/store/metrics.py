@@ -1,9 +1,11 @@
 """The metrics of a training step: names, units, meanings, and the names of verl and TRL."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from kleash.estimate import Estimate
 from kleash.registry import look_up
 
 PART = "reward/part/"
@@ -22,6 +24,10 @@ class Metric:
     """verl's name, or None."""
     trl: str | None = None
     """TRL's name, or None."""
+    heading: str = ""
+    """Its name in the line of a step on the terminal; empty where the line does not have it."""
+    card: str = ""
+    """Its title among the main numbers of a report; empty where it is none."""
 
 
 _BEFORE = "of the policy that generated, before the step's updates"
@@ -30,6 +36,8 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
     {
         "reward/score": Metric(
             unit="reward",
+            heading="reward",
+            card="Reward",
             meaning="mean reward of a response, without a KL penalty",
             verl="critic/score/mean",
             trl="reward",
@@ -47,11 +55,14 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "reward/adjusted": Metric(
             unit="reward",
+            heading="adjusted",
             meaning="mean over responses of score − beta · KL(policy ‖ reference) summed over the response",
             verl="critic/rewards/mean",
         ),
         "kl/exact_per_sequence": Metric(
             unit="nats",
+            heading="KL/sequence",
+            card="KL per sequence",
             meaning="KL(policy ‖ reference) between responses: the exact KL of each next token, summed over a "
             f"response, mean over responses; {_BEFORE}",
         ),
@@ -60,6 +71,8 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "kl/exact_per_token": Metric(
             unit="nats",
+            heading="KL/token",
+            card="KL per token",
             meaning=f"KL(policy ‖ reference), exact, mean over the tokens of all responses; {_BEFORE}",
             verl="actor/reward_kl_penalty",
             trl="kl",
@@ -99,7 +112,9 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             f"responses to the prompt; {_BEFORE}",
         ),
         "kl/target": Metric(
-            unit="nats", meaning="target KL of the beta controller, per sequence or per token"
+            unit="nats",
+            heading="target",
+            meaning="target KL of the beta controller, per sequence or per token",
         ),
         "kl/update": Metric(
             unit="nats",
@@ -124,6 +139,8 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "beta": Metric(
             unit="none",
+            heading="beta",
+            card="Beta",
             meaning="cost of one nat of KL(policy ‖ reference) in this step, in units of reward",
             verl="actor/reward_kl_penalty_coeff",
             trl="beta",
@@ -134,6 +151,8 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "policy/entropy": Metric(
             unit="nats",
+            heading="entropy",
+            card="Entropy per token",
             meaning=f"entropy of the next token, mean over the tokens of all responses; {_BEFORE}",
             verl="actor/entropy",
             trl="entropy",
@@ -178,6 +197,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "response/length": Metric(
             unit="tokens",
+            heading="length",
             meaning="tokens of a response, including its end token, mean over responses",
             verl="response_length/mean",
             trl="completions/mean_length",
@@ -194,6 +214,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "response/repetition": Metric(
             unit="probability",
+            heading="repeated",
             meaning="share of three-word sequences that occurred before in the same response, over all responses; "
             "0 if there are none",
         ),
@@ -203,17 +224,22 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "pairs/accuracy": Metric(
             unit="probability",
+            heading="accuracy",
+            card="Preference accuracy",
             meaning="share of pairs in which the chosen response has a larger log ratio to the reference than the "
             "rejected one",
             trl="rewards/accuracies",
         ),
         "pairs/margin": Metric(
             unit="nats",
+            heading="margin",
             meaning="beta · (log ratio of the chosen − log ratio of the rejected response), mean over pairs",
             trl="rewards/margins",
         ),
         "teacher/divergence": Metric(
             unit="nats",
+            heading="divergence",
+            card="Divergence from the teacher",
             meaning="divergence from the teacher that is minimised, exact or from the teacher's top-k lists, mean over "
             "the tokens of all responses, before the step's update",
         ),
@@ -222,6 +248,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "eval/reward": Metric(
             unit="reward",
+            card="Held-out reward",
             meaning="mean reward of a response to the held-out prompts, without a KL penalty, after the step",
         ),
         "eval/reward_error": Metric(
@@ -237,6 +264,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "eval/kl_per_sequence": Metric(
             unit="nats",
+            card="Held-out KL per sequence",
             meaning="KL(policy ‖ reference) between responses to the held-out prompts: exact, summed over a response, "
             "mean over responses",
         ),
@@ -285,6 +313,12 @@ def metric_of(name: str) -> Metric:
             trl=f"rewards/{part}/mean",
         )
     return look_up(METRICS, name, "metric")
+
+
+def number_of(metrics: Mapping[str, float], name: str) -> Estimate:
+    """A metric of a step with its standard error ``<name>_error``, without a unit; NaN for what the step lacks."""
+    value, error = (metrics.get(key, math.nan) for key in (name, f"{name}_error"))
+    return Estimate(value=value, unit="none", standard_error=error, ci95=(math.nan, math.nan))
 
 
 def spelt(name: str, spelling: str) -> str:

@@ -24,6 +24,7 @@ from kleash.store.measurement_summary import (
     upper_bound,
     with_ranges,
 )
+from kleash.store.metrics import number_of
 from kleash.store.rollout_results import LABELS, Diagnosis, MismatchRecord
 from kleash.store.statistics import PERPLEXITIES, kl_directions, label_of
 from kleash.store.summary import (
@@ -32,7 +33,6 @@ from kleash.store.summary import (
     Name,
     Summary,
     SummaryTable,
-    bare_number,
     cells,
     counted,
     summarize,
@@ -135,6 +135,7 @@ def _(comparison: Comparison) -> Summary:
             rows=tuple(_kl_row(run, difference, kl) for run, difference in pairs),
         )
         for kl in kl_directions(comparison.headline)
+        if all(kl in run.numbers or f"{kl}_lower" in run.numbers for run in comparison.runs)
     )
     perplexity_table = SummaryTable(
         header=("run", *map(label_of, PERPLEXITIES), "difference of the policy's", "95 % interval"),
@@ -299,7 +300,7 @@ def _(sweep: Sweep) -> Summary:
                 if sweep.failed
                 else ()
             ),
-            *(_attribution_table(sweep, attribution) for attribution in sweep.attributions),
+            *(attribution_table(sweep, attribution) for attribution in sweep.attributions),
         ),
         warnings=(
             *sweep.warnings,
@@ -328,18 +329,22 @@ def _candidate_row(candidate: SweepCandidate, sweep: Sweep) -> tuple[str, ...]:
     )
 
 
-def _attribution_table(sweep: Sweep, attribution: Attribution) -> SummaryTable:
-    """The changes of a candidate's groups of weights, in the order of the network; or why there are none."""
+def attribution_table(sweep: Sweep, attribution: Attribution) -> SummaryTable:
+    """The changes of a candidate's groups of weights, the largest part of the KL first; or why there are none."""
     names = {candidate.number: candidate.name for candidate in sweep.candidates}
     title = f"{names[attribution.candidate]} by {attribution.grouping}, one group of weights swapped back"
     if attribution.failure:
         return SummaryTable(title=title, header=("not attributed",), rows=((attribution.failure,),))
     rows: list[tuple[str, ...]] = []
-    for group in attribution.groups:
+    for group in attribution.largest_first:
         value, interval, _, unit = cells(group.simultaneous_change)
         interval = "identical weights" if group.is_identical else interval or UNKNOWN_INTERVAL
-        share = f"{attribution.share_of(group):.1%}"
-        rows.append((group.name, f"{value} {unit}", interval, share, f"{group.parameters:,}"))
+        share = attribution.share_of(group)
+        share_cell = "" if math.isnan(share) else f"{share:.1%}"
+        rows.append((group.name, f"{value} {unit}", interval, share_cell, f"{group.parameters:,}"))
+    for name, number in attribution.changes_together.items():
+        value, interval, _, unit = cells(number)
+        rows.append((name, f"{value} {unit}", interval or UNKNOWN_INTERVAL, "", ""))
     header = ("group", "change", "simultaneous 95 % interval", "share of the KL", "weights")
     return SummaryTable(title=title, header=header, rows=tuple(rows))
 
@@ -477,7 +482,7 @@ def _held_out_clause(held_out: Mapping[str, float]) -> str:
     """The reward and the KL of the last evaluation with their standard errors; empty without one."""
     names = (("held-out reward", "eval/reward", ""), ("KL", "eval/kl_per_sequence", " nats per sequence"))
     parts = [
-        f"{label} {with_error(bare_number(held_out[name], held_out.get(f'{name}_error', math.nan)))}{unit}"
+        f"{label} {with_error(number_of(held_out, name))}{unit}"
         for label, name, unit in names
         if name in held_out
     ]

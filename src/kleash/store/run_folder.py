@@ -189,19 +189,17 @@ class RunFolder(JobFolder):
         stop = self.stop
         return tuple(index for index in self._whole_shards() if stop is None or index < stop)
 
-    def _whole_shards(self) -> tuple[int, ...]:
+    def _whole_shards(self) -> list[int]:
         """``finished_shards`` without regard to the ``stop``."""
         expected = self.checksums().names
-        on_disk = {kind: frozenset(self._indices(kind)) for kind in KINDS}
-
-        def is_whole(index: int) -> bool:
-            has_top = _part_name("alternatives", index) in expected
-            return all(
-                index in on_disk[kind] and _part_name(kind, index) in expected
-                for kind in (KINDS if has_top else COUNTED_KINDS)
-            )
-
-        return tuple(index for index in sorted(on_disk["sequences"]) if is_whole(index))
+        on_disk = {_part_name(kind, index) for kind in KINDS for index in self._indices(kind)}
+        whole: list[int] = []
+        for index in self._indices("sequences"):
+            names = {_part_name(kind, index) for kind in COUNTED_KINDS}
+            names |= {_part_name("alternatives", index)} & expected
+            if names <= on_disk & expected:
+                whole.append(index)
+        return whole
 
     def require_shards(self, count: int) -> None:
         """Check that all the shards are there that a finished run is made of.

@@ -6,8 +6,7 @@ files must begin with what the last total says; lines after it are those of a st
 
 import json
 import math
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -15,7 +14,7 @@ from statistics import fmean
 from typing import TypeVar
 
 from kleash.errors import RunFolderError
-from kleash.store.atomic import cannot_write
+from kleash.store.atomic import append_lines, cannot_write
 from kleash.store.checksums import Checksums, record_checksums, write_checked
 from kleash.store.codec import decode, encode, parse_json
 
@@ -166,7 +165,10 @@ def append_step(
     files[STEPS] = [record]  # last: with its line the step is there
     try:
         for name, records in files.items():
-            _append(folder / name, records)
+            append_lines(
+                folder / name,
+                [json.dumps(encode(each), allow_nan=False, ensure_ascii=False) for each in records],
+            )
         record_checksums(folder, *(folder / name for name in files))
     except OSError as error:
         raise cannot_write(folder / STEPS, error) from error
@@ -210,11 +212,3 @@ def _lines(path: Path) -> list[bytes]:
     Checksums.read(path.parent).require_beginning(path, content, BROKEN)
     whole = content[: content.rfind(b"\n") + 1]
     return [line + b"\n" for line in whole.split(b"\n")[:-1]]
-
-
-def _append(path: Path, records: Iterable[LineRecord]) -> None:
-    lines = [json.dumps(encode(record), allow_nan=False, ensure_ascii=False) + "\n" for record in records]
-    with path.open("ab") as file:
-        file.write("".join(lines).encode("utf-8", "backslashreplace"))
-        file.flush()
-        os.fsync(file.fileno())

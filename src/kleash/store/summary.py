@@ -26,11 +26,6 @@ LINE = "1px solid rgba(128,128,128,.4)"
 CELL = "padding:.15em .6em;text-align:{align};vertical-align:top;white-space:{wrap};border-bottom:" + LINE
 
 
-def bare_number(value: float, standard_error: float) -> Estimate:
-    """A value with its error, to be shown: without a unit and an interval."""
-    return Estimate(value=value, unit="none", standard_error=standard_error, ci95=(math.nan, math.nan))
-
-
 def to_display_unit(number: Estimate) -> tuple[Estimate, str]:
     """``number`` in the unit in which it is displayed, and that unit: probabilities in percent."""
     if number.unit != "probability":

@@ -5,9 +5,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kleash.errors import RunFolderError
 from kleash.estimate import Estimate
-from kleash.store.checksums import Checksums, require_sha256, write_checked
+from kleash.store.checksums import read_result, require_sha256, write_checked
 from kleash.store.measurement import Gate, SweepGate
 from kleash.store.statistics import kl_directions
 from kleash.store.summary import MeasuredResult
@@ -131,6 +130,20 @@ class Attribution:
         """Whether there are numbers of groups whose weights differ from the reference's."""
         return not self.failure and not all(group.is_identical for group in self.groups)
 
+    @property
+    def changes_together(self) -> dict[str, Estimate]:
+        """The changes of several groups, by what they are in words; empty if no group was swapped.
+
+        Errors of several groups can reinforce or cancel each other, so that single changes need not add up.
+        """
+        numbers = {
+            "sum of these": self.sum_of_changes,
+            "all at once": self.change_of_all,
+            "sum minus all at once": self.interaction,
+            "none, a second time": self.control,
+        }
+        return {name: number for name, number in numbers.items() if number is not None and self.has_changes}
+
     def share_of(self, group: GroupChange) -> float:
         """The part of the candidate's mean that is gone with this group swapped; NaN if the mean is 0."""
         value = 0.0 if self.mean is None else self.mean.value
@@ -212,14 +225,8 @@ class Sweep(MeasuredResult):
             RunFolderError: if there is none, it is damaged, or the run of a candidate is another than was ranked.
         """
         folder = Path(folder).expanduser()
-        path, advice = folder / SWEEP, "make it again with kleash sweep --resume"
-        try:
-            path.stat()
-        except FileNotFoundError as error:
-            raise RunFolderError(f"{folder} has no {SWEEP}; finish the sweep with --resume") from error
-        except OSError as error:
-            raise RunFolderError(f"{path} cannot be read as a sweep: {error.strerror or error}") from error
-        sweep = Checksums.read(folder).read_record(cls, path, "a sweep", advice)
+        advice, missing = "make it again with kleash sweep --resume", "finish the sweep with --resume"
+        sweep = read_result(cls, folder / SWEEP, "a sweep", missing, advice)
         for candidate in sweep.candidates:
             if candidate.failure:
                 continue

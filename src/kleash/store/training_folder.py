@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from kleash.errors import RunFolderError
-from kleash.store.atomic import cannot_write, require_utf8
+from kleash.store.atomic import remove_file, require_utf8
 from kleash.store.checksums import CHECKSUMS, record_removal, write_checked
 from kleash.store.job_folder import JobFolder
 from kleash.store.steps import STEPS, StepRecord, read_steps
@@ -120,10 +120,7 @@ class TrainingFolder(JobFolder):
         if not path.exists():
             return
         record_removal(self.root, path)
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise cannot_write(path, error) from error
+        remove_file(path)
 
     def result(self) -> TrainingResult | None:
         """The result of the run; None while it has not finished.

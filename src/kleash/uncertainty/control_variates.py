@@ -1,6 +1,5 @@
 """KL between whole responses, combined from two unbiased estimates by a control variate."""
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +7,7 @@ from jaxtyping import Real, Shaped
 
 from kleash.errors import ShapeError
 from kleash.estimate import Estimate
-from kleash.uncertainty.intervals import estimates_of
+from kleash.uncertainty.intervals import estimate_of
 from kleash.uncertainty.linearisation import FloatArray, RatioTerm, linearise
 
 MIN_CLUSTERS = 8
@@ -67,16 +66,14 @@ def controlled_total(
     c = np.bincount(index, weights=exact, minlength=len(names)).astype(np.float64)
     weight, num_fitted = _fit_weight(u, c, num_sequences)
     combination = c if weight == 1 else u - weight * (u - c)
-    bounds = (-math.inf if lower is None else lower, math.inf)
     linear_u, linear_c, linear_total = (
         linearise([RatioTerm(1.0, total, num_sequences)]) for total in (u, c, combination)
     )
-    components = estimates_of(
-        [linear_u, linear_c], [unit] * 2, [(-math.inf, math.inf), bounds], known_value=known_value
-    )
-    (estimate,) = estimates_of([linear_total], [unit], [bounds], fitted=num_fitted, known_value=known_value)
     return ControlledTotal(
-        estimate=estimate, weight=weight, monte_carlo=components[0], exact_sum=components[1]
+        estimate=estimate_of(linear_total, unit, lower, None, fitted=num_fitted, known_value=known_value),
+        weight=weight,
+        monte_carlo=estimate_of(linear_u, unit, None, None, known_value=known_value),
+        exact_sum=estimate_of(linear_c, unit, lower, None, known_value=known_value),
     )
 
 

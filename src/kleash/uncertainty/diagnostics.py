@@ -34,7 +34,11 @@ def warnings_about(estimate: LinearisedEstimate, bounds: tuple[float, float]) ->
         return few
     variance = float(estimate.influence @ estimate.influence)
     if variance == 0:
-        return few if finite_bounds == 2 else (*few, _constant_warning(estimate.clusters))
+        constant = (
+            f"all {estimate.clusters} clusters have the same mean, which says nothing about the spread of other "
+            f"clusters: up to {unseen_share(estimate.clusters):.0%} of all may differ"
+        )
+        return few if finite_bounds == 2 else (*few, constant)
     concentrated = _concentration_warning(estimate.clusters, estimate.effective_clusters)
     if finite_bounds == 2:
         return (*few, *concentrated)
@@ -46,7 +50,11 @@ def warnings_about(estimate: LinearisedEstimate, bounds: tuple[float, float]) ->
         )
         return (*few, *concentrated, ties)
     if estimate.clusters < VERY_FEW_CLUSTERS and finite_bounds == 1:
-        return (*few, *concentrated, _unseen_warning(estimate.clusters))
+        unseen = (
+            f"{estimate.clusters} clusters may miss a kind of cluster that makes up as much as "
+            f"{unseen_share(estimate.clusters):.0%} of all: if its values are extreme, the interval cannot be trusted"
+        )
+        return (*few, *concentrated, unseen)
     return (*few, *concentrated)
 
 
@@ -79,19 +87,3 @@ def _concentration_warning(clusters: int, effective_clusters: float) -> tuple[st
         "length"
     )
     return (warning,)
-
-
-def _constant_warning(clusters: int) -> str:
-    """The warning about clusters that all have the same mean."""
-    return (
-        f"all {clusters} clusters have the same mean, which says nothing about the spread of other clusters: up to "
-        f"{unseen_share(clusters):.0%} of all may differ"
-    )
-
-
-def _unseen_warning(clusters: int) -> str:
-    """The warning that a rare kind of cluster with an extreme mean may be missing from the sample."""
-    return (
-        f"{clusters} clusters may miss a kind of cluster that makes up as much as {unseen_share(clusters):.0%} of all: "
-        "if its values are extreme, the interval cannot be trusted"
-    )

@@ -1,8 +1,6 @@
 """95 % confidence intervals of linearised estimates: Student's t with a correction for skewness and for bounds."""
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
 
 from kleash.estimate import Estimate
 from kleash.uncertainty.diagnostics import FEW_CLUSTERS, unseen_share, warnings_about
@@ -18,62 +16,47 @@ MAX_T_RATIO = 2.5
 Interval = tuple[float, float]
 
 
-def estimates_of(
-    linearised: Sequence[LinearisedEstimate],
-    units: Sequence[str],
-    bounds: Sequence[Interval],
+def estimate_of(
+    linearised: LinearisedEstimate,
+    unit: str,
+    lower: float | None,
+    upper: float | None,
     *,
     fitted: int = 0,
     known_value: float | None = None,
-) -> tuple[Estimate, ...]:
-    """Return an ``Estimate`` with standard error, interval and warnings for each linearised estimate.
+) -> Estimate:
+    """The ``Estimate`` with standard error, interval and warnings of a linearised estimate.
 
     Args:
-        linearised: the estimates.
-        units: one unit for each.
-        bounds: the smallest and the largest possible value of each.
+        linearised: the estimate.
+        unit: of it.
+        lower: its smallest possible value; None if there is none.
+        upper: its largest possible value; None if there is none.
         fitted: number of parameters that were fitted to the same clusters; each costs a degree of freedom.
         known_value: the mean that every cluster has by construction, if it is known; an estimate whose clusters all
             have this mean is exact.
     """
-    return tuple(
-        _exact_estimate(item, unit)
-        if known_value is not None and is_constant(item, known_value)
-        else _estimate(item, unit, item_bounds, fitted)
-        for item, unit, item_bounds in zip(linearised, units, bounds, strict=True)
+    value, clusters = linearised.value, linearised.clusters
+    if known_value is not None and is_constant(linearised, known_value):
+        return Estimate(value=value, unit=unit, standard_error=0.0, clusters=clusters, ci95=(value, value))
+    bounds = (-math.inf if lower is None else lower, math.inf if upper is None else upper)
+    error = standard_error(linearised, fitted)
+    interval = (
+        constant_interval(linearised, bounds) if error == 0 else _interval(linearised, error, bounds, fitted)
+    )
+    return Estimate(
+        value=value,
+        unit=unit,
+        standard_error=error,
+        clusters=clusters,
+        ci95=clip_interval(interval, value, bounds),
+        warnings=warnings_about(linearised, bounds),
     )
 
 
 def is_constant(linearised: LinearisedEstimate, value: float) -> bool:
     """Whether there is at least one cluster and all clusters have the mean ``value``."""
     return linearised.clusters > 0 and linearised.value == value and not linearised.influence.any()
-
-
-def _exact_estimate(linearised: LinearisedEstimate, unit: str) -> Estimate:
-    """The estimate of a constant, without any error."""
-    return Estimate(
-        value=linearised.value,
-        unit=unit,
-        standard_error=0.0,
-        clusters=linearised.clusters,
-        ci95=(linearised.value, linearised.value),
-    )
-
-
-def _estimate(linearised: LinearisedEstimate, unit: str, bounds: Interval, fitted: int) -> Estimate:
-    """The estimate with standard error, interval and warnings."""
-    error = standard_error(linearised, fitted)
-    interval = (
-        constant_interval(linearised, bounds) if error == 0 else _interval(linearised, error, bounds, fitted)
-    )
-    return Estimate(
-        value=linearised.value,
-        unit=unit,
-        standard_error=error,
-        clusters=linearised.clusters,
-        ci95=clip_interval(interval, linearised.value, bounds),
-        warnings=warnings_about(linearised, bounds),
-    )
 
 
 def standard_error(linearised: LinearisedEstimate, fitted: int = 0) -> float:
@@ -99,15 +82,8 @@ def _interval(linearised: LinearisedEstimate, error: float, bounds: Interval, fi
     return linearised.value - below * error, linearised.value + above * error
 
 
-class CorrectedT(NamedTuple):
-    """Distances from the estimate to the ends of a 95 % interval, in standard errors."""
-
-    below: float
-    above: float
-
-
-def skewness_corrected_t(skewness: float, clusters: int, degrees_of_freedom: int) -> CorrectedT:
-    """Student's t, with a larger value on the side of the long tail.
+def skewness_corrected_t(skewness: float, clusters: int, degrees_of_freedom: int) -> tuple[float, float]:
+    """Student's t below and above the estimate, with a larger value on the side of the long tail.
 
         t min(exp(w |g|), MAX_T_RATIO),    w = (1 + 2 t^2) / (6 t) + SMALL_SAMPLE_WEIGHT min(1, C / 30) / sqrt(C)
 
@@ -129,7 +105,7 @@ def skewness_corrected_t(skewness: float, clusters: int, degrees_of_freedom: int
     edgeworth_weight = (1 + 2 * t * t) / (6 * t)
     weight = edgeworth_weight + SMALL_SAMPLE_WEIGHT * min(1.0, clusters / FEW_CLUSTERS) / math.sqrt(clusters)
     tail = t * min(math.exp(weight * abs(skewness)), MAX_T_RATIO)
-    return CorrectedT(t, tail) if skewness > 0 else CorrectedT(tail, t)
+    return (t, tail) if skewness > 0 else (tail, t)
 
 
 def log_scale_t(distance: float, error: float, degrees_of_freedom: int) -> float:

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float64, Int64, Real, Shaped
 
 from kleash.errors import ShapeError
 from kleash.estimate import Estimate
-from kleash.uncertainty.intervals import estimates_of
+from kleash.uncertainty.intervals import estimate_of
 from kleash.uncertainty.linearisation import ROUNDING_TOLERANCE, FloatArray, RatioTerm, linearise
 from kleash.uncertainty.student_t import student_t_quantile
 
@@ -58,9 +58,8 @@ def ratio_of_sums(
     """
     if sums.ndim != 1 or sums.shape != counts.shape:
         raise ShapeError(f"sums are {sums.shape} and counts {counts.shape}; give one of each per cluster")
-    return ratio_of_many(sums[:, None], counts, unit=unit, lower=lower, upper=upper, known_value=known_value)[
-        0
-    ]
+    linearised = linearise([RatioTerm(1.0, _float64(sums), _float64(counts))])
+    return estimate_of(linearised, unit, lower, upper, known_value=known_value)
 
 
 def ratio_of_many(
@@ -72,7 +71,7 @@ def ratio_of_many(
     upper: Bound = None,
     known_value: float | None = None,
 ) -> tuple[Estimate, ...]:
-    """``ratio_of_sums`` for several quantities on the same clusters; same results, less time.
+    """``ratio_of_sums`` for several quantities on the same clusters.
 
     Args:
         sums: [cluster, column].
@@ -90,16 +89,14 @@ def ratio_of_many(
             f"sums are {sums.shape} and counts {counts.shape}; give [cluster, column], and counts likewise or [cluster]"
         )
     columns = sums.shape[1]
-    counts_per_column = counts.ndim == 2
-    linearised = [
-        linearise(
-            [RatioTerm(1.0, _float64(sums[:, k]), _float64(counts[:, k] if counts_per_column else counts))]
+    counts = np.broadcast_to(counts if counts.ndim == 2 else counts[:, None], sums.shape)
+    units, least, most = (_per_column(option, columns) for option in (unit, lower, upper))
+    return tuple(
+        ratio_of_sums(
+            sums[:, k], counts[:, k], unit=units[k], lower=least[k], upper=most[k], known_value=known_value
         )
         for k in range(columns)
-    ]
-    units = [unit] * columns if isinstance(unit, str) else list(unit)
-    bounds = zip(_per_column(lower, -math.inf, columns), _per_column(upper, math.inf, columns), strict=True)
-    return estimates_of(linearised, units, list(bounds), known_value=known_value)
+    )
 
 
 def clustered_mean(
@@ -195,10 +192,9 @@ def paired_difference(
         RatioTerm(1.0, _float64(sums_a), _float64(counts_a)),
         RatioTerm(-1.0, _float64(sums_b), _float64(counts_b)),
     ]
-    bounds = (-math.inf if lower is None else lower, math.inf if upper is None else upper)
     if _are_identical(terms[0], terms[1]):
         known_value = 0.0
-    return estimates_of([linearise(terms)], [unit], [bounds], known_value=known_value)[0]
+    return estimate_of(linearise(terms), unit, lower, upper, known_value=known_value)
 
 
 def _are_identical(a: RatioTerm, b: RatioTerm) -> bool:
@@ -265,10 +261,6 @@ def _float64(values: np.ndarray) -> FloatArray:
     return np.asarray(values, np.float64)
 
 
-def _per_column(bound: Bound, default: float, columns: int) -> list[float]:
-    """A bound for each column."""
-    if bound is None:
-        return [default] * columns
-    if isinstance(bound, (int, float)):
-        return [float(bound)] * columns
-    return [float(value) for value in bound]
+def _per_column(option: Any, columns: int) -> list[Any]:
+    """An option for each column: those of a list, or the same for all."""
+    return [option] * columns if option is None or isinstance(option, str | int | float) else list(option)

@@ -164,17 +164,12 @@ def _differences(
     seed: int,
 ) -> tuple[tuple[PairDifference, ...], float]:
     """The differences of these pairs of candidates, and the critical value of all of them together."""
-    estimates = [
-        paired_difference(
-            sums[:, i],
-            counts[:, i],
-            sums[:, j],
-            counts[:, j],
-            unit=unit,
-            known_value=_known_difference(known_values[i], known_values[j]),
-        )
-        for i, j in indices
-    ]
+    estimates: list[Estimate] = []
+    for i, j in indices:
+        first, second = known_values[i], known_values[j]
+        known = None if first is None or second is None else first - second
+        columns = (sums[:, i], counts[:, i], sums[:, j], counts[:, j])
+        estimates.append(paired_difference(*columns, unit=unit, known_value=known))
     active = (counts > 0).any(axis=1)
     varying = [pair for pair, estimate in zip(indices, estimates, strict=True) if estimate.standard_error > 0]
     critical_value = _critical_value(sums[active], counts[active], varying, seed)
@@ -185,11 +180,6 @@ def _differences(
         for (i, j), estimate in zip(indices, estimates, strict=True)
     )
     return pairs, critical_value
-
-
-def _known_difference(first: float | None, second: float | None) -> float | None:
-    """The difference of two means, if both are known."""
-    return None if first is None or second is None else first - second
 
 
 def _widened(estimate: Estimate, widening: float) -> tuple[float, float]:
@@ -291,7 +281,7 @@ def _groups_of_ties(are_tied: Bool[np.ndarray, "candidates candidates"]) -> list
         for second in range(len(are_tied) - 1, first - 1, -1):
             if not are_tied[first, second] or memberships[first, second]:
                 continue
-            group = sorted(_largest_group(first, second, are_tied, memberships == 0))
+            group = _largest_group(first, second, are_tied, memberships == 0)
             groups.append(group)
             memberships[np.ix_(group, group)] += 1
     for group in reversed(list(groups)):
@@ -307,7 +297,7 @@ def _largest_group(
     second: int,
     are_tied: Bool[np.ndarray, "candidates candidates"],
     is_open: Bool[np.ndarray, "candidates candidates"],
-) -> set[int]:
+) -> list[int]:
     """A group of tied candidates with these two, to which none can be added.
 
     The next member is the one with the most open pairs with those before.
@@ -318,17 +308,14 @@ def _largest_group(
         are_tied: as in ``_groups_of_ties``.
         is_open: whether a pair is in no other group.
     """
-    group = {first, second}
-    common = are_tied[first] & are_tied[second]
-    gains = is_open[first].astype(np.int64) + is_open[second]
-    common[[first, second]] = False
-    while common.any():
-        member = int(np.argmax(np.where(common, gains, -1)))
-        group.add(member)
-        common = common & are_tied[member]
-        common[member] = False
-        gains = gains + is_open[member]
-    return group
+    group = [first, second]
+    while True:
+        common = np.all(are_tied[group], axis=0)
+        common[group] = False
+        if not common.any():
+            return sorted(set(group))
+        gains = is_open[group].sum(axis=0)
+        group.append(int(np.argmax(np.where(common, gains, -1))))
 
 
 def _letter_names(count: int) -> list[str]:

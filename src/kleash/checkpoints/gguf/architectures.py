@@ -131,8 +131,8 @@ class GGUFArchitecture:
     """Attribute of the configuration → end of a tensor's name; it is whether a layer has that tensor."""
     constants: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Attributes of the configuration that the architecture implies."""
-    adjust: Callable[[dict[str, Any], Settings, TensorSummary], None] | None = None
-    """Changes the attributes where they follow from several settings, or from tensors."""
+    adjust: Sequence[Callable[[dict[str, Any], Settings, TensorSummary], None]] = ()
+    """Functions that change the attributes in turn, where they follow from several settings, or from tensors."""
     listed: frozenset[str] = frozenset()
     """Settings of ``shapes`` that may be a list with a number for each layer; ``adjust`` checks them."""
     interleaved_rope: bool = False
@@ -145,8 +145,9 @@ class GGUFArchitecture:
         default_factory=dict[str, Callable[[Tensor], Tensor]]
     )
     """Part of a block → function of the decoded values in float32 that gives the parameter's."""
-    arrange: Callable[[dict[str, Tensor], Mapping[str, Any]], None] | None = None
-    """Changes decoded parameters into those of a checkpoint; arguments are the parameters and the attributes."""
+    arrange: Sequence[Callable[[dict[str, Tensor], Mapping[str, Any]], None]] = ()
+    """Functions that change decoded parameters into those of a checkpoint in turn; arguments are the parameters and the
+    attributes."""
     config_has_rope_factors: bool = False
     """Whether ``adjust`` turns the factors of the rotary embedding into attributes."""
     has_long_rope: bool = False
@@ -206,13 +207,13 @@ def config_attributes(
         attributes[attribute] = any(key.endswith(f".{end}") for key in tensors.shapes)
     attributes |= _rope(values, attributes) | dict(architecture.constants)
     attributes = {**architecture.defaults, **attributes}
-    if architecture.adjust is not None:
-        try:
-            architecture.adjust(attributes, values, tensors)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise ModelError(
-                f"its settings have values that {name} cannot have ({error}); convert the model again"
-            ) from error
+    try:
+        for adjust in architecture.adjust:
+            adjust(attributes, values, tensors)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"its settings have values that {name} cannot have ({error}); convert the model again"
+        ) from error
     known = {*values.read, *names, *ROPE_SETTINGS, *SETTINGS_WITHOUT_EFFECT, *architecture.adjusted}
     return attributes, tuple(sorted(key for key in values if key not in known))
 
@@ -286,13 +287,15 @@ def layer_norm_shapes(attribute: str) -> dict[str, str]:
     return shapes | {"attention.layer_norm_epsilon": attribute}
 
 
-def check_gating(settings: Settings, expected: int) -> None:
+def check_gating(
+    attributes: dict[str, Any], settings: Settings, tensors: TensorSummary, *, expected: int
+) -> None:
     """Check the function of the scores by which experts are chosen.
 
     Raises:
         ModelError: if it is another than that of the architecture.
     """
-    gating = settings.get("expert_gating_func", expected)
+    gating = settings.get(GATING, expected)
     if gating != expected:
         raise ModelError(f"its expert_gating_func is {str(gating)[:40]}, which its architecture has not")
 
@@ -312,14 +315,17 @@ def adjust_partial_rope(attributes: dict[str, Any], settings: Settings, tensors:
     set_rope(attributes)
 
 
-def layer_types(settings: Settings, count: int, period: int | None) -> list[str]:
-    """The kind of each layer; without a pattern in the file, every ``period``-th is without a sliding window."""
+def set_layer_types(
+    attributes: dict[str, Any], settings: Settings, tensors: TensorSummary, *, period: int | None
+) -> None:
+    """Set the kind of each layer; without a pattern in the file, every ``period``-th is without a sliding window."""
+    count = attributes["num_hidden_layers"]
     pattern = settings.get("attention.sliding_window_pattern", period)
     if type(pattern) is int and pattern > 0:
         pattern = [bool((number + 1) % pattern) for number in range(count)]
     if not isinstance(pattern, list) or len(pattern) != count:
         raise ModelError(f"its attention.sliding_window_pattern is no list of {count} layers")
-    return ["sliding_attention" if each else "full_attention" for each in pattern]
+    attributes["layer_types"] = ["sliding_attention" if each else "full_attention" for each in pattern]
 
 
 def log_of_negated(values: Tensor) -> Tensor:
@@ -335,6 +341,8 @@ def restore_convolutions(parameters: dict[str, Tensor], attributes: Mapping[str,
 
 def join_parameters(
     parameters: dict[str, Tensor],
+    attributes: Mapping[str, Any],
+    *,
     parts: Sequence[str],
     joined: str,
     join: Callable[..., Tensor],
@@ -345,6 +353,7 @@ def join_parameters(
 
     Args:
         parameters: by name.
+        attributes: of the configuration; unused.
         parts: what the names of those that are joined have in place of ``joined``, in order.
         joined: part of the name of the result.
         join: makes it of theirs.
@@ -356,7 +365,7 @@ def join_parameters(
                 parameters[name.replace(parts[0], joined)] = join(*values)
 
 
-def transpose(parameters: dict[str, Tensor], ends: tuple[str, ...]) -> None:
+def transpose(parameters: dict[str, Tensor], attributes: Mapping[str, Any], *, ends: tuple[str, ...]) -> None:
     """Transpose the matrices whose names have these ends, which a file has as [outputs, inputs]."""
     for name in parameters:
         if name.endswith(ends):

@@ -16,6 +16,7 @@ What differs from the checkpoint:
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from kleash.checkpoints.gguf.architectures import (
     adjust_partial_rope,
     join_parameters,
     layer_norm_shapes,
-    layer_types,
+    set_layer_types,
     set_rope,
     transpose,
 )
@@ -86,23 +87,12 @@ def adjust_llama4(attributes: dict[str, Any], settings: Settings, tensors: Tenso
     }
 
 
-def merge_llama4_experts(parameters: dict[str, Tensor], attributes: Mapping[str, Any]) -> None:
-    """Put gate and up projections of Llama 4 one after the other, and transpose to [experts, inputs, outputs]."""
-    join_parameters(
-        parameters,
-        (".experts.gate_proj.weight", ".experts.up_proj.weight"),
-        ".experts.gate_up_proj",
-        lambda gate, up: torch.cat([gate, up], dim=1).transpose(1, 2).contiguous(),
-    )
-    transpose(parameters, (".experts.down_proj",))
-
-
 LLAMA_FAMILY: Mapping[str, GGUFArchitecture] = {
     "llama": LLAMA,
     "mistral3": LLAMA,
     "ministral3": GGUFArchitecture(
         model_type="ministral3",
-        adjust=adjust_ministral3,
+        adjust=[adjust_ministral3],
         interleaved_rope=True,
     ),
     "mixtral": GGUFArchitecture(
@@ -123,8 +113,16 @@ LLAMA_FAMILY: Mapping[str, GGUFArchitecture] = {
             "interleave_moe_layer_step": "interleave_moe_layer_step",
         },
         adjusted=frozenset(("expert_feed_forward_length", "attention.sliding_window")),
-        adjust=adjust_llama4,
-        arrange=merge_llama4_experts,
+        adjust=[adjust_llama4],
+        arrange=[
+            partial(
+                join_parameters,
+                parts=(".experts.gate_proj.weight", ".experts.up_proj.weight"),
+                joined=".experts.gate_up_proj",
+                join=lambda gate, up: torch.cat([gate, up], dim=1).transpose(1, 2).contiguous(),
+            ),
+            partial(transpose, ends=(".experts.down_proj",)),
+        ],
     ),
 }
 """``general.architecture``, or a kind of it that ``find_architecture`` tells apart → mapping."""
@@ -184,8 +182,7 @@ def adjust_olmo(attributes: dict[str, Any], settings: Settings, tensors: TensorS
 
 
 def adjust_olmo3(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Set which layers have a sliding window, and positions that these do not scale."""
-    attributes["layer_types"] = layer_types(settings, attributes["num_hidden_layers"], 4)
+    """Set positions that layers with a sliding window do not scale."""
     local = settings.get("rope.freq_base_swa", attributes["rope_theta"])
     set_rope(attributes)
     attributes["rope_parameters"] = {
@@ -195,18 +192,14 @@ def adjust_olmo3(attributes: dict[str, Any], settings: Settings, tensors: Tensor
 
 
 def adjust_exaone4(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Set which layers have a sliding window; none in small models."""
-    count = attributes["num_hidden_layers"]
-    window = attributes.get("sliding_window") or None
-    attributes["sliding_window"] = window
-    attributes["layer_types"] = (
-        layer_types(settings, count, 4) if window is not None else ["full_attention"] * count
-    )
+    """Set no sliding window in any layer of small models."""
+    attributes["sliding_window"] = attributes.get("sliding_window") or None
+    if attributes["sliding_window"] is None:
+        attributes["layer_types"] = ["full_attention"] * attributes["num_hidden_layers"]
 
 
-def adjust_cohere2(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Set which layers have a sliding window and positions: all but every fourth."""
-    attributes["layer_types"] = layer_types(settings, attributes["num_hidden_layers"], 4)
+def require_sliding_window(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """A missing sliding window is refused."""
     if not attributes.get("sliding_window"):
         raise ModelError("it has no attention.sliding_window")
 
@@ -215,11 +208,6 @@ def refuse_sliding_window(attributes: dict[str, Any], settings: Settings, tensor
     """A sliding window is refused."""
     if settings.get("attention.sliding_window"):
         raise ModelError("its layers have a sliding window, which is read of other architectures only")
-
-
-def transpose_gpt2(parameters: dict[str, Tensor], attributes: Mapping[str, Any]) -> None:
-    """Transpose the matrices of GPT-2, which has inputs before outputs."""
-    transpose(parameters, ("c_attn.weight", "c_proj.weight", "c_fc.weight"))
 
 
 def interleave_neox_heads(parameters: dict[str, Tensor], attributes: Mapping[str, Any]) -> None:
@@ -250,14 +238,14 @@ def restore_glm4v_heads(parameters: dict[str, Tensor], attributes: Mapping[str, 
 OLMO2 = GGUFArchitecture(
     model_type="olmo2",
     biases={"attention_bias": PROJECTIONS},
-    adjust=refuse_sliding_window,
+    adjust=[refuse_sliding_window],
 )
 DENSE_FAMILIES: Mapping[str, GGUFArchitecture] = {
     "olmo": GGUFArchitecture(
         model_type="olmo",
         shapes=layer_norm_shapes("layer_norm_eps"),
         settings={"attention.clamp_kqv": "clip_qkv"},
-        adjust=adjust_olmo,
+        adjust=[adjust_olmo],
         interleaved_rope=True,
     ),
     "olmo2": OLMO2,
@@ -265,14 +253,14 @@ DENSE_FAMILIES: Mapping[str, GGUFArchitecture] = {
         OLMO2,
         model_type="olmo3",
         settings={"attention.sliding_window": "sliding_window"},
-        adjust=adjust_olmo3,
+        adjust=[partial(set_layer_types, period=4), adjust_olmo3],
     ),
     "glm4": GLM4,
-    "glm4v": replace(GLM4, arrange=restore_glm4v_heads),
+    "glm4v": replace(GLM4, arrange=[restore_glm4v_heads]),
     "chatglm": GGUFArchitecture(
         model_type="glm",
         biases={"attention_bias": PROJECTIONS[:3]},
-        adjust=adjust_partial_rope,
+        adjust=[adjust_partial_rope],
     ),
     "command-r": COHERE,
     "cohere2": replace(
@@ -280,23 +268,23 @@ DENSE_FAMILIES: Mapping[str, GGUFArchitecture] = {
         model_type="cohere2",
         settings={**COHERE.settings, "attention.sliding_window": "sliding_window"},
         present={},
-        adjust=adjust_cohere2,
+        adjust=[partial(set_layer_types, period=4), require_sliding_window],
     ),
     "phi2": GGUFArchitecture(
         model_type="phi",
         shapes=layer_norm_shapes("layer_norm_eps"),
-        adjust=adjust_partial_rope,
+        adjust=[adjust_partial_rope],
     ),
     "phi3": GGUFArchitecture(
         model_type="phi3",
         settings={"attention.sliding_window": "sliding_window"},
-        adjust=adjust_phi3,
+        adjust=[adjust_phi3],
         has_long_rope=True,
     ),
     "exaone4": GGUFArchitecture(
         model_type="exaone4",
         settings={"attention.sliding_window": "sliding_window"},
-        adjust=adjust_exaone4,
+        adjust=[partial(set_layer_types, period=4), adjust_exaone4],
     ),
     "stablelm": GGUFArchitecture(
         model_type="stablelm",
@@ -305,14 +293,14 @@ DENSE_FAMILIES: Mapping[str, GGUFArchitecture] = {
         settings={"use_parallel_residual": "use_parallel_residual"},
         biases={"use_qkv_bias": PROJECTIONS[:3]},
         present={"qk_layernorm": "attn_q_norm.weight"},
-        adjust=adjust_partial_rope,
+        adjust=[adjust_partial_rope],
     ),
     "nemotron": GGUFArchitecture(
         model_type="nemotron",
         shapes=layer_norm_shapes("norm_eps"),
         biases=LLAMA_BIASES,
         adjusted=frozenset((RMS_NORM,)),
-        adjust=adjust_partial_rope,
+        adjust=[adjust_partial_rope],
         norm_offset=1.0,
     ),
     "starcoder2": GGUFArchitecture(
@@ -339,15 +327,15 @@ DENSE_FAMILIES: Mapping[str, GGUFArchitecture] = {
     "gpt2": GGUFArchitecture(
         model_type="gpt2",
         shapes=layer_norm_shapes("layer_norm_epsilon"),
-        adjust=adjust_gpt2,
-        arrange=transpose_gpt2,
+        adjust=[adjust_gpt2],
+        arrange=[partial(transpose, ends=("c_attn.weight", "c_proj.weight", "c_fc.weight"))],
     ),
     "gptneox": GGUFArchitecture(
         model_type="gpt_neox",
         shapes=layer_norm_shapes("layer_norm_eps"),
         settings={"use_parallel_residual": "use_parallel_residual"},
-        adjust=adjust_partial_rope,
-        arrange=interleave_neox_heads,
+        adjust=[adjust_partial_rope],
+        arrange=[interleave_neox_heads],
     ),
 }
 """``general.architecture``, or a kind of it that ``find_architecture`` tells apart → mapping."""

@@ -10,12 +10,13 @@ What differs from the checkpoint:
 """
 
 from collections.abc import Mapping
+from functools import partial
 from math import erf, sqrt
 from typing import Any
 
 from torch import Tensor
 
-from kleash.checkpoints.gguf.architectures import GGUFArchitecture, Settings, TensorSummary, layer_types
+from kleash.checkpoints.gguf.architectures import GGUFArchitecture, Settings, TensorSummary, set_layer_types
 from kleash.errors import ModelError
 
 ATTENTION_CAP, LOGIT_CAP = 50.0, 30.0
@@ -57,8 +58,7 @@ def adjust_gemma2(attributes: dict[str, Any], settings: Settings, tensors: Tenso
 
 
 def adjust_gemma3(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Set the base of the rotary embedding in layers with a window, and the attributes of Gemma 2."""
-    adjust_gemma2(attributes, settings, tensors)
+    """Set the base of the rotary embedding in layers with a window, and no cap or window where a file has none."""
     attributes["final_logit_softcapping"] = attributes.get("final_logit_softcapping") or None
     attributes["rope_local_base_freq"] = settings.get("rope.freq_base_swa", 10_000.0)
     if not attributes.get("sliding_window"):
@@ -66,9 +66,7 @@ def adjust_gemma3(attributes: dict[str, Any], settings: Settings, tensors: Tenso
 
 
 def adjust_gemma3n(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Set sparse activations, the rank of the low-rank branch (LAuReL), and layers of two kinds."""
-    count = attributes["num_hidden_layers"]
-    attributes["layer_types"] = layer_types(settings, count, 5)
+    """Set sparse activations, the rank of the low-rank branch (LAuReL), and positions of two kinds of layers."""
     attributes["laurel_rank"] = tensors.shapes["blk.0.laurel_l.weight"][0]
     attributes["vocab_size_per_layer_input"] = tensors.shapes["per_layer_token_embd.weight"][0]
     scales = settings.get("activation_sparsity_scale")
@@ -88,8 +86,6 @@ def adjust_gemma3n(attributes: dict[str, Any], settings: Settings, tensors: Tens
 
 def adjust_gemma4(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
     """Set layers with a window and without one, with heads of two sizes, shared keys and values, and experts."""
-    count = attributes["num_hidden_layers"]
-    attributes["layer_types"] = types = layer_types(settings, count, None)
     attributes["global_head_dim"] = attributes["head_dim"]
     attributes["head_dim"] = local = settings.get("attention.key_length_swa", attributes["head_dim"])
     if {
@@ -99,7 +95,7 @@ def adjust_gemma4(attributes: dict[str, Any], settings: Settings, tensors: Tenso
         raise ModelError(
             "its layers with a sliding window have heads of several sizes (attention.value_length_swa)"
         )
-    _gemma4_heads(attributes, types, tensors)
+    _gemma4_heads(attributes, attributes["layer_types"], tensors)
     _gemma4_mlp(attributes)
     attributes["enable_moe_block"] = bool(attributes.get("num_experts"))
     attributes["final_logit_softcapping"] = attributes.get("final_logit_softcapping") or None
@@ -180,7 +176,7 @@ GEMMA2 = GGUFArchitecture(
         "final_logit_softcapping": "final_logit_softcapping",
     },
     defaults={"attn_logit_softcapping": ATTENTION_CAP, "final_logit_softcapping": LOGIT_CAP},
-    adjust=adjust_gemma2,
+    adjust=[adjust_gemma2],
     norm_offset=1.0,
 )
 GEMMA_FAMILY: Mapping[str, GGUFArchitecture] = {
@@ -192,7 +188,7 @@ GEMMA_FAMILY: Mapping[str, GGUFArchitecture] = {
             "attention.sliding_window": "sliding_window",
             "final_logit_softcapping": "final_logit_softcapping",
         },
-        adjust=adjust_gemma3,
+        adjust=[adjust_gemma2, adjust_gemma3],
         norm_offset=1.0,
     ),
     "gemma3n": GGUFArchitecture(
@@ -207,18 +203,18 @@ GEMMA_FAMILY: Mapping[str, GGUFArchitecture] = {
             "altup.num_inputs": "altup_num_inputs",
         },
         defaults={"final_logit_softcapping": LOGIT_CAP},
-        adjust=adjust_gemma3n,
+        adjust=[partial(set_layer_types, period=5), adjust_gemma3n],
         listed=frozenset(("feed_forward_length",)),
-        arrange=drop_shared_kv,
+        arrange=[drop_shared_kv],
     ),
     "gemma4": GGUFArchitecture(
         model_type="gemma4_text",
         names=GEMMA4_NAMES,
         settings=GEMMA4_SETTINGS,
         defaults={"hidden_size_per_layer_input": 0},
-        adjust=adjust_gemma4,
+        adjust=[partial(set_layer_types, period=None), adjust_gemma4],
         listed=frozenset(("feed_forward_length", "attention.head_count_kv")),
-        arrange=drop_shared_kv,
+        arrange=[drop_shared_kv],
         config_has_rope_factors=True,
     ),
 }

@@ -11,6 +11,7 @@ What differs from the checkpoint:
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,7 +61,17 @@ GRANITE_EXPERTS = {
     "ffn_up_shexp": "shared_mlp.up",
     "ffn_down_shexp": "shared_mlp.output_linear",
 }
-"""Gate and up projections are one parameter; ``merge_granite_experts``."""
+"""Gate and up projections are one parameter; ``JOINED_GRANITE_EXPERTS``."""
+JOINED_GRANITE_EXPERTS = [
+    partial(
+        join_parameters,
+        parts=(f".{place}.gate.weight", f".{place}.up.weight"),
+        joined=f".{place}.input_linear.weight",
+        join=lambda *both: torch.cat(both, dim=-2),
+    )
+    for place in ("block_sparse_moe", "shared_mlp")
+]
+"""Put gate and up projections one after the other."""
 GRANITE_HYBRID_NAMES = {
     **GRANITE_EXPERTS,
     "ffn_gate": "shared_mlp.gate",
@@ -124,40 +135,17 @@ def adjust_granite_hybrid(attributes: dict[str, Any], settings: Settings, tensor
     """Set Mamba 2 in layers without heads of keys, and the shared MLP's width in dense models, which have it alone."""
     attributes["layer_types"] = _mixed_layers(attributes)
     attributes.setdefault("attention_multiplier", attributes["head_dim"] ** -0.5)
-    _set_state_space(attributes, settings)
     has_positions = settings.get("rope.scaling.finetuned", True)
     attributes["position_embedding_type"] = "rope" if has_positions else "nope"
     if not attributes["num_local_experts"]:
         attributes["shared_intermediate_size"] = tensors.shapes["blk.0.ffn_gate.weight"][0]
 
 
-def merge_granite_experts(parameters: dict[str, Tensor], attributes: Mapping[str, Any]) -> None:
-    """Put gate and up projections of Granite one after the other, for experts and for the shared MLP."""
-    for place in ("block_sparse_moe", "shared_mlp"):
-        parts = [f".{place}.{part}.weight" for part in ("gate", "up")]
-        join_parameters(
-            parameters, parts, f".{place}.input_linear.weight", lambda *both: torch.cat(both, dim=-2)
-        )
-
-
-def restore_granite_hybrid(parameters: dict[str, Tensor], attributes: Mapping[str, Any]) -> None:
-    """Both of ``merge_granite_experts`` and ``restore_state_space``."""
-    merge_granite_experts(parameters, attributes)
-    restore_state_space(parameters, attributes)
-
-
-def restore_state_space(parameters: dict[str, Tensor], attributes: Mapping[str, Any]) -> None:
-    """Put the parameters of Mamba 2 into their shapes: a file has columns of decays, and rows of norms by groups."""
-    restore_convolutions(parameters, attributes)
+def flatten_state_space(parameters: dict[str, Tensor], attributes: Mapping[str, Any]) -> None:
+    """Make vectors of the parameters of Mamba 2 that a file has as columns of decays, and rows of norms by groups."""
     for name in parameters:
         if name.endswith((".A_log", ".D", ".mamba.norm.weight", ".mixer.norm.weight")):
             parameters[name] = parameters[name].flatten()
-
-
-def adjust_falcon_h1(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Set the sizes of Mamba 2, which each layer has beside attention; multipliers are part of the weights."""
-    _set_state_space(attributes, settings)
-    attributes["mamba_d_ssm"] = settings["ssm.inner_size"]
 
 
 def adjust_nemotron_h(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
@@ -182,8 +170,8 @@ def adjust_nemotron_h(attributes: dict[str, Any], settings: Settings, tensors: T
         attributes.pop(name, None)
 
 
-def _set_state_space(attributes: dict[str, Any], settings: Settings) -> None:
-    """The heads of Mamba 2, and how much wider it is than the hidden states."""
+def set_state_space(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Set the heads of Mamba 2, and how much wider it is than the hidden states."""
     heads, inner = attributes["mamba_n_heads"], settings["ssm.inner_size"]
     attributes |= {"mamba_d_head": inner // heads, "mamba_expand": inner // attributes["hidden_size"]}
 
@@ -208,12 +196,6 @@ def adjust_lfm2(attributes: dict[str, Any], settings: Settings, tensors: TensorS
     attributes["block_auto_adjust_ff_dim"] = False
 
 
-def adjust_lfm2_experts(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Set the layers of LFM2; experts must be chosen by sigmoids, to which a bias is added."""
-    check_gating(settings, SIGMOID)
-    adjust_lfm2(attributes, settings, tensors)
-
-
 NEMOTRON_H = GGUFArchitecture(
     model_type="nemotron_h",
     names=NEMOTRON_H_NAMES,
@@ -229,19 +211,19 @@ NEMOTRON_H = GGUFArchitecture(
     adjusted=frozenset(("ssm.time_step_rank", "attention.layer_norm_epsilon", GATING)),
     biases={"attention_bias": PROJECTIONS, "mlp_bias": ("ffn_up", "ffn_down")},
     defaults={"n_group": 1, "topk_group": 1},
-    adjust=adjust_nemotron_h,
+    adjust=[adjust_nemotron_h],
     listed=frozenset(("attention.head_count_kv", "feed_forward_length")),
     interleaved_rope=True,
     functions={"ssm_a": log_of_negated},
-    arrange=restore_state_space,
+    arrange=[restore_convolutions, flatten_state_space],
 )
 LFM2 = GGUFArchitecture(
     model_type="lfm2",
     shapes={key: "norm_eps" if key == RMS_NORM else name for key, name in SHAPE_SETTINGS.items()},
     settings={"shortconv.l_cache": "conv_L_cache"},
-    adjust=adjust_lfm2,
+    adjust=[adjust_lfm2],
     listed=frozenset(("attention.head_count_kv",)),
-    arrange=restore_convolutions,
+    arrange=[restore_convolutions],
 )
 HYBRID_FAMILIES: Mapping[str, GGUFArchitecture] = {
     "granite": GGUFArchitecture(
@@ -249,7 +231,7 @@ HYBRID_FAMILIES: Mapping[str, GGUFArchitecture] = {
         settings=GRANITE_SCALES,
         adjusted=STATE_SPACE_SIZES | EXPERT_SIZES,
         biases=LLAMA_BIASES,
-        adjust=adjust_granite,
+        adjust=[adjust_granite],
         interleaved_rope=True,
     ),
     "granitemoe": GGUFArchitecture(
@@ -261,9 +243,9 @@ HYBRID_FAMILIES: Mapping[str, GGUFArchitecture] = {
         },
         biases={"attention_bias": PROJECTIONS},
         adjusted=STATE_SPACE_SIZES,
-        adjust=adjust_granite,
+        adjust=[adjust_granite],
         interleaved_rope=True,
-        arrange=merge_granite_experts,
+        arrange=JOINED_GRANITE_EXPERTS,
     ),
     "granitehybrid": GGUFArchitecture(
         model_type="granitemoehybrid",
@@ -275,22 +257,22 @@ HYBRID_FAMILIES: Mapping[str, GGUFArchitecture] = {
         },
         biases={"attention_bias": PROJECTIONS},
         defaults={"num_local_experts": 0},
-        adjust=adjust_granite_hybrid,
+        adjust=[set_state_space, adjust_granite_hybrid],
         listed=frozenset(("attention.head_count_kv",)),
         interleaved_rope=True,
         functions={"ssm_a": log_of_negated},
-        arrange=restore_granite_hybrid,
+        arrange=[*JOINED_GRANITE_EXPERTS, restore_convolutions, flatten_state_space],
     ),
     "falcon-h1": GGUFArchitecture(
         model_type="falcon_h1",
         names=FALCON_H1_NAMES,
-        settings=MAMBA_SETTINGS,
+        settings=MAMBA_SETTINGS | {"ssm.inner_size": "mamba_d_ssm"},
         biases=LLAMA_BIASES,
         constants={"mamba_norm_before_gate": False},
         present={"mamba_rms_norm": "ssm_norm.weight"},
-        adjust=adjust_falcon_h1,
+        adjust=[set_state_space],
         functions={"ssm_a": log_of_negated},
-        arrange=restore_state_space,
+        arrange=[restore_convolutions, flatten_state_space],
     ),
     "nemotron_h": NEMOTRON_H,
     "nemotron_h_moe": NEMOTRON_H,
@@ -309,7 +291,7 @@ HYBRID_FAMILIES: Mapping[str, GGUFArchitecture] = {
         adjusted=frozenset((GATING,)),
         constants={"norm_topk_prob": True, "routed_scaling_factor": 1.0},
         present={"use_expert_bias": "exp_probs_b.bias"},
-        adjust=adjust_lfm2_experts,
+        adjust=[partial(check_gating, expected=SIGMOID), adjust_lfm2],
     ),
 }
 """``general.architecture``, or a kind of it that ``find_architecture`` tells apart → mapping."""

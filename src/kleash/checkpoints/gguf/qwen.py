@@ -22,6 +22,7 @@ from kleash.checkpoints.gguf.architectures import (
     GGUFArchitecture,
     Settings,
     TensorSummary,
+    adjust_partial_rope,
     join_parameters,
     log_of_negated,
     restore_convolutions,
@@ -56,8 +57,7 @@ QWEN3_NEXT_NAMES = {
 
 
 def adjust_qwen35(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Set layers of two kinds, and positions in three sections."""
-    _set_linear_attention(attributes, settings)
+    """Set positions in three sections."""
     if "rope_scaling" in attributes:
         raise ModelError("its positions are scaled, which is not read of Qwen 3.5")
     set_rope(
@@ -69,14 +69,8 @@ def adjust_qwen35(attributes: dict[str, Any], settings: Settings, tensors: Tenso
     )
 
 
-def adjust_qwen3_next(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Set layers of two kinds: with a gated delta net, and with attention."""
-    _set_linear_attention(attributes, settings)
-    set_rope(attributes)
-
-
-def _set_linear_attention(attributes: dict[str, Any], settings: Settings) -> None:
-    """Which layers have a gated delta net, and the size of its heads."""
+def set_linear_attention(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Set which layers have a gated delta net, and the size of its heads."""
     count = attributes["num_hidden_layers"]
     interval = settings.get("full_attention_interval", 4)
     recurrent = settings.get("attention.recurrent_layers")
@@ -119,15 +113,15 @@ def _group_heads(weight: Tensor, keys: int, values: int) -> Tensor:
 
 
 def join_qwen3_next(parameters: dict[str, Tensor], attributes: Mapping[str, Any]) -> None:
-    """Join queries, keys, values and gates of a gated delta net for each key head, and restore its convolution."""
-    restore_convolutions(parameters, attributes)
+    """Join queries, keys, values and gates of a gated delta net for each key head."""
     keys, key_rows = attributes["linear_num_key_heads"], attributes["linear_key_head_dim"]
 
     def join(joined: Tensor, gate: Tensor) -> Tensor:
         parts = [*joined.split([keys * key_rows, keys * key_rows, len(gate)]), gate]
         return torch.cat([part.reshape(keys, -1, part.shape[-1]) for part in parts], dim=1).flatten(0, 1)
 
-    join_parameters(parameters, (".in_proj_qkv.", ".in_proj_z."), ".in_proj_qkvz.", join)
+    parts = (".in_proj_qkv.", ".in_proj_z.")
+    join_parameters(parameters, attributes, parts=parts, joined=".in_proj_qkvz.", join=join)
 
 
 QWEN35 = GGUFArchitecture(
@@ -139,11 +133,11 @@ QWEN35 = GGUFArchitecture(
         "ssm.group_count": "linear_num_key_heads",
         "ssm.time_step_rank": "linear_num_value_heads",
     },
-    adjust=adjust_qwen35,
+    adjust=[set_linear_attention, adjust_qwen35],
     norm_offset=1.0,
     norms_without_offset=frozenset(("ssm_norm",)),
     functions={"ssm_a": log_of_negated},
-    arrange=restore_linear_attention,
+    arrange=[restore_linear_attention],
 )
 QWEN_FAMILY: Mapping[str, GGUFArchitecture] = {
     "qwen2": QWEN2,
@@ -171,8 +165,8 @@ QWEN_FAMILY: Mapping[str, GGUFArchitecture] = {
         names=QWEN3_NEXT_NAMES,
         settings={**QWEN35.settings, **EXPERT_SETTINGS},
         constants={"norm_topk_prob": True, **QWEN_EXPERTS},
-        adjust=adjust_qwen3_next,
-        arrange=join_qwen3_next,
+        adjust=[set_linear_attention, adjust_partial_rope],
+        arrange=[restore_convolutions, join_qwen3_next],
     ),
 }
 """``general.architecture``, or a kind of it that ``find_architecture`` tells apart → mapping."""

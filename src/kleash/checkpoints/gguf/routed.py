@@ -10,10 +10,10 @@ What differs from the checkpoint:
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kleash.checkpoints.gguf.architectures import (
     EXPERTS,
@@ -29,7 +29,7 @@ from kleash.checkpoints.gguf.architectures import (
     adjust_partial_rope,
     check_gating,
     join_parameters,
-    layer_types,
+    set_layer_types,
     transpose,
 )
 from kleash.errors import ModelError
@@ -37,7 +37,7 @@ from kleash.errors import ModelError
 ROUTED_EXPERTS = EXPERTS | {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
 """Experts chosen by scores with a bias."""
 LATENT_ATTENTION = ROUTED_EXPERTS | {"attn_k_b": "self_attn.k_b_proj", "attn_v_b": "self_attn.v_b_proj"}
-"""Multi-head latent attention in newer files, whose ``kv_b_proj`` is in two parts; ``join_latent_projections``."""
+"""Multi-head latent attention in newer files, whose ``kv_b_proj`` is in two parts."""
 ROUTED_DEFAULTS = {
     "n_group": 1,
     "topk_group": 1,
@@ -56,9 +56,11 @@ GPT_OSS_NAMES = {
 }
 
 
-def adjust_routed_experts(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Set the number of first layers without experts, which must be chosen by sigmoids, and no sliding window."""
-    check_gating(settings, SIGMOID)
+CHECK_SIGMOID = partial(check_gating, expected=SIGMOID)
+
+
+def set_dense_layers(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Set the number of first layers without experts, and no sliding window."""
     # Not by leading_dense_block_count, which is 0 in some files of GLM-4.7 Flash.
     layers = range(attributes["num_hidden_layers"])
     routed = [number for number in layers if f"blk.{number}.ffn_gate_inp.weight" in tensors.shapes]
@@ -66,33 +68,18 @@ def adjust_routed_experts(attributes: dict[str, Any], settings: Settings, tensor
     attributes["sliding_window"] = None
 
 
-def adjust_glm4_experts(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Set the part of a head that is rotated, and the layers with experts."""
-    adjust_routed_experts(attributes, settings, tensors)
-    adjust_partial_rope(attributes, settings, tensors)
-
-
 def adjust_deepseek2(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Set experts that are chosen by a softmax, and keys and values that come from a latent vector."""
-    check_gating(settings, SOFTMAX)
+    """Set how experts are chosen, and refuse queries that are scaled by their positions."""
     if settings.get("attention.temperature_scale"):
         raise ModelError(
             "its queries are scaled by their positions (attention.temperature_scale, Mistral Large 3), which is not "
             "read of deepseek2"
         )
-    adjust_routed_experts(attributes, {}, tensors)
     attributes["topk_method"] = "group_limited_greedy" if attributes["n_group"] > 1 else "greedy"
-    _set_latent_attention(attributes, settings)
 
 
-def adjust_deepseek3(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Set experts that are chosen by sigmoids with a bias, and keys and values that come from a latent vector."""
-    adjust_routed_experts(attributes, settings, tensors)
-    _set_latent_attention(attributes, settings)
-
-
-def _set_latent_attention(attributes: dict[str, Any], settings: Settings) -> None:
-    """The sizes of heads and latent vectors, and YaRN's scale, which also changes that of attention."""
+def set_latent_attention(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
+    """Set the sizes of heads and latent vectors, and YaRN's scale, which also changes that of attention."""
     rotary = settings["rope.dimension_count"]
     lengths = [settings.get(f"attention.{part}_length_mla") for part in ("key", "value")]
     key, value = (
@@ -118,44 +105,33 @@ def _set_latent_attention(attributes: dict[str, Any], settings: Settings) -> Non
     attributes["rope_parameters"] = {**rope, "rope_theta": attributes.pop("rope_theta")}
 
 
-def join_latent_projections(parameters: dict[str, Tensor], attributes: Mapping[str, Any]) -> None:
-    """Join the projections from the latent vector to keys, which are transposed, and to values, head by head."""
-    join_parameters(
-        parameters,
-        (".self_attn.k_b_proj.", ".self_attn.v_b_proj."),
-        ".self_attn.kv_b_proj.",
-        lambda keys, values: torch.cat([keys.mT, values], dim=1).flatten(0, 1),
-    )
-
-
 def adjust_ernie_experts(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
     """Set the last layer of all as the last that may have experts; not every layer before it need have them."""
     attributes["moe_layer_end_index"] = attributes["num_hidden_layers"] - 1
 
 
 def adjust_gpt_oss(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Set a sliding window in every second layer, and bounds of YaRN that are not rounded."""
+    """Set bounds of YaRN that are not rounded."""
     if settings.get("rope.freq_base_swa", attributes["rope_theta"]) != attributes["rope_theta"]:
         raise ModelError(
             "its layers with a sliding window have another rope.freq_base_swa, which gpt-oss has not"
         )
-    attributes["layer_types"] = layer_types(settings, attributes["num_hidden_layers"], 2)
     scaling: dict[str, Any] = attributes.pop("rope_scaling", None) or {"rope_type": "default"}
     if scaling["rope_type"] == "yarn":
         scaling["truncate"] = False
     attributes["rope_parameters"] = {**scaling, "rope_theta": attributes.pop("rope_theta")}
 
 
-def merge_gpt_oss_experts(parameters: dict[str, Tensor], attributes: Mapping[str, Any]) -> None:
-    """Put gate and up projections of gpt-oss in turns, and transpose matrices to [experts, inputs, outputs]."""
-    for suffix, joined in (("weight", "gate_up_proj"), ("bias", "gate_up_proj_bias")):
-        parts = [f".mlp.experts.{part}_proj.{suffix}" for part in ("gate", "up")]
-        join_parameters(
-            parameters, parts, f".mlp.experts.{joined}", lambda *both: torch.stack(both, dim=2).flatten(1, 2)
-        )
-    transpose(parameters, (".gate_up_proj", ".experts.down_proj"))
-
-
+JOINED_GPT_OSS_EXPERTS = [
+    partial(
+        join_parameters,
+        parts=(f".mlp.experts.gate_proj.{suffix}", f".mlp.experts.up_proj.{suffix}"),
+        joined=f".mlp.experts.{joined}",
+        join=lambda *both: torch.stack(both, dim=2).flatten(1, 2),
+    )
+    for suffix, joined in (("weight", "gate_up_proj"), ("bias", "gate_up_proj_bias"))
+]
+"""Put gate and up projections in turns."""
 DEEPSEEK2 = GGUFArchitecture(
     model_type="deepseek_v2",
     names=LATENT_ATTENTION,
@@ -168,13 +144,27 @@ DEEPSEEK2 = GGUFArchitecture(
             *("attention.q_lora_rank", "attention.kv_lora_rank"),
         )
     ),
-    adjust=adjust_deepseek2,
-    arrange=join_latent_projections,
+    adjust=[
+        partial(check_gating, expected=SOFTMAX),
+        adjust_deepseek2,
+        set_dense_layers,
+        set_latent_attention,
+    ],
+    arrange=[
+        partial(  # head by head; the projections to keys are transposed
+            join_parameters,
+            parts=(".self_attn.k_b_proj.", ".self_attn.v_b_proj."),
+            joined=".self_attn.kv_b_proj.",
+            join=lambda keys, values: torch.cat([keys.mT, values], dim=1).flatten(0, 1),
+        )
+    ],
     has_latent_attention=True,
 )
 ROUTED_FAMILIES: Mapping[str, GGUFArchitecture] = {
     "deepseek2": DEEPSEEK2,
-    "deepseek3": replace(DEEPSEEK2, model_type="deepseek_v3", adjust=adjust_deepseek3),
+    "deepseek3": replace(
+        DEEPSEEK2, model_type="deepseek_v3", adjust=[CHECK_SIGMOID, set_dense_layers, set_latent_attention]
+    ),
     "glm4moe": GGUFArchitecture(
         model_type="glm4_moe",
         names=ROUTED_EXPERTS,
@@ -183,7 +173,7 @@ ROUTED_FAMILIES: Mapping[str, GGUFArchitecture] = {
         adjusted=frozenset((GATING, LEADING_DENSE)),
         biases={"attention_bias": PROJECTIONS[:3]},
         present={"use_qk_norm": "attn_q_norm.weight"},
-        adjust=adjust_glm4_experts,
+        adjust=[CHECK_SIGMOID, set_dense_layers, adjust_partial_rope],
     ),
     "dots1": GGUFArchitecture(
         model_type="dots1",
@@ -192,7 +182,7 @@ ROUTED_FAMILIES: Mapping[str, GGUFArchitecture] = {
         defaults=ROUTED_DEFAULTS,
         adjusted=frozenset((GATING, LEADING_DENSE)),
         biases={"attention_bias": PROJECTIONS},
-        adjust=adjust_routed_experts,
+        adjust=[CHECK_SIGMOID, set_dense_layers],
     ),
     "ernie4_5-moe": GGUFArchitecture(
         model_type="ernie4_5_moe",
@@ -208,7 +198,7 @@ ROUTED_FAMILIES: Mapping[str, GGUFArchitecture] = {
         adjusted=frozenset(("expert_shared_feed_forward_length", GATING)),
         biases={"use_bias": PROJECTIONS},
         defaults={"moe_layer_start_index": 0, "moe_num_shared_experts": 0},
-        adjust=adjust_ernie_experts,
+        adjust=[adjust_ernie_experts],
     ),
     "olmoe": GGUFArchitecture(
         model_type="olmoe",
@@ -229,8 +219,8 @@ ROUTED_FAMILIES: Mapping[str, GGUFArchitecture] = {
             "expert_feed_forward_length": "intermediate_size",
             "attention.sliding_window": "sliding_window",
         },
-        adjust=adjust_gpt_oss,
-        arrange=merge_gpt_oss_experts,
+        adjust=[partial(set_layer_types, period=2), adjust_gpt_oss],
+        arrange=[*JOINED_GPT_OSS_EXPERTS, partial(transpose, ends=(".gate_up_proj", ".experts.down_proj"))],
     ),
 }
 """``general.architecture``, or a kind of it that ``find_architecture`` tells apart → mapping."""

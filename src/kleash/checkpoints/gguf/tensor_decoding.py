@@ -185,8 +185,8 @@ def read_parameters(
     with ThreadPoolExecutor(min(MAX_THREADS, torch.get_num_threads())) as threads:
         for converted in threads.map(convert, (tensor for tensor, names in parts.items() if names)):
             parameters |= converted
-    if architecture.arrange is not None:
-        architecture.arrange(parameters, attributes)
+    for arrange in architecture.arrange:
+        arrange(parameters, attributes)
     unused = [tensor.name for tensor, names in parts.items() if not names and tensor.name not in FACTORS]
     return parameters, tuple(name for name in unused if _weight_of_scale(name) not in stored)
 

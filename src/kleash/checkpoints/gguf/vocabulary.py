@@ -74,14 +74,11 @@ def read_vocabulary(settings: Mapping[str, Any], subject: str) -> GGUFVocabulary
     special_ids = {
         key.removeprefix("tokenizer.ggml."): value
         for key, value in settings.items()
-        if key.startswith("tokenizer.ggml.") and key.endswith("_token_id") and type(value) is int
+        if key.startswith("tokenizer.ggml.")
+        and key.endswith("_token_id")
+        and type(value) is int
+        and 0 <= value < len(tokens)  # 2^32 - 1 is llama.cpp's id of no token
     }
-    for name, token_id in special_ids.items():
-        # 2^32 - 1 is llama.cpp's id of no token.
-        if not 0 <= token_id < len(tokens) and token_id != (1 << 32) - 1:
-            raise ModelError(
-                f"{subject} names token {token_id} as {name} and has {len(tokens)} tokens; convert it again"
-            )
     template = settings.get("tokenizer.chat_template")
     return GGUFVocabulary(
         subject=subject,
@@ -89,7 +86,7 @@ def read_vocabulary(settings: Mapping[str, Any], subject: str) -> GGUFVocabulary
         types=types,
         merges=merges,
         scores=scores,
-        special_ids={name: value for name, value in special_ids.items() if value < len(tokens)},
+        special_ids=special_ids,
         add_bos=adds_begin_token(settings),
         chat_template=template if isinstance(template, str) else None,
     )
@@ -145,11 +142,6 @@ def find_difference(vocabulary: GGUFVocabulary, tokenizer: Any, owner: str) -> s
         tokenizer: a transformers tokenizer.
         owner: whose tokenizer it is: "the reference's tokenizer".
     """
-    return _different_tokens(vocabulary, tokenizer, owner) or _different_merges(vocabulary, tokenizer, owner)
-
-
-def _different_tokens(vocabulary: GGUFVocabulary, tokenizer: Any, owner: str) -> str | None:
-    """The differences in the text of each id, and in the types of special tokens; None if there are none."""
     texts = {token_id: text for text, token_id in tokenizer.get_vocab().items()}
     added = getattr(tokenizer, "added_tokens_decoder", {})
     differences: list[str] = []
@@ -176,7 +168,7 @@ def _different_tokens(vocabulary: GGUFVocabulary, tokenizer: Any, owner: str) ->
                 f"token {token_id}, {text!r}, is {kind_name} in the file and special in {owner}"
             )
     if not differences:
-        return None
+        return _different_merges(vocabulary, tokenizer, owner)
     return (
         f"{vocabulary.subject} has {len(vocabulary.tokens)} tokens, of which {len(differences)} differ from "
         f"{owner}: {'; '.join(differences[:3])}"

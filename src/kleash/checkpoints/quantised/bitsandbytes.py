@@ -73,13 +73,11 @@ def _describe_integers(tensors: ModuleTensors) -> PackedModule:
     """A module of 8 bits, after checking the headers of its tensors."""
     rows, columns = tensors.shape("weight", ("I8",))
     tensors.require(min(rows, columns) > 0, "has an empty weight")
-    scales = tensors.shape("SCB", ("F32", "F16", "BF16"), (1,))
-    tensors.require(scales == (rows,), f"has {scales[0]} scales SCB for {rows} rows")
+    tensors.check_shape("SCB", ("F32", "F16", "BF16"), (rows,))
     parts = ["weight", "SCB"]
     if "weight_format" in tensors.headers:
         parts.append("weight_format")
-        shape = tensors.shape("weight_format", ("U8", "I32", "I64"), (0, 1))
-        tensors.require(shape in ((), (1,)), f"has a weight_format of shape {list(shape)}")
+        tensors.check_shape("weight_format", ("U8", "I32", "I64"), (), (1,))
         stored_format = int(tensors.read("weight_format"))
         tensors.require(
             stored_format == 0, f"has the weight_format {stored_format}, which only a GPU kernel reads"
@@ -116,13 +114,11 @@ def _describe_codes(modules: Mapping[str, ModuleTensors], name: str, state: str)
     size = torch.Size(stored).numel() * item_bytes
     tensors.require(size == -(-count // 2), f"has {size} bytes for {count} weights of 4 bits")
     blocks = -(-count // codes.block_size)
-    _require_size(tensors, "weight.quant_map", TABLE_SIZE, ("F32", "F16", "BF16"))
-    if codes.nested_block_size is None:
-        _require_size(tensors, "weight.absmax", blocks, ("F32",))
-    else:
-        _require_size(tensors, "weight.absmax", blocks, ("U8",))
-        _require_size(tensors, "weight.nested_quant_map", NESTED_TABLE_SIZE, ("F32",))
-        _require_size(tensors, "weight.nested_absmax", -(-blocks // codes.nested_block_size), ("F32",))
+    tensors.check_shape("weight.quant_map", ("F32", "F16", "BF16"), (TABLE_SIZE,))
+    tensors.check_shape("weight.absmax", ("F32",) if codes.nested_block_size is None else ("U8",), (blocks,))
+    if codes.nested_block_size is not None:
+        tensors.check_shape("weight.nested_quant_map", ("F32",), (NESTED_TABLE_SIZE,))
+        tensors.check_shape("weight.nested_absmax", ("F32",), (-(-blocks // codes.nested_block_size),))
         parts += ["weight.nested_quant_map", "weight.nested_absmax"]
     return PackedModule(
         name=name,
@@ -132,12 +128,6 @@ def _describe_codes(modules: Mapping[str, ModuleTensors], name: str, state: str)
         parts=tuple(tensors.full_name(part) for part in parts),
         decode=partial(_decode_codes, tensors, codes),
     )
-
-
-def _require_size(tensors: ModuleTensors, part: str, size: int, dtypes: tuple[str, ...]) -> None:
-    """Check that a tensor is a vector of ``size`` numbers."""
-    shape = tensors.shape(part, dtypes, (1,))
-    tensors.require(shape == (size,), f"has {shape[0]} numbers in {part}, and not {size}")
 
 
 def _read_settings(tensors: ModuleTensors, state: str) -> BlockCodes:

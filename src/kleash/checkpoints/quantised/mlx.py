@@ -122,8 +122,7 @@ def _describe_module(tensors: ModuleTensors, settings: MLXSettings) -> Iterator[
     if settings.mode == AFFINE:
         # transformers' own files of this layout ("metal") have another name for them.
         parts.append("qbiases" if "qbiases" in tensors.headers else "biases")
-        biases = tensors.shape(parts[-1], FLOAT_TYPES, (2, 3))
-        tensors.require(biases == scales, f"has biases of {list(biases)} and scales of {list(scales)}")
+        tensors.check_shape(parts[-1], FLOAT_TYPES, scales)
     tensors.require("global_scale" not in tensors.headers, "has a global_scale, which is not read")
     code = f"int{settings.bits}" if settings.mode == AFFINE else settings.mode
     for expert in range(experts[0]) if experts else (None,):

@@ -41,7 +41,6 @@ MLX_METHODS = frozenset(("mlx", "metal"))
 CACHE_SETTINGS = ("kv_cache_scheme", "kv_cache_quant_algo")
 CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale")
 """Ends of the names of tensors by which stored keys and values are divided."""
-EIGHT_BITS = ("I8", "U8", "F8_E4M3", "F8_E5M2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,14 +88,8 @@ def find_packed_modules(checkpoint: Checkpoint) -> PackedCheckpoint | None:
             f"{subject} in a layout that is not read: {error}; quantise or convert it to another layout, or save it "
             "dequantised"
         ) from error
-    codes = [] if modules else _codes_alone(checkpoint)
-    if not modules and method == "fp8" and not codes:
+    if not modules and method == "fp8":
         return None  # weights that transformers decodes, or that are not quantised
-    if codes:
-        raise ModelError(
-            f"{subject}, and its matrices of codes have no scales, such as {codes[0][:120]} "
-            f"({checkpoint.tensors[codes[0]].kind}); fetch or quantise the model again"
-        )
     if not modules and (method != "compressed-tensors" or read_weight_groups(settings)):
         raise ModelError(
             f"{subject} according to its settings, and none of its tensors is packed; remove the settings of the "
@@ -117,17 +110,6 @@ def find_packed_modules(checkpoint: Checkpoint) -> PackedCheckpoint | None:
         also_quantised=also_quantised,
         arrange=arrange_tensors(checkpoint) if method in MLX_METHODS else None,
     )
-
-
-def _codes_alone(checkpoint: Checkpoint) -> list[str]:
-    """The names of the matrices of 8-bit numbers; none where tensors are scales."""
-    if any("scale" in name.rpartition(".")[2] for name in checkpoint.tensors):
-        return []
-    return [
-        name
-        for name, tensor in checkpoint.tensors.items()
-        if tensor.kind in EIGHT_BITS and len(tensor.shape) > 1
-    ]
 
 
 def _list_also_quantised(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """A matrix that is stored packed: its tensors and settings, checked, and the unpacking of integers and floats."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,15 +72,14 @@ class ModuleTensors:
         Raises:
             ModelError: if it is not one for each column, or a group does not exist.
         """
-        (length,) = self.shape(part, ("I32", "I64"), (1,))
-        self.require(length == columns, f"has a {part} of {length} inputs, and weights of {columns}")
+        self.check_shape(part, ("I32", "I64"), (columns,))
         indices = self.read(part).long()
         low, high = int(indices.min()), int(indices.max())
         fits = low >= 0 and high < groups
         self.require(fits, f"has a {part} from {low} to {high}, and groups from 0 to {groups - 1}")
         return indices
 
-    def shape(self, part: str, kinds: Sequence[str], dimensions: Sequence[int] = (2,)) -> tuple[int, ...]:
+    def shape(self, part: str, kinds: Sequence[str], dimensions: Collection[int] = (2,)) -> tuple[int, ...]:
         """The shape of a tensor.
 
         Args:
@@ -98,6 +97,16 @@ class ModuleTensors:
             expected = f"{' or '.join(kinds)} of {' or '.join(map(str, dimensions))} dimensions"
             raise self.error(f"has {part} as {header.kind} {list(header.shape)}, and not as {expected}")
         return header.shape
+
+    def check_shape(self, part: str, kinds: Sequence[str], *shapes: tuple[int, ...]) -> None:
+        """Check that a tensor has one of the types ``kinds`` and of the ``shapes``.
+
+        Raises:
+            ModelError: if it is missing, or has another type or shape.
+        """
+        shape = self.shape(part, kinds, {len(each) for each in shapes})
+        expected = " or ".join(str(list(each)) for each in shapes)
+        self.require(shape in shapes, f"has {part} of shape {list(shape)}, and not {expected}")
 
     def require(self, condition: bool, explanation: str) -> None:
         """Check a condition on the tensors.

@@ -155,10 +155,7 @@ def _describe_module(tensors: ModuleTensors, schemes: Sequence[WeightScheme]) ->
     block = _find_block(tensors, shape, scales, schemes)
     optional = ("weight_zero_point", "weight_g_idx", DIVISOR, FACTOR, "weight_shape", COLUMN_FACTORS)
     if COLUMN_FACTORS in tensors.headers:
-        factors = tensors.shape(COLUMN_FACTORS, SCALE_TYPES[:3], (1,))
-        tensors.require(
-            factors == shape[1:], f"has {factors[0]} numbers in {COLUMN_FACTORS} for {shape[1]} columns"
-        )
+        tensors.check_shape(COLUMN_FACTORS, SCALE_TYPES[:3], shape[1:])
     parts = (codes, _scale_part(tensors), *(part for part in optional if part in tensors.headers))
     return PackedModule(
         name=tensors.name,
@@ -171,13 +168,7 @@ def _describe_module(tensors: ModuleTensors, schemes: Sequence[WeightScheme]) ->
 
 
 def _scale_part(tensors: ModuleTensors) -> str:
-    """The last part of the name of the tensor that holds the scales.
-
-    Raises:
-        ModelError: if there are two.
-    """
-    has_both = {SCALES, BLOCK_SCALES} <= tensors.headers.keys()
-    tensors.require(not has_both, f"has both {SCALES} and {BLOCK_SCALES}")
+    """The last part of the name of the tensor that holds the scales."""
     return BLOCK_SCALES if BLOCK_SCALES in tensors.headers else SCALES
 
 
@@ -195,8 +186,7 @@ def _read_shape(tensors: ModuleTensors, rows: int) -> tuple[int, int]:
     Raises:
         ModelError: if it is missing or contradicts the packed tensor.
     """
-    length = tensors.shape("weight_shape", ("I32", "I64"), (1,))
-    tensors.require(length == (2,), f"has a weight_shape of {length} numbers")
+    tensors.check_shape("weight_shape", ("I32", "I64"), (2,))
     stored_rows, columns = (int(size) for size in tensors.read("weight_shape"))
     tensors.require(
         stored_rows == rows and columns > 0,
@@ -286,8 +276,7 @@ def _read_scales(tensors: ModuleTensors, dtype: torch.dtype) -> Tensor:
     scales = decode_powers_of_two(stored, dtype) if stored.dtype == torch.uint8 else stored.to(dtype)
     for part in (DIVISOR, FACTOR):
         if part in tensors.headers:
-            shape = tensors.shape(part, ("F32", "F16", "BF16"), (0, 1))
-            tensors.require(shape in ((), (1,)), f"has {part} of shape {list(shape)}, and not one number")
+            tensors.check_shape(part, ("F32", "F16", "BF16"), (), (1,))
             factor = tensors.read(part).to(dtype).reshape(())
             scales = scales / factor if part == DIVISOR else scales * factor
     return scales
@@ -306,10 +295,6 @@ def _read_zeros(tensors: ModuleTensors, scales: Tensor, bits: int, codes: torch.
         size = header.shape[0] * (header.shape[1] if len(shape) > 1 else 1) if shape else 1
         tensors.require(size == blocks * groups, f"has a weight_zero_point of shape {list(shape)}")
         return tensors.read("weight_zero_point").reshape(blocks, groups).float()
-    shape = tensors.shape("weight_zero_point", ("I32",))
-    tensors.require(
-        shape == (words_of(blocks, bits), groups),
-        f"has a weight_zero_point of shape {list(shape)} for scales of {[blocks, groups]}",
-    )
+    tensors.check_shape("weight_zero_point", ("I32",), (words_of(blocks, bits), groups))
     words = tensors.read("weight_zero_point").T.contiguous()
     return unpack_words(words, bits, blocks).T.to(torch.int16) - (1 << (bits - 1))

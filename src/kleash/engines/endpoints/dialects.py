@@ -74,17 +74,6 @@ def _token_id(value: Any) -> int:
     return int(str(value))
 
 
-def _request_vllm(query: Query) -> dict[str, Any]:
-    """The body of vLLM's completions."""
-    return {
-        "model": query.model,
-        "prompt": list(query.token_ids),
-        "max_tokens": 1,
-        "temperature": 1.0,
-        "prompt_logprobs": query.top,
-    }
-
-
 def _rows_of_vllm(answer: Any, query: Query, texts: dict[int, str]) -> Iterator[Mapping[int, float]]:
     """The rows of ``prompt_logprobs``: a mapping from token ids for each token of the prompt.
 
@@ -99,19 +88,6 @@ def _rows_of_vllm(answer: Any, query: Query, texts: dict[int, str]) -> Iterator[
         entries = {_token_id(key): entry for key, entry in row.items()}
         texts.update({token: entry.get("decoded_token") or "" for token, entry in entries.items()})
         yield {token: float(entry["logprob"]) for token, entry in entries.items()}
-
-
-def _request_sglang(query: Query) -> dict[str, Any]:
-    """The body of SGLang's ``/generate``."""
-    return {
-        "input_ids": list(query.token_ids),
-        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-        "return_logprob": True,
-        "logprob_start_len": query.first - 1,
-        "top_logprobs_num": query.top,
-        "return_text_in_logprobs": True,
-        **({"lora_path": query.model} if query.is_adapter else {}),
-    }
 
 
 def _rows_of_sglang(answer: Any, query: Query, texts: dict[int, str]) -> Iterator[Mapping[int, float]]:
@@ -150,14 +126,28 @@ VLLM = Dialect(
     name="vLLM",
     path="/v1/completions",
     reserved_tokens=1,  # it generates a token
-    request=_request_vllm,
+    request=lambda query: {
+        "model": query.model,
+        "prompt": list(query.token_ids),
+        "max_tokens": 1,
+        "temperature": 1.0,
+        "prompt_logprobs": query.top,
+    },
     rows=_rows_of_vllm,
 )
 SGLANG = Dialect(
     name="SGLang",
     path="/generate",
     reserved_tokens=7,  # `max_req_input_len` of its workers is 6 tokens less, and a request is shorter than that
-    request=_request_sglang,
+    request=lambda query: {
+        "input_ids": list(query.token_ids),
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": query.first - 1,
+        "top_logprobs_num": query.top,
+        "return_text_in_logprobs": True,
+        **({"lora_path": query.model} if query.is_adapter else {}),
+    },
     rows=_rows_of_sglang,
 )
 DIALECTS: Mapping[str, Dialect] = MappingProxyType({"vllm": VLLM, "sglang": SGLANG})

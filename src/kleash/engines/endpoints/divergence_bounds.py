@@ -1,6 +1,6 @@
 """Bounds of the divergences between a server's distribution and a local model's, from the tokens that it lists."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from math import inf, log
 from types import MappingProxyType
 from typing import NamedTuple
@@ -51,20 +51,15 @@ def divergence_bounds(
         model, that of the rows among the listed and the scored tokens.
     """
     parts: list[dict[str, np.ndarray]] = []
-    for rows in _chunks(len(hidden), head, hidden, buffer_bytes):
+    size = max(1, buffer_bytes // (COPIES * 4 * head.vocabulary(hidden)))
+    for begin in range(0, len(hidden), size):
+        rows = slice(begin, min(begin + size, len(hidden)))
         local_logp = log_probabilities(hidden[rows], head)
         parts.append(_columns_of_chunk(local_logp, answer, rows, endpoint_role))
         if is_padding is not None:
             parts[-1] |= _padding_columns(local_logp, answer, rows, endpoint_role, is_padding.numpy())
     names = list(parts[0]) if parts else []
     return {name: np.concatenate([part[name] for part in parts]) for name in names}
-
-
-def _chunks(tokens: int, head: Head, hidden: Tensor, buffer_bytes: int) -> Iterator[slice]:
-    """Slices of consecutive positions whose logits fit into ``buffer_bytes``."""
-    size = max(1, buffer_bytes // (COPIES * 4 * head.vocabulary(hidden)))
-    for begin in range(0, tokens, size):
-        yield slice(begin, min(begin + size, tokens))
 
 
 class _KnownLogprobs(NamedTuple):

@@ -73,11 +73,7 @@ OPENER = build_opener(ProxyHandler({}), _EveryStatus())
 
 
 class _PassingError(Exception):
-    """A fault that may not occur again; ``retry_after``: the pause that the server asked for, in seconds."""
-
-    def __init__(self, sentence: str, retry_after: float = 0.0) -> None:
-        super().__init__(sentence)
-        self.retry_after = retry_after
+    """A fault that may not occur again: a sentence, and the pause that the server asked for, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,13 +121,14 @@ class JSONClient:
             try:
                 return self._attempt(path, body)
             except _PassingError as fault:
+                sentence, pause = fault.args
                 if attempt == self.retries:
                     raise EndpointError(
-                        f"{self.subject} {fault} (tries: {attempt + 1}); see that it runs at this address, then go on "
-                        "with --resume"
+                        f"{self.subject} {sentence} (tries: {attempt + 1}); see that it runs at this address, then go "
+                        "on with --resume"
                     ) from None
                 seconds = min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**attempt) * random.uniform(0.5, 1.5)
-                self.is_closed.wait(max(seconds, min(fault.retry_after, MAX_RETRY_AFTER_SECONDS)))
+                self.is_closed.wait(max(seconds, min(pause, MAX_RETRY_AFTER_SECONDS)))
         raise EndpointError(f"the request to {self.subject} was cancelled")
 
     def _attempt(self, path: str, body: Any) -> Any:
@@ -146,7 +143,7 @@ class JSONClient:
                 content = response.read(MAX_ANSWER_BYTES + 1)
         except (OSError, HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
-            raise _PassingError(f"cannot be reached, or broke off its answer ({reason})") from error
+            raise _PassingError(f"cannot be reached, or broke off its answer ({reason})", 0.0) from error
         if len(content) > MAX_ANSWER_BYTES:
             raise EndpointError(f"{self.subject} sends an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
         sentence = f"answers {response.status}{self._quoted(content)}"
@@ -162,7 +159,7 @@ class JSONClient:
         try:
             return json.loads(content)
         except ValueError as error:
-            raise _PassingError(f"answers with {len(content)} bytes that are not JSON") from error
+            raise _PassingError(f"answers with {len(content)} bytes that are not JSON", 0.0) from error
 
     def _quoted(self, content: bytes) -> str:
         """The beginning of a body in quotation marks after a colon, without the key; nothing for an empty body."""

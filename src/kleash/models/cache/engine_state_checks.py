@@ -28,7 +28,7 @@ Norm = Callable[[Tensor], Tensor]
 
 
 def check_layout(saved: EngineStates, model: Model, layers: tuple[int, ...] | None) -> None:
-    """Check the width of the rows, the token ids, and the list of layers.
+    """Check the width of the rows, and the list of layers.
 
     Args:
         saved: the engine's files.
@@ -40,11 +40,11 @@ def check_layout(saved: EngineStates, model: Model, layers: tuple[int, ...] | No
         ModelError: if the files cannot be of the model.
     """
     assert model.head.weight is not None, "a cache has a head"
-    dim, (least, most) = model.head.weight.shape[1], saved.token_range
-    if saved.layout.dim != dim or least < 0 or most >= model.vocab_size:
+    dim = model.head.weight.shape[1]
+    if saved.layout.dim != dim:
         raise ModelError(
-            f"{saved.folder} holds {saved.layout}, for token ids from {least} to {most}, and {model.path} has {dim} "
-            f"numbers and {model.vocab_size} tokens; give the model that the engine served as --reference"
+            f"{saved.folder} holds {saved.layout}, and {model.path} has {dim} numbers; give the model that the engine "
+            "served as --reference"
         )
     depth = getattr(model.network.config.get_text_config(decoder=True), "num_hidden_layers", None)
     shown = "not given" if layers is None else f"{','.join(map(str, layers))}"
@@ -171,22 +171,6 @@ class EngineStateReader:
             f"the hidden states of {self.model.path}",
             f"they must be those {side} the final norm, of the tokens as they were sent, without chunked prefill and "
             "prefix caching, from the weights, adapter and quantisation of --reference",
-        )
-
-    def check_copy(self, first: EngineRequest, hidden: Tensor, copy: EngineRequest, other: Tensor) -> None:
-        """Check that two requests with the same tokens have the same final hidden states.
-
-        Raises:
-            ModelError: if they differ by more than rounding.
-        """
-        subject = f"{first} and {copy} hold the same tokens"
-        check_rounding(
-            other,
-            hidden,
-            self.model.dtype,
-            subject,
-            "the same",
-            "delete the file that is not of this reference",
         )
 
     def check_token_logps(

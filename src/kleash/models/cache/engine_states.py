@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from kleash.checkpoints.files import SafetensorsFiles
-from kleash.errors import KleashError, ModelError, OptionError, summarise_error
+from kleash.errors import ModelError, OptionError, summarise_error
 from kleash.sources.sequences import TokenSequence, hash_tokens
 from kleash.store.file_hashes import watch_files
 
@@ -38,17 +39,6 @@ SAFETENSORS = (
 )
 JSONL = "response of SGLang with hidden states, and no tokens with log-probabilities"
 """What a file, or a line of one, should be."""
-DAMAGE = (
-    KleashError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RuntimeError,
-    OSError,
-)
-"""What reading a file of another layout raises."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,13 +100,9 @@ class EngineStates:
             OptionError: if it holds no hidden states.
         """
         self.folder = folder
-        self.token_range: tuple[int, int] = (0, 0)
-        """Smallest and largest token id."""
         self._requests: dict[str, list[EngineRequest]] = {}
         self._logps: dict[str, EngineRequest] = {}
         self._first: EngineRequest | None = None
-        self._last_record: tuple[EngineRequest, EngineRecord] | None = None
-        """The line that was parsed last."""
         watch_files([*folder.glob("*.safetensors"), *folder.glob("*.jsonl")])
         for path in sorted(folder.glob("*.safetensors")):
             self._add_safetensors(EngineRequest(path=path))
@@ -153,7 +139,7 @@ class EngineStates:
         if request.line is None:
             rows = SafetensorsFiles([request.path]).read(STATES, slice(start, stop))[:, -1]
         else:
-            states = self._read_record(request).states
+            states = _read_record(request).states
             assert states is not None, "a request has states"
             rows = states[start:stop, -1].to(self.layout.dtype)
         is_wrong = ~rows.isfinite().all(-1) | (rows == 0).all(-1)
@@ -170,7 +156,7 @@ class EngineStates:
         for key, count in zip(_keys_of(sequence), (num_tokens, num_tokens - 1), strict=True):
             if key in self._logps:
                 values = np.full(num_tokens, np.nan)
-                values[:count] = self._read_record(self._logps[key]).logps[:count]
+                values[:count] = _read_record(self._logps[key]).logps[:count]
                 return values[num_prompt:]
         return None
 
@@ -227,21 +213,11 @@ class EngineStates:
             raise ModelError(f"{request} holds no tokens; let the engine save it again")
         if self._first is None:
             self._first, self.layout = request, layout
-            self.token_range = token_ids[0], token_ids[0]
         elif layout != self.layout:
             raise ModelError(
                 f"{request} holds {layout} and {self._first} {self.layout}; give a folder of one engine's run"
             )
-        self.token_range = min(*self.token_range, *token_ids), max(*self.token_range, *token_ids)
         self._requests.setdefault(hash_tokens(tuple(token_ids)), []).append(request)
-
-    def _read_record(self, request: EngineRequest) -> EngineRecord:
-        """A line of a JSONL file, parsed."""
-        if self._last_record is None or self._last_record[0] != request:
-            with _expected(request, JSONL), request.path.open("rb") as file:
-                file.seek(request.offset)
-                self._last_record = request, parse_record(file.readline())
-        return self._last_record[1]
 
 
 @contextmanager
@@ -253,7 +229,7 @@ def _expected(request: EngineRequest, what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (*DAMAGE, RecursionError) as error:
+    except Exception as error:  # a file of another layout can raise any
         raise ModelError(
             f"{request} is no {what} ({summarise_error(error)}); let the engine save it again, or wait until it "
             "is written"
@@ -264,6 +240,14 @@ def _keys_of(sequence: TokenSequence) -> tuple[str, str]:
     """The hashes of all tokens of a sequence and of its input tokens."""
     token_ids = (*sequence.prompt_ids, *sequence.response_ids)
     return hash_tokens(token_ids), hash_tokens(token_ids[:-1])
+
+
+@lru_cache(maxsize=1)
+def _read_record(request: EngineRequest) -> EngineRecord:
+    """A line of a JSONL file, parsed; the last one is kept."""
+    with _expected(request, JSONL), request.path.open("rb") as file:
+        file.seek(request.offset)
+        return parse_record(file.readline())
 
 
 def parse_record(line: bytes) -> EngineRecord:

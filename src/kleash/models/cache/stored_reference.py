@@ -78,20 +78,19 @@ class StoredReference:
             ModelError: if they differ, naming both.
         """
         cached = self.label.reference
-        dtype = cached.dtype if dtype == "auto" else dtype
-        if Path(name).expanduser().resolve() == self.folder.resolve():
-            check_same_model(self.folder, self.label, name, cached.fingerprint, dtype)
-        elif name == cached.path and cached.revision and HUB_ID.fullmatch(name) and not Path(name).exists():
+        fingerprint = cached.fingerprint
+        if name == cached.path and cached.revision and HUB_ID.fullmatch(name) and not Path(name).exists():
             commit = resolve_commit(name, revision)
             if commit != cached.revision:
                 raise ModelError(
                     f"{self.folder} holds hidden states of {name} at commit {cached.revision} and the reference is "
                     f"at {commit}; give that as --revision-reference, or another cache"
                 )
-            check_same_model(self.folder, self.label, name, cached.fingerprint, dtype)
-        else:
+        elif Path(name).expanduser().resolve() != self.folder.resolve():
             fingerprint = find_checkpoint(name, revision).fingerprint()
-            check_same_model(self.folder, self.label, name, fingerprint, dtype)
+        check_same_model(
+            self.folder, self.label, name, fingerprint, cached.dtype if dtype == "auto" else dtype
+        )
 
     def tokenizer(self, trust_remote_code: bool) -> Any:
         """Load the reference's tokenizer from the cache.
@@ -103,13 +102,7 @@ class StoredReference:
         if not checkpoint.folder.is_dir():
             raise ModelError(f"{checkpoint.folder} is missing; give the kleash cache command again")
         checkpoint.watch()
-        checksums = self.checksums
-        checksums.check_all(lambda name: name.startswith(f"{TOKENIZER}/"), REMAKE_CACHE)
-        for path in sorted(checkpoint.folder.rglob("*")):
-            if path.is_file() and not checksums.expects(path):
-                raise ModelError(
-                    f"{path} was not written by kleash cache and would change the tokenizer; delete it"
-                )
+        self.checksums.check_all(lambda name: name.startswith(f"{TOKENIZER}/"), REMAKE_CACHE)
         return load_tokenizer(checkpoint, trust_remote_code)
 
     def as_model(self, device: torch.device, tokenizer: Any) -> Model:

@@ -1,0 +1,133 @@
+"""``--dry-run``: what a job would load and read, from settings, headers and tokenizers, without weights."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kleash.checkpoints.resolution import Checkpoint, find_checkpoint
+from kleash.errors import OptionError
+from kleash.extras import import_extra, suppress_library_output
+from kleash.jobs import CacheJob, MeasureJob, SweepJob
+from kleash.jobs.option_groups import is_endpoint
+from kleash.measuring.shards import source_sequences
+from kleash.models import read_prompts
+from kleash.models.model_building import read_context_length
+from kleash.models.network_loading import DENSE_TYPES
+from kleash.models.pair_loading import resolve_device, resolve_dtype
+from kleash.models.tokenizers import load_tokenizers, token_count
+from kleash.reports.formatting import format_bytes
+from kleash.store.summary import Name, Summary, SummaryTable, counted
+
+UNTIL_RUN = "not known before the first shard; the progress of the run has it then"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SourceLimits:
+    """What a source must suit (``sources.sequences.TokenLimits``), read without weights."""
+
+    tokenizer: Any
+    vocab_size: int
+    context_length: int | None
+    eos_token_ids: tuple[int, ...] = ()
+    reference: Any = None
+    """None, since no file of base logits is read."""
+
+
+def dry_run(job: MeasureJob | CacheJob | SweepJob) -> Summary:
+    """What a job would load and read: models with their memory, and the tokens of its source. Nothing is written.
+
+    The source is read and tokenised whole. Responses that the policy draws count with their largest number of tokens.
+
+    Raises:
+        OptionError: if a model is behind a server, or the source is a file of base logits.
+        ModelError, SourceError, CannotRunError: those of the run that do not need the weights.
+    """
+    names, source = _models_and_source(job)
+    if source.has_base_logits or any(map(is_endpoint, names.values())):
+        raise OptionError(
+            "--dry-run reads checkpoints; a server and a file of base logits show none, so leave it out"
+        )
+    revisions = {role: getattr(job, f"revision_{role}", None) for role in ("policy", "reference")}
+    checkpoints = {role: find_checkpoint(name, revisions.get(role), role) for role, name in names.items()}
+    device = resolve_device(job.device, job.device_map)
+    dtype = resolve_dtype(job.dtype, device)
+    kind, path = source.source
+    limits: Any = _limits(checkpoints, job)
+    if kind == "prompts":
+        prompts = read_prompts(path, limits, limit=source.limit, reading=source)
+        drawn = len(prompts) * source.samples_per_prompt
+        tokens = sum(len(prompt.token_ids) for prompt in prompts) * source.samples_per_prompt
+        tokens += drawn * source.max_new_tokens
+        read = f"at most {counted(tokens, 'token')} in {counted(drawn, 'response')} and their prompts"
+    else:
+        lengths = [sequence.num_input_tokens for sequence in source_sequences(source, limits)]
+        read = f"{counted(sum(lengths), 'token')} in {counted(len(lengths), 'sequence')}"
+    rows = tuple(_model_row(checkpoint, dtype) for checkpoint in checkpoints.values())
+    return Summary(
+        headline=f"{counted(len(rows), 'model')} would be loaded and {read} scored; nothing was loaded or written",
+        facts=(
+            ("source", f"{kind} of {path}"),
+            ("device", str(device)),
+            ("a batch", f"{counted(job.batch_tokens, 'token')} at most, padding counted"),
+            ("time", UNTIL_RUN),
+        ),
+        tables=(SummaryTable(header=("model", "weights", "on disk", "in memory", "stored as"), rows=rows),),
+    )
+
+
+def _models_and_source(job: MeasureJob | CacheJob | SweepJob) -> tuple[dict[str, str], MeasureJob]:
+    """The models of a job by role, and the measurement that reads its source."""
+    match job:
+        case MeasureJob():
+            return {"policy": job.policy, "reference": job.reference}, job
+        case CacheJob():
+            return {"reference": job.reference}, job.measurement()
+        case SweepJob():
+            candidates = {f"candidate {number}": name for number, name in enumerate(job.candidates, 1)}
+            return {"reference": job.reference, **candidates}, job.cache_job(Path()).measurement()
+
+
+def _limits(checkpoints: Mapping[str, Checkpoint], job: MeasureJob | CacheJob | SweepJob) -> SourceLimits:
+    """What the source must suit; raises ModelError if a tokenizer is not that of the reference."""
+    reference = {"reference": checkpoints["reference"]}
+    policies = [checkpoint for role, checkpoint in checkpoints.items() if role not in reference]
+    lengths: list[int] = []
+    with suppress_library_output():
+        loaded = [
+            load_tokenizers(pair, job.trust_remote_code, job.tokenizer)[0]
+            for pair in [{"policy": policy, **reference} for policy in policies] or [reference]
+        ]
+        for checkpoint in checkpoints.values():
+            if not checkpoint.gguf:
+                config = import_extra("transformers", "models").AutoConfig.from_pretrained(
+                    checkpoint.folder, trust_remote_code=job.trust_remote_code
+                )
+                length = read_context_length(SimpleNamespace(config=config))
+                lengths += [] if length is None else [length]
+    tokenizer = loaded[0]["reference"]
+    return SourceLimits(
+        tokenizer=tokenizer,
+        vocab_size=token_count(tokenizer),
+        context_length=min(lengths, default=None),
+    )
+
+
+def _model_row(checkpoint: Checkpoint, dtype: torch.dtype | str) -> tuple[str, ...]:
+    """A row of the table of models: weights are counted where they are not packed."""
+    adapter = [] if checkpoint.adapter is None else list(checkpoint.adapter_tensors.values())
+    tensors = [*checkpoint.tensors.values(), *adapter]
+    kinds = dict.fromkeys(tensor.kind for tensor in tensors)
+    stored, weights = sum(tensor.num_bytes for tensor in tensors), sum(tensor.elements for tensor in tensors)
+    is_dense = all(kind in DENSE_TYPES for kind in kinds)
+    in_memory = weights * dtype.itemsize if isinstance(dtype, torch.dtype) else stored
+    return (
+        Name(checkpoint.name),
+        f"{weights:,}" if is_dense or checkpoint.gguf else "packed",
+        format_bytes(stored),
+        format_bytes(in_memory) if is_dense else "as on disk, or more",
+        ", ".join(kinds),
+    )

@@ -1,0 +1,89 @@
+"""``--dry-run``: its numbers against the tokenizer and the weights, and that nothing is loaded or written."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import save_tiny
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kleash.cli import main
+from kleash.jobs import CacheJob, MeasureJob, SweepJob
+from kleash.measuring import measure
+from kleash.measuring.dry_run import dry_run
+
+LINES = ["the sea was calm and grey", "a long road", "she counted the ships"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(json.dumps({"prompt": line, "text": line}) + "\n" for line in LINES))
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def no_weights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: Any, **__: Any) -> None:
+        raise AssertionError("weights were loaded")
+
+    if "scored" not in request.node.name:
+        monkeypatch.setattr("kleash.models.pair_loading.load_networks", read)
+
+
+def test_models_and_prompts_are_counted(folder: Path, source: str) -> None:
+    models = {"policy": str(folder), "reference": str(folder)}
+    plan = dry_run(MeasureJob(**models, prompts=source, samples_per_prompt=3, max_new_tokens=5))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokens = 3 * sum(len(tokenizer(line)["input_ids"]) + 5 for line in LINES)
+    assert f"at most {tokens} tokens in 9 responses" in plan.headline
+    weights = sum(x.numel() for x in AutoModelForCausalLM.from_pretrained(folder).parameters())
+    (table,) = plan.tables
+    assert [row[1] for row in table.rows] == [f"{weights:,}"] * 2
+    assert table.rows[0][3] == f"{4 * weights / 1e6:.3g} MB" or table.rows[0][3].startswith(
+        f"{4 * weights / 1e3:.3g}"
+    )
+
+
+def test_a_text_has_the_tokens_that_are_scored(folder: Path, source: str, tmp_path: Path) -> None:
+    job = MeasureJob(
+        policy=str(folder), reference=str(folder), text=source, out=str(tmp_path / "run"), quiet=True
+    )
+    counts = measure(job).counts
+    read = counts.tokens  # a window's first token is read and not scored, its last scored and not read
+    for kind in (job, CacheJob(reference=str(folder), text=source)):
+        assert f"{read:,} tokens in {counts.sequences} sequences" in dry_run(kind).headline
+    sweep = SweepJob(reference=str(folder), candidates=(str(folder), "shipped:policy"), text=source)
+    with pytest.raises(Exception, match="token"):
+        dry_run(sweep)
+
+
+def test_command_writes_nothing_and_prints_json(
+    folder: Path, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["measure", "--policy", str(folder), "--reference", str(folder), "--prompts", source, "--dry-run"]
+    assert main([*words, "--out", "run"]) == 0
+    assert "nothing was loaded or written" in " ".join(capsys.readouterr().out.split())
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tables"][0]["rows"][0][0] == str(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["lines.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--policy", "/nowhere", "--prompts", "shipped:prompts"], "nowhere"),
+        (["--policy", "http://localhost:1/v1", "--text", "shipped:text"], "base logits show none"),
+        (["--prompts", "/nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+)
+def test_what_the_run_would_refuse_is_refused(words: list[str], reason: str, capsys: Any) -> None:
+    assert main(["measure", "--dry-run", *words]) == 2
+    assert reason in capsys.readouterr().err
