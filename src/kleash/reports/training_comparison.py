@@ -12,7 +12,7 @@ from kleash.reports.formatting import format_value, short_names
 from kleash.reports.page import write_page
 from kleash.reports.training_charts import MAX_POINTS, MAX_ROWS, metric_values, thin_steps
 from kleash.store import StepRecord, read_steps
-from kleash.store.result_summaries import TRAINING_LABELS
+from kleash.store.metrics import title_of
 from kleash.store.summary import summarize
 from kleash.store.training_comparison import PAIRED, TrainingComparison
 
@@ -49,7 +49,7 @@ def write_training_comparison(path: Path, comparison: TrainingComparison) -> Pat
 
 def _chart(metric: str, runs: Sequence[Run]) -> Chart:
     """A metric of all runs over their steps."""
-    title = TRAINING_LABELS[metric]
+    title = title_of(metric)
     ends = [
         f"{name}: {format_value(values[-1])}" for name, steps in runs if (values := _known(steps, metric))
     ]
@@ -76,7 +76,7 @@ def _frontier(runs: Sequence[Run]) -> Chart:
         title="Reward against KL",
         panels=(partial(_draw_frontier, runs=runs),),
         description="Each line is a run, from its first step on: the higher at one KL, the more is gained by one nat.",
-        header=("Run", *(TRAINING_LABELS[name] for name in (kl, reward))),
+        header=("Run", *(title_of(name) for name in (kl, reward))),
         rows=tuple(
             (
                 name,
@@ -97,7 +97,7 @@ def _draw_frontier(axes: Any, *, runs: Sequence[Run]) -> None:
         shown = [record for record in steps if {*PAIRED[:2]} <= record.metrics.keys()]
         reward, kl = (metric_values(thin_steps(shown, MAX_POINTS), metric) for metric in PAIRED[:2])
         line(axes, kl, reward, color=color, label=name, linestyle=dash)
-    name_axes(axes, TRAINING_LABELS[PAIRED[1]], TRAINING_LABELS[PAIRED[0]])
+    name_axes(axes, title_of(PAIRED[1]), title_of(PAIRED[0]))
 
 
 def _known(steps: Sequence[StepRecord], metric: str) -> list[float]:

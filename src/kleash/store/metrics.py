@@ -273,6 +273,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "eval/accuracy": Metric(
             unit="probability",
+            card="Held-out accuracy",
             meaning="pairs/accuracy on held-out pairs, after the step",
             trl="eval_rewards/accuracies",
         ),
@@ -313,6 +314,11 @@ def metric_of(name: str) -> Metric:
             trl=f"rewards/{part}/mean",
         )
     return look_up(METRICS, name, "metric")
+
+
+def title_of(name: str) -> str:
+    """The title of a metric that a report or the line of a step has."""
+    return METRICS[name].card or METRICS[name].heading
 
 
 def number_of(metrics: Mapping[str, float], name: str) -> Estimate:

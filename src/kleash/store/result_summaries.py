@@ -24,7 +24,7 @@ from kleash.store.measurement_summary import (
     upper_bound,
     with_ranges,
 )
-from kleash.store.metrics import number_of
+from kleash.store.metrics import number_of, title_of
 from kleash.store.rollout_results import LABELS, Diagnosis, MismatchRecord
 from kleash.store.statistics import PERPLEXITIES, kl_directions, label_of
 from kleash.store.summary import (
@@ -48,20 +48,6 @@ EXTREMES = (
     ("largest_log_ratio", "largest log ratio", "{:.4g} nats"),
 )
 """Values of a mismatch that its summary has: name, label and format."""
-TRAINING_LABELS = {
-    "reward/score": "reward",
-    "kl/exact_per_sequence": "KL(policy ‖ reference) per sequence",
-    "eval/reward": "held-out reward",
-    "eval/kl_per_sequence": "held-out KL per sequence",
-    "kl/exact_per_token": "KL per token",
-    "kl/target": "target",
-    "beta": "beta",
-    "policy/entropy": "entropy",
-    "response/length": "length",
-    "pairs/accuracy": "accuracy",
-    "teacher/divergence": "divergence from the teacher",
-}
-"""Metric of a training run -> heading of its column."""
 ALIKE = (
     'causes joined by "or": the log-probabilities alone cannot tell these apart; --policy and --reference can'
 )
@@ -170,7 +156,7 @@ def _(comparison: TrainingComparison) -> Summary:
         SummaryTable(
             header=(
                 "run",
-                TRAINING_LABELS[metric],
+                title_of(metric),
                 "95 % interval",
                 "difference from the first",
                 "95 % interval",
@@ -189,7 +175,7 @@ def _(comparison: TrainingComparison) -> Summary:
     ]
     shown = [name for name in SHOWN if any(name in run.numbers for run in comparison.runs)]
     shown_table = SummaryTable(
-        header=("run", *(TRAINING_LABELS[name] for name in shown), "alerts", "steps"),
+        header=("run", *(title_of(name) for name in shown), "alerts", "steps"),
         rows=tuple(
             (
                 Name(run.name),
