@@ -1,5 +1,6 @@
 """The site: `make docs` builds it in build/docs, which needs no network to be made or read."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -23,6 +24,7 @@ extensions = [
     "sphinx.ext.napoleon",
 ]
 root_doc = "index"
+source_suffix = {".md": "markdown", ".ipynb": "markdown"}
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 suppress_warnings = ["misc.highlighting_failure"]  # "…" in examples is no Python
@@ -115,6 +117,19 @@ def name_files(app: object, docname: str, source: list[str]) -> None:
     source[0] = LINK.sub(text, source[0])
 
 
+def read_notebook(app, docname: str, source: list[str]) -> None:
+    """A notebook becomes a page of its text and code, with a link to the file."""
+    file = Path(app.env.doc2path(docname))
+    if file.suffix == ".ipynb":
+        cells = json.loads(source[0])["cells"]
+        texts = ["".join(cell["source"]) for cell in cells]
+        parts = [
+            f"```python\n{text}\n```" if cell["cell_type"] == "code" else text
+            for cell, text in zip(cells, texts, strict=True)
+        ]
+        source[0] = "\n\n".join([*parts, f"This page is a notebook: {{download}}`{file.name}`."])
+
+
 class Commands(Directive):
     """A section for each command, with the help that has all of its options."""
 
@@ -135,5 +150,6 @@ class Commands(Directive):
 def setup(app) -> None:
     """Add the page of commands, and connect what converts docstrings before napoleon reads their sections."""
     app.add_directive("kleash-commands", Commands)
+    app.connect("source-read", read_notebook)
     app.connect("source-read", name_files)
     app.connect("autodoc-process-docstring", as_markup, priority=400)

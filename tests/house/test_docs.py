@@ -1,6 +1,7 @@
 """The documentation tells the truth: its code runs, and every public name is in it."""
 
 import importlib
+import json
 import re
 from pathlib import Path
 
@@ -15,10 +16,15 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").glob("*/*.md")),
 ]
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 API = ROOT / "docs" / "reference" / "api"
 REFERENCE = "\n".join(page.read_text() for page in sorted(API.glob("*.md")))
 PACKAGES = ["kleash", *re.findall(r"^\.\. automodule:: (kleash\S+)$", REFERENCE, re.M)]
-ABOUT = {"reference/trl.md": "trl", "how-to/trl_snippets.md": "trl", "kleash.integrations.trl": "trl"}
+ABOUT_TRL = (
+    *("reference/trl.md", "how-to/trl_snippets.md", "notebooks/holding_a_target_kl_with_trl.ipynb"),
+    "kleash.integrations.trl",
+)
+ABOUT = dict.fromkeys(ABOUT_TRL, "trl")
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -42,6 +48,20 @@ def test_every_code_block_runs(page, tmp_path, monkeypatch):
         code = compile("\n" * line + block.group(1), str(page), "exec")
         exec(code, namespace)
     assert "__name__" in namespace
+
+
+@pytest.mark.parametrize("page", [about_peers(page, name_of(page)) for page in NOTEBOOKS])
+def test_every_notebook_runs(page, tmp_path, monkeypatch):
+    """Its cells run in their order, and it was committed without their outputs."""
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "docs"}
+    cells = [
+        cell for cell in json.loads(page.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"
+    ]
+    assert len(cells) >= 3
+    for number, cell in enumerate(cells):
+        assert cell["outputs"] == [] and cell["execution_count"] is None
+        exec(compile("".join(cell["source"]), f"{page.name}, code cell {number}", "exec"), namespace)
 
 
 def test_the_reference_has_every_package_with_public_names():

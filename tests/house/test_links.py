@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md", "src/kleash/shipped/data/README.md")
 PAGES = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES += sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
 FENCED_BLOCK = re.compile(r"^(```|~~~).*?^\1[ \t]*$", re.MULTILINE | re.DOTALL)
 CODE_SPAN = re.compile(r"(?<!`)(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)
