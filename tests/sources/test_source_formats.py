@@ -121,6 +121,7 @@ def test_a_cell_may_be_longer_than_the_csv_modules_default_limit(pair, write):
         ("a.json", "[" * 100_000, "is neither JSONL nor a JSON array"),
         ("a.txt", "The sea\n".encode("utf-16"), "line 1: expected UTF-8 and found byte 0xff"),
         ("a.txt", b"fine\nnot\0fine\n", "line 2: expected UTF-8 and found byte 0x00"),
+        ("a.txt", "one\rtwo\rthree", "line 1: it holds a carriage return"),
         ("a.xlsx", b"PK\x03\x04\x14\0", "a.xlsx, line 1: expected UTF-8 and found"),
         ("a.tar.gz", gzip.compress(bytes(257) + b"ustar  \0", mtime=0), "line 1: expected UTF-8"),
         ("a.gz", gzip.compress(gzip.compress(b"The sea", mtime=0), mtime=0), "line 1: expected UTF-8"),

@@ -111,10 +111,12 @@ def read_plain_lines(path: Path) -> Iterator[SourceRecord]:
     """Read the non-blank lines of plain text as prompts, without line endings.
 
     Raises:
-        SourceError: if a line is not UTF-8.
+        SourceError: if a line is not UTF-8, or the lines end with carriage returns alone: all would be one prompt.
     """
     for number, text in read_text_lines(path):
         record = SourceRecord(location=f"{source_label(path)}, line {number}", fields={"prompt": text})
+        if "\r" in text.strip("\r"):
+            raise record.error("it holds a carriage return within; save it with line feeds, or as JSONL")
         if text.strip():
             yield record
 
