@@ -78,6 +78,7 @@ def test_every_format_may_be_compressed(pair, write, monkeypatch):
     with pytest.raises(SourceError, match=r"twice.jsonl.gz, line 1: expected UTF-8"):
         texts(write("twice.jsonl.gz", gzip.compress(gzip.compress(jsonl(*RECORDS)))), pair)
     assert texts(write("feather", arrow(RECORDS, pyarrow.ipc.new_file)), pair) == PROMPTS
+    assert texts(write("stream", arrow(RECORDS)), pair) == PROMPTS
     assert count_documents(write("text.gz", gzip.compress(b"one\n\ntwo\nlines\n"))).total() == 2
     for packed in (gzip.compress(jsonl(*RECORDS)), zst(contents["csv"])):
         files._copy_of_standard_input.cache_clear()
