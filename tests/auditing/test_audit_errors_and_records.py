@@ -167,15 +167,13 @@ def test_failing_by_kind_or_severity():
 
 def test_records_of_audits_need_no_torch():
     code = "import sys; sys.modules['torch'] = None; import kleash.store.audit as a; print(a.AUDIT_SCHEMA)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.strip() == "4"
 
 
-REVERSE_KL_DIV = from_fields(
-    "reverse", "logp", "logq", gives="vocabulary", sees="distributions", claims="reverse_kl"
-)
+WHOLE = {"gives": "vocabulary", "sees": "distributions"}
+REVERSE_KL_DIV = from_fields("reverse", "logp", "logq", claims="reverse_kl", **WHOLE)
 
 
 @pytest.mark.parametrize(
@@ -183,13 +181,7 @@ REVERSE_KL_DIV = from_fields(
     [
         (nnf.kl_div, "kl_div", {}, {"nan_value", "nan_gradient", "cancellation"}, "kleash.kl(logp, logq)"),
         (nnf.kl_div, "kl_div_log_target", {}, {"biased_value", "wrong_gradient"}, "kleash.kl(logp, logq)"),
-        (
-            nnf.kl_div,
-            REVERSE_KL_DIV,
-            {"log_target": True},
-            {"nan_value", "cancellation"},
-            "kleash.kl(logq, logp)",
-        ),
+        (nnf.kl_div, REVERSE_KL_DIV, {"log_target": True}, {"nan_value"}, "kleash.kl(logq, logp)"),
     ],
 )
 def test_the_advice_for_a_function_of_whole_distributions_names_another(
@@ -223,9 +215,8 @@ def test_edge_rows_of_the_textbook_sum():
     assert rows["p rules out a token"].problem == "value is NaN"
     assert rows["p and q agree"].problem == ""
     assert rows["p and q agree"].value == 0
-    assert rows["q is almost certain (80 nats)"].value == pytest.approx(
-        -torch.tensor(4.0).log().item() + 0.75 * 80, abs=1e-3
-    )
+    expected = -torch.tensor(4.0).log().item() + 0.75 * 80
+    assert rows["q is almost certain (80 nats)"].value == pytest.approx(expected, abs=1e-3)
 
 
 def test_a_match_on_a_single_pair_is_not_enough():

@@ -49,6 +49,11 @@ def of_k2():
 
 
 @pytest.fixture(scope="module")
+def of_k2_as_reward():
+    return audit(lambda p, q: u_of(p, q).square() / 2, "reward")
+
+
+@pytest.fixture(scope="module")
 def of_k3():
     return audit(k3, "loss")
 
@@ -80,49 +85,27 @@ def test_on_policy_and_off_policy_distributions_differ():
         assert abs(rel_entr(p, q).sum() / rel_entr(q, p).sum() - 1) > 3e-3, "a swap would hide"
 
 
-@pytest.mark.parametrize("name", ONE_TOKEN)
-def test_k3_gradient_rows_against_closed_forms(of_k3, name):
-    """In the logits: k3 gives p - q; KL(p ‖ q) gives p (u - KL); Jeffreys gives both."""
-    p, q, _ = probabilities(name)
-    u = np.log(p / q)
-    found, forward = p - q, p * (u - (p * u).sum())
-    for target, g in (
-        ("KL(q ‖ p)", found),
-        ("KL(p ‖ q)", forward),
-        ("KL(p ‖ q) + KL(q ‖ p)", found + forward),
-    ):
-        row = gradient_row(of_k3, name, target)
-        lengths = np.linalg.norm(found), np.linalg.norm(g)
-        assert row.cosine == pytest.approx(found @ g / lengths[0] / lengths[1], abs=1e-9)
-        assert row.relative_size == pytest.approx(lengths[0] / lengths[1], rel=1e-9)
-        assert row.relative_error == pytest.approx(np.linalg.norm(found - g) / lengths[1], rel=1e-6, abs=1e-9)
-
-
-@pytest.mark.parametrize("name", ONE_TOKEN)
-def test_off_policy_k3_gradient_without_weights(of_k3, name):
-    """In the logits: the mean of (1 - q/p) grad log p over the behaviour."""
-    p, q, behaviour = probabilities(name)
-    weight = behaviour * (1 - q / p)
-    found = weight - p * weight.sum()
-    target = p - q
-    row = gradient_row(of_k3, name, "KL(q ‖ p)", "off-policy")
+def assert_gradient(row, found, target):
     lengths = np.linalg.norm(found), np.linalg.norm(target)
     assert row.cosine == pytest.approx(found @ target / lengths[0] / lengths[1], abs=1e-9)
     assert row.relative_size == pytest.approx(lengths[0] / lengths[1], rel=1e-9)
+    error = np.linalg.norm(found - target) / lengths[1]
+    assert row.relative_error == pytest.approx(error, rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", ["near", "far"])
-def test_a_reward_multiplies_the_score_function(name):
-    """In the logits: the mean of k2 grad log p over p."""
-    p, q, _ = probabilities(name)
+@pytest.mark.parametrize("name", ONE_TOKEN)
+def test_gradient_rows_against_closed_forms(of_k3, of_k2_as_reward, name):
+    """In the logits: KL(p ‖ q) gives p (u - KL), k3 gives p - q, off-policy the mean of (1 - q/p) grad log p."""
+    p, q, behaviour = probabilities(name)
     u = np.log(p / q)
-    weight = p * u**2 / 2
-    found, target = weight - p * weight.sum(), p * (u - (p * u).sum())
-    row = gradient_row(audit(lambda p, q: u_of(p, q).square() / 2, "reward"), name, "KL(p ‖ q)")
-    assert row.cosine == pytest.approx(
-        found @ target / np.linalg.norm(found) / np.linalg.norm(target), abs=1e-9
-    )
-    assert row.relative_size == pytest.approx(np.linalg.norm(found) / np.linalg.norm(target), rel=1e-9)
+    found, forward = p - q, p * (u - (p * u).sum())
+    assert_gradient(gradient_row(of_k3, name, "KL(q ‖ p)"), found, found)
+    assert_gradient(gradient_row(of_k3, name, "KL(p ‖ q)"), found, forward)
+    assert_gradient(gradient_row(of_k3, name, "KL(p ‖ q) + KL(q ‖ p)"), found, found + forward)
+    weight = behaviour * (1 - q / p)
+    assert_gradient(gradient_row(of_k3, name, "KL(q ‖ p)", "off-policy"), weight - p * weight.sum(), found)
+    weight = p * u**2 / 2  # a reward multiplies the score function
+    assert_gradient(gradient_row(of_k2_as_reward, name, "KL(p ‖ q)"), weight - p * weight.sum(), forward)
 
 
 def enumerated(side):

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from checkout_stand_ins import FILES, write_checkout
-from target_values import Numbers, close, mean, of
+from target_values import close, mean, of
 
-from kleash.auditing import AuditInputs, audits_of, cases_of
+from kleash.auditing import audits_of, cases_of
 from kleash.auditing.targets.checkouts import commit_of, load_function
 from kleash.auditing.targets.repositories import REPOSITORIES
 from kleash.cli import main
-from kleash.errors import CannotRunError, KleashError, MissingExtraError, OptionError, UnknownNameError
+from kleash.errors import CannotRunError, MissingExtraError, OptionError, UnknownNameError
 
 LOSSES = """
 import not_there_at_all as absent, math
@@ -83,7 +83,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkout(tmp_path_factory.mktemp("checkout"), {**FILES, **others})
 
 
-def test_only_what_the_function_needs_is_executed(checkout: Path) -> None:
+def test_only_what_the_function_needs_is_executed(checkout):
     loaded = load_function(checkout, "pack/losses.py:k2_penalty")
     p, q = torch.tensor([1.0, 5.0]), torch.tensor([0.0, 2.0])
     assert loaded.function(p, q).tolist() == [0.5, 4.5]
@@ -92,9 +92,8 @@ def test_only_what_the_function_needs_is_executed(checkout: Path) -> None:
         "stand-ins, whose use is an error, replace not_there_at_all.deep.Batch",
     )
     assert type(loaded.function).__name__ == "function", "it is not compiled"
-    assert torch.compile.__module__ == "torch" and not any(
-        name.startswith("checkout:") for name in sys.modules
-    )
+    assert torch.compile.__module__ == "torch"
+    assert not any(name.startswith("checkout:") for name in sys.modules)
     assert load_function(checkout, "pack:k2_penalty").file == "pack/losses.py"
 
 
@@ -105,11 +104,7 @@ def test_only_what_the_function_needs_is_executed(checkout: Path) -> None:
         ("pack/loses.py:k2", UnknownNameError, "there is no file pack/loses.py in "),
         ("../elsewhere.py:k2", UnknownNameError, "there is no file ../elsewhere.py in "),
         ("pack/losses.py:k1_penalty", UnknownNameError, "has no 'k1_penalty'; did you mean k2_penalty?"),
-        (
-            "pack/losses.py:uses_nothing_defined",
-            UnknownNameError,
-            "uses_nothing_defined uses k4_penalty, which pack/losses.py does not define; did you mean k2_penalty?",
-        ),
+        ("pack/losses.py:uses_nothing_defined", UnknownNameError, "uses_nothing_defined uses k4_penalty"),
         ("pack/losses.py:uses_broken", CannotRunError, "line 46, raises IndexError: list index"),
         ("pack/losses.py:decorated", MissingExtraError, "not_there_at_all.deep.registered is needed, but it"),
         ("pack/not_python.py:f", CannotRunError, "pack/not_python.py is not Python: "),
@@ -117,7 +112,7 @@ def test_only_what_the_function_needs_is_executed(checkout: Path) -> None:
         ("pack:nothing", UnknownNameError, "no file in "),
     ],
 )
-def test_errors_of_loading(checkout: Path, target: str, error: type[KleashError], words: str) -> None:
+def test_errors_of_loading(checkout, target, error, words):
     with pytest.raises(error) as caught:
         load_function(checkout, target)
     assert words in str(caught.value) and "\n" not in str(caught.value)
@@ -130,18 +125,17 @@ def test_errors_of_loading(checkout: Path, target: str, error: type[KleashError]
         ("uses_own_numpy", "numpy.linalg.norm is needed, but it cannot be imported (ImportError: one file"),
     ],
 )
-def test_an_import_that_is_needed_says_what_was_used_of_it(checkout: Path, name: str, words: str) -> None:
+def test_an_import_that_is_needed_says_what_was_used_of_it(checkout, name, words):
     with pytest.raises(CannotRunError) as caught:
         list(audits_of(cases_of(f"pack/losses.py:{name}", "loss", source=checkout)))
     assert words in str(caught.value)
 
 
-def test_the_commit_is_that_of_the_file_as_it_is(tmp_path: Path) -> None:
+def test_the_commit_is_that_of_the_file_as_it_is(tmp_path):
     assert commit_of(write_checkout(tmp_path / "bare", {"a.py": ""}, commit=False), "a.py") == "no git commit"
     source = write_checkout(tmp_path / "git", {"pack/a.py": "x = 1\n", "b.py": ""})
-    git = subprocess.run(
-        ["git", "-C", str(source), "log", "-1", "--format=%H"], capture_output=True, text=True
-    )
+    command = ["git", "-C", str(source), "log", "-1", "--format=%H"]
+    git = subprocess.run(command, capture_output=True, text=True)
     assert commit_of(source, "b.py") == commit_of(source / "pack", "a.py") == f"commit {git.stdout.strip()}"
     (source / "pack/a.py").write_text("x = 2\n")
     assert commit_of(source, "pack/a.py") == f"commit {git.stdout.strip()}, with changes in pack/a.py"
@@ -155,11 +149,8 @@ OF_EACH_TOKEN = {
     **{f"nemo-rl:loss_{kind}_approximation": (kind, "behaviour") for kind in ("k2", "k3")},
     **{f"nemo-rl:reward_{kind}": (kind, "") for kind in ("k1", "k2", "k3")},
     "nemo-rl:gen_kl_error": ("k3", ""),
-    **{
-        f"skyrl:{place}_{kind}": (kind, "mask")
-        for place in ("loss", "reward")
-        for kind in ("k1", "abs", "k2", "k3")
-    },
+    **{f"skyrl:loss_{kind}": (kind, "mask") for kind in ("k1", "abs", "k2", "k3")},
+    **{f"skyrl:reward_{kind}": (kind, "mask") for kind in ("k1", "abs", "k2", "k3")},
     **{f"{name}:{kind}": (kind, "") for name in ("slime", "miles") for kind in ESTIMATORS},
     **{f"{name}:{kind}_unbiased": (kind, "behaviour") for name in ("slime", "miles") for kind in ESTIMATORS},
     **{f"{name}:reward_{kind}": (kind, "") for name in ("slime", "miles") for kind in ("k1", "low_var_kl")},
@@ -174,18 +165,14 @@ OF_RESPONSES = (
 )
 
 
-def test_every_case_of_every_framework_is_tested() -> None:
-    assert {f"{target.name}:{case.name}" for target in REPOSITORIES for case in target.cases} == {
-        *OF_EACH_TOKEN,
-        *OF_RESPONSES,
-    }
+def test_every_case_of_every_framework_is_tested():
+    cases = {f"{target.name}:{case.name}" for target in REPOSITORIES for case in target.cases}
+    assert cases == {*OF_EACH_TOKEN, *OF_RESPONSES}
     assert all(target.repository.startswith("https://github.com/") for target in REPOSITORIES)
 
 
 @pytest.mark.parametrize("target", OF_EACH_TOKEN)
-def test_cases_are_called_as_their_framework_calls_them(
-    checkout: Path, inputs: AuditInputs, by_hand: Numbers, target: str
-) -> None:
+def test_cases_are_called_as_their_framework_calls_them(checkout, inputs, by_hand, target):
     kind, weight = OF_EACH_TOKEN[target]
     u, k3 = by_hand.u, (by_hand.k3, by_hand.k3_slope)
     formulas = {"k1": (u, torch.ones_like(u)), "abs": (u.abs(), u.sign()), "k2": (u * u / 2, u), "k3": k3}
@@ -201,7 +188,7 @@ def test_cases_are_called_as_their_framework_calls_them(
         close(gradient, slope)
 
 
-def test_losses_of_whole_responses(checkout: Path, inputs: AuditInputs, by_hand: Numbers) -> None:
+def test_losses_of_whole_responses(checkout, inputs, by_hand):
     value, gradient = of("prime-rl:ref_kl", inputs, source=checkout)
     weighted = torch.where(inputs.mask, by_hand.w * by_hand.u, 0.0)
     close(value, weighted.sum(-1))
@@ -211,9 +198,7 @@ def test_losses_of_whole_responses(checkout: Path, inputs: AuditInputs, by_hand:
         close(of(f"torchtune:{name}KLLoss", inputs, "logits_p", checkout)[0], mean(exact, inputs.mask))
 
 
-def test_the_command_records_the_commit(
-    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_records_the_commit(checkout, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["--source", str(checkout), "--trust-source", "--json"]
     commit = commit_of(checkout, "slime/utils/ppo_utils.py")
@@ -224,10 +209,8 @@ def test_the_command_records_the_commit(
     (typed,) = json.loads(capsys.readouterr().out)["audits"]
     assert typed["versions"]["slime/utils/ppo_utils.py"] == commit
     assert (typed["value"], typed["gradient"]) == ("KL(p ‖ q)", "KL(q ‖ p)")
-    assert (
-        f"kleash audit {target} --source {checkout} --convention loss"
-        in (tmp_path / "audit.html").read_text()
-    )
+    page = (tmp_path / "audit.html").read_text()
+    assert f"kleash audit {target} --source {checkout} --convention loss" in page
 
 
 class Terminal(io.StringIO):
@@ -244,18 +227,15 @@ class Terminal(io.StringIO):
         ("y\n", 0, "Run it? [y/N]"),
     ],
 )
-def test_foreign_code_runs_once_that_is_allowed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str | None, code: int, words: str
-) -> None:
+def test_foreign_code_runs_once_that_is_allowed(tmp_path, monkeypatch, answer, code, words):
     monkeypatch.chdir(tmp_path)
     module = "RAN = open('ran', 'w').close()\n\ndef k1(p, q, _=RAN):\n    return p - q\n"
     write_checkout(tmp_path / "source", {"pack/asks.py": module}, commit=False)
     said = io.StringIO() if answer is None else Terminal()
     monkeypatch.setattr(sys, "stderr", said)
     monkeypatch.setattr(sys, "stdin", io.StringIO() if answer is None else Terminal(answer))
-    assert (
-        main(["audit", "pack/asks.py:k1", "--source", "source", "--convention", "reward", "--quiet"]) == code
-    )
+    command = ["audit", "pack/asks.py:k1", "--source", "source", "--convention", "reward", "--quiet"]
+    assert main(command) == code
     assert words in said.getvalue()
     assert (tmp_path / "ran").exists() is (code == 0)
 
@@ -270,6 +250,6 @@ def test_foreign_code_runs_once_that_is_allowed(
         (["a.py:f", "--source", "not_there", "--trust-source"], "there is no folder "),
     ],
 )
-def test_errors_of_the_command(capsys: pytest.CaptureFixture[str], words: list[str], sentence: str) -> None:
+def test_errors_of_the_command(capsys, words, sentence):
     assert main(["audit", *words]) == 2
     assert sentence in capsys.readouterr().err

@@ -2,19 +2,16 @@
 
 import warnings
 
-import faulty_functions
-import faulty_variations
 import numpy as np
 import pytest
 import torch
+from faulty_functions import FAULTY_FUNCTIONS, RIGHT_FUNCTIONS
 from single_faults import FAULTS, rho, right, u_of
 
 import kleash
 from kleash.auditing import audit
 from kleash.auditing.finding_kinds import FINDINGS
 
-FAULTY_FUNCTIONS = {**faulty_functions.FAULTY_FUNCTIONS, **faulty_variations.FAULTY_FUNCTIONS}
-RIGHT_FUNCTIONS = {**faulty_functions.RIGHT_FUNCTIONS, **faulty_variations.RIGHT_FUNCTIONS}
 WORST = ("wrong", "fragile", "note")
 CORRELATED = (668, 4291)
 """Seeds of numpy's generator whose first 34 numbers have a lag-one autocorrelation beyond 0.5 in size."""

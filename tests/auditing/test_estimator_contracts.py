@@ -12,12 +12,7 @@ from kleash.auditing import audit, from_fields
 from kleash.divergences import divergence
 from kleash.estimators import ESTIMATORS
 
-FOLLOWS = {
-    "zero": "zero",
-    "sum |p - q|": "sum |p - q|",
-    "KL(p ‖ q)": "KL(p ‖ q)",
-    "KL(q ‖ p)": "KL(q ‖ p)",
-}
+FOLLOWS = {"zero": "zero", "sum |p - q|": "sum |p - q|", "KL(p ‖ q)": "KL(p ‖ q)", "KL(q ‖ p)": "KL(q ‖ p)"}
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -88,9 +83,8 @@ def test_a_k1_reward_follows_the_sequence_kl():
     assert error < 1e-9
     assert "follows KL(p ‖ q) between whole responses, as it should" in found.verdict[1]
     assert found.gradient_level == "sequence"
-    assert {f.kind for f in found.findings} == {"off_policy_value", "negative_values"}, (
-        "its trainer weighs it"
-    )
+    kinds = {f.kind for f in found.findings}
+    assert kinds == {"off_policy_value", "negative_values"}, "its trainer weighs it"
 
 
 def test_rounding_does_not_split_a_zone():
@@ -117,9 +111,8 @@ def test_importance_weights_estimate_their_level(level):
         return kleash.kl_loss(p, q, mask, estimator="k1", weights=weights)
 
     found = audit(function, "loss_with_behaviour_and_mask")
-    along = (
-        "of the next token along the behaviour's prefixes" if level == "token" else "between whole responses"
-    )
+    levels = {"token": "of the next token along the behaviour's prefixes"}
+    along = levels.get(level, "between whole responses")
     if level == "sequence":
         rows = {r.level: r for r in found.values if r.pair == "sequences" and r.sampling == "off-policy"}
         assert rows["sequence"].bias == pytest.approx(0, abs=1e-12)
@@ -202,8 +195,9 @@ def enumerated_levels(function, place, value_name, gradient_name):
         return {0: "neither", 1: levels[0] if levels else "", 2: "both"}[len(levels)]
 
     of_value = level_of(lambda level: enumerated(value_name, level)[0] == pytest.approx(mean, rel=1e-9))
+    near = {"rtol": 1e-9, "atol": 1e-12}
     of_gradient = level_of(
-        lambda level: torch.allclose(enumerated(gradient_name, level)[1], gradient, rtol=1e-9, atol=1e-12)
+        lambda level: torch.allclose(enumerated(gradient_name, level)[1], gradient, **near)
     )
     return of_value, "" if gradient_name == "zero" else of_gradient
 

@@ -60,10 +60,8 @@ def test_right_functions_have_no_fault_by_any_convention(name):
 
 
 def test_kl_loss_with_future_kl_loss_follows_the_sequence_kl():
-    found = audit(
-        whole_responses,
-        from_fields("whole", "token_logp", "token_logq", "behaviour_logp", "mask", gives="sequence"),
-    )
+    convention = from_fields("whole", "token_logp", "token_logq", "behaviour_logp", "mask", gives="sequence")
+    found = audit(whole_responses, convention)
     assert not found.faults
     assert {finding.kind for finding in found.findings} == {"negative_values"}
     assert "between whole responses" in found.verdict[1]

@@ -15,7 +15,7 @@ from kleash.auditing.targets.cases import make_case
 from kleash.auditing.targets.packages import stand_ins
 from kleash.auditing.targets.repositories import REPOSITORIES
 from kleash.divergences import DIVERGENCES
-from kleash.errors import CannotRunError, KleashError, MissingExtraError, OptionError, UnknownNameError
+from kleash.errors import CannotRunError, MissingExtraError, OptionError, UnknownNameError
 
 OWN = """
 def mine(token_logp, token_logq, *, scale=1.0, name="k1"):
@@ -45,7 +45,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-def test_modules_in_the_working_directory_are_found(own: Path) -> None:
+def test_modules_in_the_working_directory_are_found(own):
     (case,) = cases_of("own_kl_code:mine", "loss", ("scale=2.5", "name=k3"))
     assert case.function(3.0, 1.0, **case.arguments) == 5.0
     assert case.arguments == {"scale": 2.5, "name": "k3"} and case.name == "own_kl_code:mine"
@@ -55,17 +55,9 @@ def test_modules_in_the_working_directory_are_found(own: Path) -> None:
 
 @pytest.mark.parametrize(
     ("typed", "value"),
-    [
-        ("-.5", -0.5),
-        ("True", True),
-        ("None", None),
-        ("'k3'", "k3"),
-        ("k3+", "k3+"),
-        ("a=b", "a=b"),
-        ("1 +", "1 +"),
-    ],
+    [("-.5", -0.5), ("True", True), ("None", None), ("'k3'", "k3"), *((x, x) for x in ("k3+", "a=b", "1 +"))],
 )
-def test_argument_values_are_literals_or_strings(own: Path, typed: str, value: object) -> None:
+def test_argument_values_are_literals_or_strings(own, typed, value):
     (case,) = cases_of("own_kl_code:mine", "loss", (f"name={typed}",))
     assert case.arguments["name"] == value and type(case.arguments["name"]) is type(value)
 
@@ -80,12 +72,7 @@ WRITTEN = "a target is written package.module:function"
         ("own_kl_code:NUMBER", (), OptionError, "is of type int"),
         ("own_kl_cod:mine", (), UnknownNameError, "there is no module own_kl_cod, neither"),
         ("kleash.losses.nothing:mine", (), UnknownNameError, "there is no module kleash.losses.nothing"),
-        (
-            "kleash.errors.deep.deeper:mine",
-            (),
-            UnknownNameError,
-            "there is no module kleash.errors",
-        ),
+        ("kleash.errors.deep.deeper:mine", (), UnknownNameError, "there is no module kleash.errors"),
         ("needs_another:f", (), MissingExtraError, "needs_another imports not_there_at_all"),
         ("breaks_on_import:f", (), CannotRunError, "it raises RuntimeError: no GPU"),
         ("own_kl_code:mine", ("scale",), OptionError, "is written name=value"),
@@ -94,16 +81,14 @@ WRITTEN = "a target is written package.module:function"
         ("own_kl_code.py:mine", (), UnknownNameError, "there is no module own_kl_code.py"),
     ],
 )
-def test_errors_of_targets_and_arguments(
-    own: Path, target: str, arguments: tuple[str, ...], error: type[KleashError], words: str
-) -> None:
+def test_errors_of_targets_and_arguments(own, target, arguments, error, words):
     with pytest.raises(error) as caught:
         cases_of(target, "loss" if ":" in target else None, arguments)
     sentence = str(caught.value)
     assert words in sentence and "\n" not in sentence and not sentence.endswith(".")
 
 
-def test_a_name_after_the_colon_is_a_case_or_else_a_function() -> None:
+def test_a_name_after_the_colon_is_a_case_or_else_a_function():
     (case,) = cases_of("kleash:kl_loss_k2")
     assert case.name == "kleash:kl_loss_k2" and case.arguments == {"estimator": "k2"}
     (case,) = cases_of("kleash:jensen_shannon", "log_probabilities")
@@ -134,7 +119,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("registered")
-def test_entry_points_are_loaded_on_use_and_replace_no_target_of_kleash() -> None:
+def test_entry_points_are_loaded_on_use_and_replace_no_target_of_kleash():
     of_kleash = ("trl", "verl", "openrlhf", "liger", *(target.name for target in REPOSITORIES))
     assert target_names() == (*of_kleash, "absolute", "missing")
     assert find_target("trl").package == "trl" and find_target("absolute") is ABSOLUTE
@@ -145,7 +130,7 @@ def test_entry_points_are_loaded_on_use_and_replace_no_target_of_kleash() -> Non
     assert "torch" in audit.versions
 
 
-def test_the_target_of_kleash_is_registered_by_a_higher_floor(root: Path) -> None:
+def test_the_target_of_kleash_is_registered_by_a_higher_floor(root):
     assert "verl_k3+" in {case.name for case in find_target("kleash").cases}
     named = {
         (path.name, match)
@@ -165,9 +150,7 @@ def test_the_target_of_kleash_is_registered_by_a_higher_floor(root: Path) -> Non
         ("verl", "verl", "verl is not installed; run: pip install --no-deps verl && pip install "),
     ],
 )
-def test_a_missing_package_names_its_install_command(
-    monkeypatch: pytest.MonkeyPatch, name: str, package: str, line: str
-) -> None:
+def test_a_missing_package_names_its_install_command(monkeypatch, name, package, line):
     class Hidden:
         @staticmethod
         def find_spec(fullname: str, path: object = None, target: object = None) -> None:
@@ -184,7 +167,7 @@ def test_a_missing_package_names_its_install_command(
         assert str(caught.value).startswith(line)
 
 
-def test_stand_ins_can_be_inherited_from_and_are_removed() -> None:
+def test_stand_ins_can_be_inherited_from_and_are_removed():
     finders = list(sys.meta_path)
     with pytest.raises(ZeroDivisionError), stand_ins(("nowhere_to_be_found", "json")) as absent:
         import nowhere_to_be_found.deep as stand_in  # type: ignore[import-not-found]
@@ -199,5 +182,5 @@ def test_stand_ins_can_be_inherited_from_and_are_removed() -> None:
         import nowhere_to_be_found  # type: ignore[import-not-found] # noqa: F401
 
 
-def test_every_divergence_has_a_label() -> None:
+def test_every_divergence_has_a_label():
     assert set(LABELS) == set(DIVERGENCES)

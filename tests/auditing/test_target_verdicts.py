@@ -57,18 +57,18 @@ KL, REVERSE = "KL(p ‖ q)", "KL(q ‖ p)"
         ("liger:jsd_reverse", KL, KL),
     ],
 )
-def test_values_and_gradients_of_known_code(target: str, value: str, gradient: str) -> None:
+def test_values_and_gradients_of_known_code(target, value, gradient):
     assert (found(target).value, found(target).gradient) == (value, gradient)
 
 
 @of_peers
-def test_a_k3_reward_follows_neither_direction() -> None:
+def test_a_k3_reward_follows_neither_direction():
     assert found("verl:reward_low_var_kl").gradient.startswith(f"{KL} - {REVERSE}")
 
 
 @of_peers
 @pytest.mark.parametrize("target", ["verl:low_var_kl", "openrlhf:k3"])
-def test_a_k3_clamped_at_ten_has_a_dead_gradient_beyond(target: str) -> None:
+def test_a_k3_clamped_at_ten_has_a_dead_gradient_beyond(target):
     below = brentq(lambda d: 2.718281828459045**d - 1 - d - 10, 1, 5)
     above = brentq(lambda u: 2.718281828459045**-u - 1 + u - 10, 5, 20)
     (first, second) = dead(target)
@@ -78,14 +78,14 @@ def test_a_k3_clamped_at_ten_has_a_dead_gradient_beyond(target: str) -> None:
 
 
 @of_peers
-def test_openrlhf_clamps_every_estimator_at_ten() -> None:
+def test_openrlhf_clamps_every_estimator_at_ten():
     for target, limit in (("openrlhf:k1", 10.0), ("openrlhf:k2", 20.0**0.5)):
         (first, second) = dead(target)
         assert first[1] == pytest.approx(-limit, abs=1e-3) and second[0] == pytest.approx(limit, abs=1e-3)
 
 
 @of_peers
-def test_right_gradients_are_right_off_policy_only_with_importance_weights() -> None:
+def test_right_gradients_are_right_off_policy_only_with_importance_weights():
     for target in ("trl:grpo", "liger:grpo_bias_correction", "openrlhf:k1_unbiased", "openrlhf:k3_unbiased"):
         assert not kinds(target) & {"wrong_gradient", "off_policy_gradient", "zero_gradient"}
     for target in ("verl:low_var_kl+", "verl:mse", "verl:kl+"):
@@ -95,26 +95,26 @@ def test_right_gradients_are_right_off_policy_only_with_importance_weights() -> 
 
 
 @of_peers
-def test_padding_counts_only_in_the_reward_of_openrlhf() -> None:
+def test_padding_counts_only_in_the_reward_of_openrlhf():
     assert "padding_counts" in kinds("openrlhf:reward_k1")
     assert not kinds("verl:reward_kl") & {"padding_counts", "padding_in_denominator"}
 
 
 @of_peers
-def test_verl_full_raises() -> None:
+def test_verl_full_raises():
     with pytest.raises(CannotRunError, match="verl:full raised NotImplementedError"):
         found("verl:full")
 
 
 @pytest.mark.parametrize("case", find_target("kleash").cases, ids=lambda case: case.name)
-def test_kleash_itself_has_no_fault(case: object) -> None:
+def test_kleash_itself_has_no_fault(case):
     audit = found(f"kleash:{case.name}")  # type: ignore[attr-defined]
     assert not audit.faults
     assert audit.versions["kleash"] == kleash.__version__
 
 
 @of_peers
-def test_audits_record_the_code_path_and_version() -> None:
+def test_audits_record_the_code_path_and_version():
     audit = found("openrlhf:k1")
     assert "runs `openrlhf.models.utils.compute_approx_kl`" in audit.notes
     assert any("deepspeed is not installed" in note for note in audit.notes)
@@ -122,7 +122,7 @@ def test_audits_record_the_code_path_and_version() -> None:
 
 
 @of_peers
-def test_the_page_is_up_to_date() -> None:
+def test_the_page_is_up_to_date():
     assert {path.stem for path in tool.FOLDER.glob("*.md")} == {"index", *target_names()}
     for name in ("openrlhf", "kleash"):
         audits = [found(f"{name}:{case.name}") for case in find_target(name).cases]

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 import torch
-from target_values import Numbers, close, mean, of
+from target_values import close, mean, of
 
-from kleash.auditing import AuditInputs, cases_of
+from kleash.auditing import cases_of
 
 pytestmark = pytest.mark.peers("verl", "openrlhf")
 
@@ -22,7 +22,7 @@ VERL = {
 
 
 @pytest.mark.parametrize("name", VERL)
-def test_verl_penalties_and_their_gradients(inputs: AuditInputs, by_hand: Numbers, name: str) -> None:
+def test_verl_penalties_and_their_gradients(inputs, by_hand, name):
     value, slope = VERL[name]
     found, gradient = of(f"verl:{name}", inputs)
     close(found, value(by_hand.u))
@@ -33,7 +33,7 @@ def test_verl_penalties_and_their_gradients(inputs: AuditInputs, by_hand: Number
         close(nothing, torch.where(inputs.mask, -slope(by_hand.u), 0.0))
 
 
-def test_verl_synonyms_of_estimators(inputs: AuditInputs) -> None:
+def test_verl_synonyms_of_estimators(inputs):
     (case,) = cases_of("verl:kl")
     kl_penalty = case.function
     for one, other in (("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3")):
@@ -41,38 +41,33 @@ def test_verl_synonyms_of_estimators(inputs: AuditInputs) -> None:
         assert torch.equal(kl_penalty(*pair, kl_penalty=one), kl_penalty(*pair, kl_penalty=other))
 
 
-@pytest.mark.parametrize(
-    ("mode", "weights"),
-    [
-        ("token-mean", [1 / 5, 1 / 5]),
-        ("seq-mean-token-mean", [1 / 6, 1 / 4]),
-    ],
-)
-def test_verl_aggregations(inputs: AuditInputs, by_hand: Numbers, mode: str, weights: list[float]) -> None:
+MODES = [("token-mean", [1 / 5, 1 / 5]), ("seq-mean-token-mean", [1 / 6, 1 / 4])]
+
+
+@pytest.mark.parametrize(("mode", "weights"), MODES)
+def test_verl_aggregations(inputs, by_hand, mode, weights):
     sums = torch.where(inputs.mask, by_hand.k3, 0.0).sum(-1)
     close(of(f"verl:loss_{mode}", inputs)[0], (sums * torch.tensor(weights)).sum(), 1e-7)
 
 
-def test_verl_sum_over_the_tokens_of_each_response(inputs: AuditInputs, by_hand: Numbers) -> None:
+def test_verl_sum_over_the_tokens_of_each_response(inputs, by_hand):
     sums = torch.where(inputs.mask, by_hand.k3, 0.0).sum(-1)
     close(of("verl:loss_seq-mean-token-sum", inputs)[0], sums)
 
 
-def test_verl_distillation_drops_the_teachers_tail(inputs: AuditInputs) -> None:
+def test_verl_distillation_drops_the_teachers_tail(inputs):
     q, top = inputs.logq.exp().topk(2)
     p = inputs.logp.exp().gather(-1, top)
     close(of("verl:distillation_topk", inputs, "logits_p")[0], (q * (q / p).log()).sum(-1), 1e-6)
 
 
-def test_verl_rollout_metrics(inputs: AuditInputs, by_hand: Numbers) -> None:
+def test_verl_rollout_metrics(inputs, by_hand):
     close(of("verl:rollout_kl", inputs)[0], mean(by_hand.u, inputs.mask), 1e-6)
     close(of("verl:rollout_k3_kl", inputs)[0], mean(by_hand.k3, inputs.mask), 1e-6)
 
 
 @pytest.mark.parametrize(("name", "verls"), [("k1", "kl"), ("k2", "mse"), ("k3", "low_var_kl")])
-def test_openrlhf_estimators_with_and_without_the_right_gradient(
-    inputs: AuditInputs, by_hand: Numbers, name: str, verls: str
-) -> None:
+def test_openrlhf_estimators_with_and_without_the_right_gradient(inputs, by_hand, name, verls):
     value, slope = VERL[verls]
     found, gradient = of(f"openrlhf:{name}", inputs)
     close(found, value(by_hand.u), 1e-6)
@@ -82,14 +77,14 @@ def test_openrlhf_estimators_with_and_without_the_right_gradient(
     close(gradient, by_hand.w * by_hand.u, 1e-6)
 
 
-def test_openrlhf_loss_and_reward(inputs: AuditInputs, by_hand: Numbers) -> None:
+def test_openrlhf_loss_and_reward(inputs, by_hand):
     close(of("openrlhf:loss_by_token", inputs)[0], mean(by_hand.u**2 / 2, inputs.mask), 1e-6)
     sums = torch.where(inputs.mask, by_hand.u**2 / 2, 0.0).sum(-1)
     close(of("openrlhf:loss_by_sample", inputs)[0], (sums / torch.tensor([3, 2])).mean(), 1e-6)
     close(of("openrlhf:reward_k1", inputs)[0], -by_hand.u, 1e-6)
 
 
-def test_stand_ins_are_removed_and_noted(inputs: AuditInputs) -> None:
+def test_stand_ins_are_removed_and_noted(inputs):
     (case,) = cases_of("openrlhf:k1")
     assert any("deepspeed is not installed" in note for note in case.notes)
     assert not {"deepspeed", "flash_attn", "pylatexenc"} & set(sys.modules)

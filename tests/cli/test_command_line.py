@@ -3,11 +3,10 @@
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from command_words import words
 
 from kleash.cli import entry, main
 from kleash.cli.parsing import EXAMPLES, RECORDS, SYNONYMS, parser_of, read_words
@@ -17,7 +16,7 @@ from kleash.jobs.option_groups import OPTION_HEADINGS
 from kleash.jobs.reading_jobs import AuditJob, CompareJob
 
 
-def failing(capsys: Any, *words: str) -> str:
+def failing(capsys, *words):
     """What is said on standard error, in one line, by a command that ends with 2."""
     assert main(list(words)) == 2
     told = capsys.readouterr()
@@ -30,12 +29,10 @@ def failing(capsys: Any, *words: str) -> str:
     [
         ("mesure", "did you mean measure?", "kleash --help"),
         ("grpo", "kleash train grpo", ""),
-        ("train pp", "did you mean ppo?", "kleash train --help"),
         ("measure --polcy x", "did you mean --policy?", "kleash measure --help"),
         ("measure --model x", "did you mean --policy?", "kleash measure --help"),
         ("train ppo --discount 1", "did you mean --gamma?", "kleash train ppo --help"),
         ("train ppo --whiten", "did you mean --no-whiten?", "kleash train ppo --help"),
-        ("audit --convetion x", "did you mean --convention?", "kleash audit --help"),
         ("measure --limit x", "--limit takes a whole number; it is 'x'", "kleash measure --help"),
         ("measure --limit 99999999999999999999", "below 2^63", ""),
         ("measure --temperature hot", "--temperature takes a number; it is 'hot'", "kleash measure --help"),
@@ -44,9 +41,7 @@ def failing(capsys: Any, *words: str) -> str:
         ("report", "needs FOLDER", "kleash report --help"),
         ("measure --resume", "give the folder as --out", ""),
         ("measure --text a --prompts b", "not --prompts and --text", ""),
-        ("cache --text a --responses b", "not --text and --responses", ""),
         ("--completion tcsh", "takes bash, zsh, fish", ""),
-        ("help mesure", "did you mean measure?", "kleash --help"),
         ("measure --limit", "--limit expected one argument", "kleash measure --help"),
         ("--policy x", "a command and its algorithm come first", "kleash --help"),
         ("train demonstration", "examples/leash_demonstration.py", ""),
@@ -56,20 +51,17 @@ def failing(capsys: Any, *words: str) -> str:
         ("train grpo --num-generations 4", "did you mean --samples-per-prompt?", ""),
         ("train ppo --learning-rate -1e-3", "above 0; it is -0.001", ""),
         ("measure --samples_per_prmpt 2", "did you mean --samples-per-prompt?", "kleash measure --help"),
-        ("measure --lim 2", "did you mean --limit?", "kleash measure --help"),
         ("measure -5", "was given '-5'", "kleash measure --help"),
     ],
 )
-def test_a_typo_is_answered_by_what_was_meant_and_where_to_look(
-    words: str, near: str, look: str, capsys: Any
-) -> None:
+def test_a_typo_is_answered_by_what_was_meant_and_where_to_look(words, near, look, capsys):
     told = failing(capsys, *words.split())
     assert near in told and look in told
     assert "None" not in told
 
 
-def test_words_are_read_as_they_were_written() -> None:
-    def read(words: str) -> Any:
+def test_words_are_read_as_they_were_written():
+    def read(words):
         return read_words(words.split())
 
     measure = read("measure --text a --policy=b --batch_tokens 2 --top-p None --temperature 1e-1 --quiet")
@@ -87,19 +79,16 @@ def test_words_are_read_as_they_were_written() -> None:
     ("words", "begins", "code"),
     [
         ("", "usage: kleash COMMAND", 2),
-        ("-h", "usage: kleash COMMAND", 0),
         ("help", "usage: kleash COMMAND", 0),
         ("help train ppo", "usage: kleash train ppo [options]", 0),
         ("train", "usage: kleash train ALGORITHM [options]", 2),
         ("measure --policy x --help", "usage: kleash measure [options]", 0),
-        ("measure --polcy x --help", "usage: kleash measure [options]", 0),
-        ("report -h", "usage: kleash report FOLDER [options]", 0),
         ("train ppo -h", "usage: kleash train ppo [options]", 0),
         ("--version", "kleash 0.", 0),
         ("-V", "kleash 0.", 0),
     ],
 )
-def test_help_and_version_are_printed(words: str, begins: str, code: int, capsys: Any) -> None:
+def test_help_and_version_are_printed(words, begins, code, capsys):
     assert main(words.split()) == code
     printed = capsys.readouterr()
     assert printed.out.startswith(begins) and printed.err == ""
@@ -111,7 +100,7 @@ VALUES = {"N": ("1", "2"), "X": ("0.5", "0.25")}
 @pytest.mark.parametrize(
     ("name", "option"), [(name, option) for name in RECORDS for option in parser_of(name).options]
 )
-def test_a_repeated_option_collects_its_values_or_is_refused(name: str, option: str) -> None:
+def test_a_repeated_option_collects_its_values_or_is_refused(name, option):
     """Nothing that was typed is dropped in silence, with "=" and with either spelling of a dash."""
     parser = parser_of(name)
     action = parser.options[option]
@@ -132,14 +121,12 @@ def test_a_repeated_option_collects_its_values_or_is_refused(name: str, option: 
             assert str(refused.value) == f"{sentence} See kleash {name} --help"
 
 
-def test_values_of_a_repeated_option_reach_the_job() -> None:
-    job: Any = read_words(["train", "ppo", "--reward", "a", "--steps", "3", "--reward", "b", "c"])
+def test_values_of_a_repeated_option_reach_the_job():
+    job = read_words(["train", "ppo", "--reward", "a", "--steps", "3", "--reward", "b", "c"])
     assert job == PPOJob(reward=("a", "b", "c"), steps=3)
 
 
-def test_help_has_every_option_once_under_a_heading_and_says_what_it_does(
-    capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_has_every_option_once_under_a_heading_and_says_what_it_does(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for name in RECORDS:
         assert main([*name.split(), "--help"]) == 0
@@ -150,9 +137,7 @@ def test_help_has_every_option_once_under_a_heading_and_says_what_it_does(
         assert told.startswith(f"usage: kleash {name}") and "None" not in told.replace("None for no", "")
         assert "%" not in told and "SUPPRESS" not in told and max(map(len, told.splitlines())) <= 80
         for typed, option in parser_of(name).options.items():
-            lines = [
-                line for line in told.splitlines() if line.startswith(f"  {typed} ") or line == f"  {typed}"
-            ]
+            lines = [line for line in told.splitlines() if f"{line} ".startswith(f"  {typed} ")]
             assert len(lines) == 1, (name, typed)
             assert option.help, (name, typed)
     assert told.index("essentials") < told.index("sampling")
@@ -160,7 +145,7 @@ def test_help_has_every_option_once_under_a_heading_and_says_what_it_does(
     assert "commands" in capsys.readouterr().out
 
 
-def test_the_tables_name_nothing_that_is_not_there() -> None:
+def test_the_tables_name_nothing_that_is_not_there():
     parsers = [parser_of(name) for name in RECORDS]
     there = {action.dest for parser in parsers for action in parser.options.values()}
     grouped = [name for names in OPTION_HEADINGS.values() for name in names.split()]
@@ -173,13 +158,8 @@ def test_the_tables_name_nothing_that_is_not_there() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("measure --window 9", "--window does nothing with prompts"),
         ("measure --prompts p --window 9 --stride 4", "--window does nothing with --prompts"),
-        (
-            "measure --policy p --text t --samples-per-prompt 2",
-            "--samples-per-prompt does nothing with --text",
-        ),
-        ("measure --text t --max-new-tokens 3", "--max-new-tokens does nothing with --text"),
+        ("measure --text t --samples-per-prompt 2", "--samples-per-prompt does nothing with --text"),
         ("measure --responses r --top-p 0.9", "--top-p does nothing with --responses"),
         ("measure --text t --temperature 0", "nothing is decoded"),
         ("measure --revision-policy main", "--revision-policy does nothing for shipped:policy"),
@@ -188,13 +168,13 @@ def test_the_tables_name_nothing_that_is_not_there() -> None:
         ("train distill --metric-names trl", "--metric-names does nothing without --report-to"),
     ],
 )
-def test_an_option_without_effect_is_named(words: str, told: str) -> None:
-    request: Any = read_words(words.split())
+def test_an_option_without_effect_is_named(words, told):
+    request = read_words(words.split())
     assert any(told in sentence for sentence in request.without_effect())
 
 
-def test_options_with_an_effect_are_not() -> None:
-    for words in (
+def test_options_with_an_effect_are_not():
+    for line in (
         "measure",
         "measure --top-p 0.9 --seed 4 --samples-per-prompt 2 --max-new-tokens 5 --temperature 0.7",
         "measure --text t --window 9 --stride 3 --limit 2 --temperature 0.7",
@@ -202,30 +182,19 @@ def test_options_with_an_effect_are_not() -> None:
         "cache --text t --window 9",
         "train ppo --controller pid --target-nats 4 --target-per token --beta-min 0.01 --report-to tensorboard",
     ):
-        job: Any = read_words(words.split())
-        assert (job.measurement() if words.startswith("cache") else job).without_effect() == ()
+        job = read_words(line.split())
+        assert (job.measurement() if line.startswith("cache") else job).without_effect() == ()
 
 
-def test_an_option_without_effect_and_the_shipped_pair_are_said_before_anything_is_read(
-    tmp_path: Path, capsys: Any
-) -> None:
-    words = [
-        "measure",
-        "--prompts",
-        str(tmp_path / "none.txt"),
-        "--window",
-        "9",
-        "--out",
-        str(tmp_path / "run"),
-    ]
-    assert main(words) == 2
+def test_an_option_without_effect_and_the_shipped_pair_are_said_before_anything_is_read(tmp_path, capsys):
+    assert main(words("measure", prompts=tmp_path / "none.txt", window=9, out=tmp_path / "run")) == 2
     told = capsys.readouterr().err
     assert "the small pair that ships with kleash" in told.splitlines()[0]
     assert "--window does nothing with --prompts" in told.splitlines()[1]
     assert "there is no file" in told.splitlines()[2]
 
 
-def test_reading_the_command_line_needs_no_more_than_the_base_install() -> None:
+def test_reading_the_command_line_needs_no_more_than_the_base_install():
     code = (
         "import sys\n"
         "class Deny:\n"
@@ -239,7 +208,7 @@ def test_reading_the_command_line_needs_no_more_than_the_base_install() -> None:
         "sys.exit(main(sys.argv[1:]))\n"
     )
 
-    def missing(*words: str) -> str:
+    def missing(*words):
         done = subprocess.run(
             [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=300
         )
@@ -251,23 +220,21 @@ def test_reading_the_command_line_needs_no_more_than_the_base_install() -> None:
     assert missing("compare", "a", "b").startswith("kleash: rich, jinja2 and matplotlib are not installed")
 
 
-def test_missing_packages_of_an_option_are_named_with_the_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
-) -> None:
+def test_missing_packages_of_an_option_are_named_with_the_others(monkeypatch, tmp_path, capsys):
     gone = {"transformers", "trl", "datasets", "peft", "accelerate", "wandb", "tensorboard"}
     for module in ("kleash.extras", "kleash.reports.trackers"):
         monkeypatch.setattr(f"{module}.is_installed", lambda name: name not in gone)
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
-    for words, told in {
+    for line, told in {
         "cache": "transformers is not installed; run: pip install 'kleash[models]'",
         "measure --device-map auto": "transformers and accelerate are not installed; run: pip install 'kleash[models]'",
         f"measure --policy {adapter} --text t": "transformers and peft are not installed",
         "train grpo": "transformers, accelerate, trl and datasets are not installed; run: pip install 'kleash[trl]'",
         "train ppo --lora-rank 4 --report-to wandb": "transformers, accelerate and peft are not installed",
     }.items():
-        assert told in failing(capsys, *words.split())
+        assert told in failing(capsys, *line.split())
     gone.clear()
     gone.add("wandb")
     assert failing(capsys, "train", "dpo", "--pairs", "x", "--report-to", "wandb") == (
@@ -275,13 +242,13 @@ def test_missing_packages_of_an_option_are_named_with_the_others(
     )
 
 
-def test_an_option_error_of_a_job_is_one_sentence() -> None:
+def test_an_option_error_of_a_job_is_one_sentence():
     with pytest.raises(OptionError, match="--top-p must be above 0"):
         read_words(["measure", "--top-p", "7"])
 
 
 @pytest.fixture
-def default_signals() -> Iterator[None]:
+def default_signals():
     """The handlers that Python starts with; a shell starts its background jobs with SIGINT ignored."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -296,18 +263,12 @@ def default_signals() -> Iterator[None]:
     ("number", "code", "line"),
     [(signal.SIGINT, 130, "kleash: interrupted\n"), (signal.SIGTERM, 143, "kleash: terminated by SIGTERM\n")],
 )
-def test_signals_end_a_command_with_a_line_and_their_exit_code(
-    number: signal.Signals,
-    code: int,
-    line: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def interrupted(words: list[str]) -> int:
+def test_signals_end_a_command_with_a_line_and_their_exit_code(number, code, line, monkeypatch, capsys):
+    def interrupted(words):
         signal.raise_signal(number)
         return 0
 
-    def interrupted_in_an_import(words: list[str]) -> int:
+    def interrupted_in_an_import(words):
         try:
             interrupted(words)
         except KeyboardInterrupt as stop:
@@ -323,12 +284,10 @@ def test_signals_end_a_command_with_a_line_and_their_exit_code(
 
 
 @pytest.mark.usefixtures("default_signals")
-def test_of_several_processes_the_first_prints_a_wrong_option(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_several_processes_the_first_prints_a_wrong_option(monkeypatch, capsys):
     """Another one prints it only if no launcher ends it first, so that its own wrong option is not lost."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    waits: list[float] = []
+    waits = []
     ends = (lambda seconds: signal.raise_signal(signal.SIGTERM), waits.append)
     for rank, wait, code, lines in (("0", ends[0], 2, 1), ("1", ends[0], 143, 0), ("1", ends[1], 2, 1)):
         monkeypatch.setenv("RANK", rank)
@@ -338,9 +297,7 @@ def test_of_several_processes_the_first_prints_a_wrong_option(
     assert waits == [entry.FIRST_PRINTS_S]
 
 
-def test_a_command_of_one_process_is_refused_by_a_launcher(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_of_one_process_is_refused_by_a_launcher(tmp_path, monkeypatch, capsys):
     """Otherwise the lock of one process would stop another, and torchrun would then end the one that works."""
     monkeypatch.setenv("WORLD_SIZE", "3")
     line = "kleash: kleash cache takes one process and was launched with 3; start one, or unset RANK and WORLD_SIZE\n"
@@ -354,9 +311,7 @@ def test_a_command_of_one_process_is_refused_by_a_launcher(
 @pytest.mark.parametrize(
     "words", [("report", "A"), ("compare", "A", "B"), ("mismatch", "A"), ("doctor", "A"), ("audit", "A:b")]
 )
-def test_of_several_processes_the_first_reads_and_prints(
-    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_of_several_processes_the_first_reads_and_prints(words, monkeypatch, capsys):
     """Each would otherwise print all of it, and write the same page."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, code, lines in (("0", 2, 1), ("1", 0, 0)):
@@ -366,13 +321,11 @@ def test_of_several_processes_the_first_reads_and_prints(
 
 
 @pytest.mark.usefixtures("default_signals")
-def test_a_launcher_may_repeat_a_signal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_launcher_may_repeat_a_signal(monkeypatch, capsys):
     """torchrun sends its processes the Ctrl-C that they got from the terminal."""
     monkeypatch.setenv("WORLD_SIZE", "2")
 
-    def interrupted_twice(words: list[str]) -> int:
+    def interrupted_twice(words):
         try:
             signal.raise_signal(signal.SIGINT)
         finally:

@@ -5,8 +5,6 @@ import subprocess
 import sys
 from importlib.metadata import version
 
-import pytest
-
 from kleash.cli import main
 from kleash.version import __version__
 
@@ -22,9 +20,7 @@ sys.exit(main(["env"]))
 """
 
 
-def test_it_prints_versions_and_machine(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_prints_versions_and_machine(capsys, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("HF_TOKEN", "secret")
     assert main(["env"]) == 0
@@ -35,6 +31,6 @@ def test_it_prints_versions_and_machine(
     assert lines["OMP_NUM_THREADS"] == "3" and "secret" not in output
 
 
-def test_it_takes_no_more_than_the_base_install() -> None:
+def test_it_takes_no_more_than_the_base_install():
     process = subprocess.run([sys.executable, "-c", BASE_ALONE], capture_output=True, text=True, check=True)
     assert process.stdout.startswith(f"kleash: {__version__}\n")

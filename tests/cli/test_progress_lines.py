@@ -17,18 +17,18 @@ from kleash.store.summary import cells, with_error
 class Clock:
     """Seconds that pass when they are told to."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 1000.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
-def number(error: float = 0.01, ends: tuple[float, float] = (0.1, 0.3), unit: str = "nats") -> Number:
+def number(error=0.01, ends=(0.1, 0.3), unit="nats"):
     return Number(value=0.2, unit=unit, standard_error=error, ci95=ends)
 
 
-def lines_of(sequences: int, seconds_each: float, *, total: bool = True, terminal: bool = False) -> str:
+def lines_of(sequences, seconds_each, *, total=True, terminal=False):
     clock, file = Clock(), StringIO()
     console = Console(file=file, force_terminal=terminal, width=100)
     with Progress(console=console, clock=clock) as progress:
@@ -42,27 +42,24 @@ def lines_of(sequences: int, seconds_each: float, *, total: bool = True, termina
     return file.getvalue()
 
 
-def test_a_log_has_a_line_for_every_twentieth_of_the_work() -> None:
+def test_a_log_has_a_line_for_every_twentieth_of_the_work():
     lines = lines_of(100, 2.0).splitlines()
     assert lines[0] == "measuring: 100 sequences to do"
     assert 18 <= len(lines) <= 21
     (line,) = [line for line in lines if re.match(r"measuring: (59|6[0-3]) of 100 ", line)]
     assert re.fullmatch(
-        r".* \(6.%\), 50 tokens/s, KL so far 0\.200 ± 0\.010 nats, about (7[0-9]|8[0-4]) s left",
-        line,
+        r".* \(6.%\), 50 tokens/s, KL so far 0\.200 ± 0\.010 nats, about (7[0-9]|8[0-4]) s left", line
     )
 
 
 @pytest.mark.parametrize(
     ("sequences", "seconds", "low", "high"), [(10000, 0.001, 1, 4), (3, 600, 4, 8), (5000, 1, 150, 180)]
 )
-def test_a_short_run_has_few_lines_and_a_slow_one_is_never_silent_for_long(
-    sequences: int, seconds: float, low: int, high: int
-) -> None:
+def test_a_short_run_has_few_lines_and_a_slow_one_is_never_silent_for_long(sequences, seconds, low, high):
     assert low <= len(lines_of(sequences, seconds).splitlines()) <= high
 
 
-def test_a_second_part_of_the_work_is_counted_from_0() -> None:
+def test_a_second_part_of_the_work_is_counted_from_0():
     clock, file = Clock(), StringIO()
     with Progress(console=Console(file=file, width=100), clock=clock) as progress:
         for sequences in (40, 10):
@@ -73,7 +70,7 @@ def test_a_second_part_of_the_work_is_counted_from_0() -> None:
     assert "measuring: 10 of 10 sequences (100%), 10 tokens/s\n" in file.getvalue()
 
 
-def test_the_first_shard_shows_what_is_generated_and_the_time_left() -> None:
+def test_the_first_shard_shows_what_is_generated_and_the_time_left():
     """96 responses of 100 tokens in one batch of 200 s, which 40 s of scoring in four batches follow."""
     clock, file = Clock(), StringIO()
     with Progress(console=Console(file=file, width=120), clock=clock) as progress:
@@ -86,10 +83,8 @@ def test_the_first_shard_shows_what_is_generated_and_the_time_left() -> None:
             progress.add_scored(24, 2400)
     first, *lines = file.getvalue().splitlines()
     assert first == "measuring: 96 sequences to do" and len(lines) > 15
-    found = [
-        re.match(r"measuring: 0 of 96 sequences, (\d+) generated \((\d+)%\), 48 tokens/s", at) for at in lines
-    ]
-    shares = [(int(match[1]), int(match[2])) for match in found if match]
+    told = r"measuring: 0 of 96 sequences, (\d+) generated \((\d+)%\), 48 tokens/s"
+    shares = [tuple(map(int, pair)) for pair in re.findall(told, "\n".join(lines))]
     assert len(shares) > 15
     assert all(share == pytest.approx(100 * generated / 96, abs=2) for generated, share in shares)
     assert any(line.endswith("about 2 min left") for line in lines[:8])
@@ -99,7 +94,7 @@ def test_the_first_shard_shows_what_is_generated_and_the_time_left() -> None:
     assert all(text == expected[scored] for scored, text in left.items() if expected[scored])
 
 
-def test_responses_of_other_processes_count_as_generated() -> None:
+def test_responses_of_other_processes_count_as_generated():
     """Of two processes, this one generates 48 of 96 responses in 60 s, and hears of the others when they are scored."""
     clock, file = Clock(), StringIO()
     with Progress(console=Console(file=file, width=120), clock=clock) as progress:
@@ -115,13 +110,13 @@ def test_responses_of_other_processes_count_as_generated() -> None:
     assert file.getvalue().splitlines()[-1].startswith("measuring: 96 of 96 sequences (100%)")
 
 
-def test_text_of_unknown_length_says_how_much_is_done() -> None:
+def test_text_of_unknown_length_says_how_much_is_done():
     lines = lines_of(100, 2.0, total=False).splitlines()
     assert 5 <= len(lines) <= 8 and lines[-1].startswith("measuring: 90 sequences, ")
 
 
 @pytest.mark.parametrize("colours", ["", "1"])
-def test_a_log_holds_no_control_codes(colours: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_holds_no_control_codes(colours, monkeypatch):
     if colours:
         monkeypatch.setenv("FORCE_COLOR", colours)
     assert "\x1b" not in lines_of(20, 7.0) and "\r" not in lines_of(20, 7.0)
@@ -131,7 +126,7 @@ def test_a_log_holds_no_control_codes(colours: str, monkeypatch: pytest.MonkeyPa
     assert "\x1b" in lines_of(20, 7.0, terminal=True)
 
 
-def test_a_number_without_an_error_is_not_followed_by_nan() -> None:
+def test_a_number_without_an_error_is_not_followed_by_nan():
     unknown = number(math.nan, (math.nan, math.nan))
     assert with_error(unknown) == "0.20000 nats" and cells(unknown)[1:] == ("", "", "nats")
     assert cells(number(math.nan, (0.0, math.inf)))[1] == ""
@@ -139,11 +134,6 @@ def test_a_number_without_an_error_is_not_followed_by_nan() -> None:
     assert cells(number(unit="probability")) == ("20.0", "10.0 to 30.0", "1.0", "%")
 
 
-def test_lengths_of_time() -> None:
-    assert [format_duration(seconds) for seconds in (4.2, 89, 91, 3600, 7200)] == [
-        "4 s",
-        "89 s",
-        "2 min",
-        "60 min",
-        "2.0 h",
-    ]
+def test_lengths_of_time():
+    expected = {4.2: "4 s", 89: "89 s", 91: "2 min", 3600: "60 min", 7200: "2.0 h"}
+    assert {seconds: format_duration(seconds) for seconds in expected} == expected

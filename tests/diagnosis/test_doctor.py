@@ -144,10 +144,7 @@ def errors_of_one_size(world: World) -> tuple[Array, Array]:
 
 def placeholders(value: float) -> Callable[[World], tuple[Array, Array]]:
     """Their differences are as large as those of another model, so only that they repeat gives them away."""
-    return lambda world: (
-        world.logp(world.logits),
-        np.where(world.position >= 15, value, world.noisy(0.02)),
-    )
+    return lambda world: (world.logp(world.logits), np.where(world.position >= 15, value, world.noisy(0.02)))
 
 
 FAULTS: dict[str, tuple[str, Callable[[World], tuple[Array, Array]]]] = {
@@ -179,7 +176,7 @@ OF_THE_ENGINE = ("raw logits", "top-p", "top-k", "min-p", "a logit bias")
 
 @pytest.mark.parametrize("is_of_trainer", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_named_first_without_models(fault: str, is_of_trainer: bool) -> None:
+def test_a_fault_is_named_first_without_models(fault, is_of_trainer):
     cause, plant = FAULTS[fault]
     if is_of_trainer and fault in OF_THE_ENGINE:
         return
@@ -190,26 +187,24 @@ def test_a_fault_is_named_first_without_models(fault: str, is_of_trainer: bool) 
     assert fault not in ALIKE or ALIKE[fault] in first.alike
 
 
+def summed(logp: Array) -> Array:
+    return logp.reshape(SEQUENCES, TIME).sum(1).repeat(TIME)
+
+
 OTHER_COLUMNS: dict[str, tuple[str, Callable[[Array], Array]]] = {
     "base 2": ("logarithms to base 2", lambda logp: logp / np.log(2)),
     "base 10": ("logarithms to base 10", lambda logp: logp / np.log(10)),
     "probabilities": ("probabilities, not their logarithms", np.exp),
     "negative": ("negative log-likelihoods", np.negative),
     "zeros": ("are all 0: the column was not filled in, or that side is greedy", np.zeros_like),
-    "sums of responses": (
-        "do not depend on each other",
-        lambda logp: logp.reshape(SEQUENCES, TIME).sum(1).repeat(TIME),
-    ),
-    "entropies": (
-        "they are logits",
-        lambda logp: 2 - 0.2 * logp + np.sin(np.arange(len(logp))),
-    ),
+    "sums of responses": ("do not depend on each other", summed),
+    "entropies": ("they are logits", lambda logp: 2 - 0.2 * logp + np.sin(np.arange(len(logp)))),
     "other responses": ("do not depend on each other", lambda logp: np.roll(logp, TIME)),
 }
 
 
 @pytest.mark.parametrize("kind", OTHER_COLUMNS)
-def test_a_column_that_is_not_of_log_probabilities_is_named_by_what_it_holds(kind: str) -> None:
+def test_a_column_that_is_not_of_log_probabilities_is_named_by_what_it_holds(kind):
     """Temperature or truncation would be likelier than any other cause of an unknown column."""
     evidence, change = OTHER_COLUMNS[kind]
     world = World(3)
@@ -223,32 +218,30 @@ def in_bfloat16(column: Array) -> Array:
     return torch.from_numpy(column).bfloat16().double().numpy()
 
 
-HEALTHY_NOISE: dict[str, Callable[[World, Array], Array]] = {
-    "heavy tails": lambda world, size: 0.005 * size * world.random.standard_t(2, len(size)),
-    "two kernels": lambda world, size: (
-        size
-        * np.where(world.random.random(len(size)) < 0.3, 0.03, 0.003)
-        * world.random.standard_normal(len(size))
-    ),
-    "half of the tokens equal": lambda world, size: (
-        0.01 * size * world.random.standard_normal(len(size)) * (world.random.random(len(size)) < 0.5)
-    ),
-    "shrinking": lambda world, size: (
-        0.03 * size * world.random.standard_normal(len(size)) / (1 + world.position / 3)
-    ),
+def two_kernels(world: World) -> Array:
+    return np.where(world.random.random(len(world.tokens)) < 0.3, 0.03, 0.003)
+
+
+HEALTHY_NOISE: dict[str, Callable[[World], Any]] = {
+    "heavy tails": lambda world: 0.005 / np.sqrt(world.random.chisquare(2, len(world.tokens)) / 2),
+    "two kernels": two_kernels,
+    "half of the tokens equal": lambda world: 0.01 * (world.random.random(len(world.tokens)) < 0.5),
+    "shrinking": lambda world: 0.03 / (1 + world.position / 3),
 }
+"""The size of each token's errors of its logits."""
 
 
 @pytest.mark.parametrize("kind", HEALTHY_NOISE)
-def test_rounding_that_varies_among_tokens_is_healthy(kind: str) -> None:
+def test_rounding_that_varies_among_tokens_is_healthy(kind):
     """Errors of logits below those that bfloat16 explains, in any mixture: not some tokens' experts or prompts."""
     world = World(0)
     trainer = world.logp(world.logits)
-    engine = np.minimum(trainer + HEALTHY_NOISE[kind](world, 1 - np.exp(trainer)), 0)
+    errors = HEALTHY_NOISE[kind](world) * world.random.standard_normal(len(trainer))
+    engine = np.minimum(trainer - np.expm1(trainer) * errors, 0)
     assert diagnose(world.rollouts(trainer, engine)).findings == ()
 
 
-def test_columns_of_bfloat16_numbers_on_both_sides_are_a_note_and_no_finding() -> None:
+def test_columns_of_bfloat16_numbers_on_both_sides_are_a_note_and_no_finding():
     """Rounding of unlikely tokens is far above that of logits, and was taken for routing."""
     world = World(0)
     columns = in_bfloat16(world.logp(world.logits)), in_bfloat16(world.noisy(0.01))
@@ -257,7 +250,7 @@ def test_columns_of_bfloat16_numbers_on_both_sides_are_a_note_and_no_finding() -
 
 
 @pytest.mark.parametrize("fault", ["temperature", "top-p", "a shifted column", "padding that counts"])
-def test_a_column_of_bfloat16_numbers_hides_no_other_fault(fault: str) -> None:
+def test_a_column_of_bfloat16_numbers_hides_no_other_fault(fault):
     cause, plant = FAULTS[fault]
     world = World(5)
     trainer, engine = plant(world)
@@ -270,9 +263,7 @@ def test_a_column_of_bfloat16_numbers_hides_no_other_fault(fault: str) -> None:
 @pytest.mark.parametrize(
     ("cause", "plant"), [("shift", shift), ("weights", other_weights), ("temperature", temperature)]
 )
-def test_a_fault_of_some_responses_is_named_with_their_number(
-    cause: str, plant: Callable[[World], tuple[Array, Array]]
-) -> None:
+def test_a_fault_of_some_responses_is_named_with_their_number(cause, plant):
     world = World(7)
     trainer, faulty = plant(world)
     is_faulty = np.repeat(np.arange(SEQUENCES) < 6, TIME)
@@ -281,7 +272,7 @@ def test_a_fault_of_some_responses_is_named_with_their_number(
     assert finding.cause == cause and f"in 6 of {SEQUENCES} responses" in finding.evidence
 
 
-def test_tokens_of_probability_0_are_few_tokens_far_out_and_a_note() -> None:
+def test_tokens_of_probability_0_are_few_tokens_far_out_and_a_note():
     world = World(8)
     trainer, engine = world.noisy(0.005), world.logp(world.logits)
     trainer[[17, 400]] = -np.inf
@@ -298,7 +289,7 @@ def test_tokens_of_probability_0_are_few_tokens_far_out_and_a_note() -> None:
 
 @pytest.mark.parametrize("temperature", [0.3, 0.6, 1.4])
 @pytest.mark.parametrize("is_of_trainer", [False, True])
-def test_the_ratio_of_temperatures_is_named_without_models(temperature: float, is_of_trainer: bool) -> None:
+def test_the_ratio_of_temperatures_is_named_without_models(temperature, is_of_trainer):
     columns = at_temperature(temperature)(world := World(4, temperature=temperature))
     finding = diagnose(world.rollouts(*columns[:: -1 if is_of_trainer else 1])).findings[0]
     assert finding.cause == "temperature"
@@ -307,7 +298,7 @@ def test_the_ratio_of_temperatures_is_named_without_models(temperature: float, i
     assert float(ratio) == pytest.approx(min(temperature, 1 / temperature), rel=0.2)
 
 
-def test_a_temperature_near_1_is_named_where_rounding_is_that_of_float32() -> None:
+def test_a_temperature_near_1_is_named_where_rounding_is_that_of_float32():
     columns = at_temperature(0.99)(world := World(9, temperature=0.99))
     assert diagnose(world.rollouts(*columns), rounding="float32").findings[0].cause == "temperature"
 
@@ -315,9 +306,7 @@ def test_a_temperature_near_1_is_named_where_rounding_is_that_of_float32() -> No
 @pytest.mark.parametrize(
     ("cause", "share", "size"), [("tensor_parallel", 0.005, 20.0), ("routing", 0.05, 0.5)]
 )
-def test_errors_of_some_tokens_are_named_where_the_others_round_far_less(
-    cause: str, share: float, size: float
-) -> None:
+def test_errors_of_some_tokens_are_named_where_the_others_round_far_less(cause, share, size):
     """As of two networks in float32, where --rounding says bfloat16."""
     world = World(5)
     engine, is_faulty = world.logp(world.logits), world.random.random(SEQUENCES * TIME) < share
@@ -327,7 +316,7 @@ def test_errors_of_some_tokens_are_named_where_the_others_round_far_less(
     assert cause == "routing" or f"{is_faulty.sum()} of 600 tokens" in finding.evidence
 
 
-def test_more_tokens_than_are_examined_are_sampled_with_a_note(monkeypatch: Any) -> None:
+def test_more_tokens_than_are_examined_are_sampled_with_a_note(monkeypatch):
     monkeypatch.setattr("kleash.diagnosis.doctor.MOST_TOKENS", 300)
     world = World(7, temperature=0.7)
     diagnosis = diagnose(world.rollouts(*temperature(world)))
@@ -337,7 +326,7 @@ def test_more_tokens_than_are_examined_are_sampled_with_a_note(monkeypatch: Any)
 
 
 @pytest.mark.parametrize(("responses", "length", "most_tokens"), [(1000, 10, 5000), (5, 1000, 500)])
-def test_a_sample_has_many_responses_or_parts_of_them(responses: int, length: int, most_tokens: int) -> None:
+def test_a_sample_has_many_responses_or_parts_of_them(responses, length, most_tokens):
     columns = np.zeros((responses, length))
     prompts = [[number] for number in range(responses)]
     rollouts = rollouts_of(prompts, columns.astype(int).tolist(), columns, columns)
@@ -355,7 +344,7 @@ def test_a_sample_has_many_responses_or_parts_of_them(responses: int, length: in
 
 
 @pytest.mark.parametrize("decimals", [2, 4])
-def test_few_decimals_are_a_note_and_no_finding(decimals: int) -> None:
+def test_few_decimals_are_a_note_and_no_finding(decimals):
     world = World(4)
     column = world.logp(world.logits)
     diagnosis = diagnose(world.rollouts(column, column.round(decimals)), rounding="float32")
@@ -363,20 +352,20 @@ def test_few_decimals_are_a_note_and_no_finding(decimals: int) -> None:
     assert any("written with few decimals" in note for note in diagnosis.notes)
 
 
-def test_equal_neighbours_are_no_padding_where_columns_are_of_whole_numbers() -> None:
+def test_equal_neighbours_are_no_padding_where_columns_are_of_whole_numbers():
     world = World(5)
     trainer, engine = world.logp(world.logits).round(), world.noisy(0.01).round()
     assert diagnose(world.rollouts(trainer, engine)).findings == ()
 
 
 @pytest.mark.parametrize(("rounding", "scale"), [("float32", 2e-7), ("float16", 1e-3), ("bfloat16", 0.01)])
-def test_rounding_is_healthy(rounding: str, scale: float) -> None:
+def test_rounding_is_healthy(rounding, scale):
     world = World(0)
     diagnosis = diagnose(world.rollouts(world.logp(world.logits), world.noisy(scale)), rounding=rounding)
     assert diagnosis.findings == () and diagnosis.examined
 
 
-def test_rounding_of_bfloat16_is_a_finding_in_float32() -> None:
+def test_rounding_of_bfloat16_is_a_finding_in_float32():
     world = World(3)
     rollouts = world.rollouts(world.logp(world.logits), world.noisy(0.02))
     assert diagnose(rollouts, rounding="bfloat16").findings == ()
@@ -384,28 +373,22 @@ def test_rounding_of_bfloat16_is_a_finding_in_float32() -> None:
     assert finding.cause == "weights" and "precision" in finding.alike
 
 
-def test_few_tokens_are_not_diagnosed() -> None:
+def test_few_tokens_are_not_diagnosed():
     world = World(5)
     rollouts = world.rollouts(*temperature(world))[:1]
     diagnosis = diagnose(rollouts)
     assert not diagnosis.examined and diagnosis.findings == () and "too few" in diagnosis.notes[0]
 
 
-def written(path: Path, rollouts: list[RolloutRecord], **changes: Any) -> str:
-    rows = [
-        {
-            "prompt_token_ids": list(rollout.prompt_ids),
-            "response_token_ids": list(rollout.response_ids),
-            "trainer_logprobs": rollout.trainer.tolist(),
-            "engine_logprobs": rollout.engine.tolist(),
-        }
-        for rollout in rollouts
-    ]
-    path.write_text("\n".join(json.dumps(row | changes) for row in rows))
+def written(path: Path, rollouts: list[RolloutRecord]) -> str:
+    names = "prompt_token_ids", "response_token_ids", "trainer_logprobs", "engine_logprobs"
+    columns = ((one.prompt_ids, one.response_ids, one.trainer, one.engine) for one in rollouts)
+    rows = [dict(zip(names, map(np.ndarray.tolist, map(np.asarray, each)), strict=True)) for each in columns]
+    path.write_text("\n".join(map(json.dumps, rows)))
     return str(path)
 
 
-def test_the_command_prints_a_ranked_list(tmp_path: Path, capsys: Any) -> None:
+def test_the_command_prints_a_ranked_list(tmp_path, capsys):
     world = World(8, temperature=0.7)
     path = written(tmp_path / "rollouts.jsonl", world.rollouts(*temperature(world)))
     assert main(["doctor", path]) == 0
@@ -421,7 +404,7 @@ def test_the_command_prints_a_ranked_list(tmp_path: Path, capsys: Any) -> None:
     assert "no finding: rounding explains the differences" in output and "18 responses" in output
 
 
-def test_the_command_reads_the_logs_of_several_ranks(tmp_path: Path, capsys: Any) -> None:
+def test_the_command_reads_the_logs_of_several_ranks(tmp_path, capsys):
     """A fault in the log of one rank of two is said to be there, and that log alone has the right cause."""
     healthy, faulty = World(9), World(8, temperature=0.7)
     paths = [
@@ -449,13 +432,13 @@ def test_the_command_reads_the_logs_of_several_ranks(tmp_path: Path, capsys: Any
         ({"batch_tokens": 0}, "--batch-tokens must be at least 1; it is 0"),
     ],
 )
-def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
+def test_options_that_mean_nothing_are_refused(options, message):
     with pytest.raises(OptionError) as error:
         DoctorJob(rollouts=("x",), **options)
     assert message in str(error.value)
 
 
-def test_logits_are_read_by_the_doctor_alone_and_numbers_that_are_none_by_nobody(tmp_path: Path) -> None:
+def test_logits_are_read_by_the_doctor_alone_and_numbers_that_are_none_by_nobody(tmp_path):
     world = World(1)
     trainer, engine = raw_logits(world)
     path = written(tmp_path / "rollouts.jsonl", world.rollouts(trainer, engine))
@@ -468,7 +451,7 @@ def test_logits_are_read_by_the_doctor_alone_and_numbers_that_are_none_by_nobody
         read_rollouts(path, allow_logits=True)
 
 
-def test_a_diagnosis_is_plain_json() -> None:
+def test_a_diagnosis_is_plain_json():
     world = World(2)
     diagnosis = diagnose(world.rollouts(*shift(world)), file="\x1b[31m")
     assert isinstance(diagnosis, Diagnosis)

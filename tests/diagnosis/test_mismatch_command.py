@@ -45,7 +45,7 @@ def written(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def test_the_numbers_are_those_of_the_library_function(tmp_path: Path, capsys: Any) -> None:
+def test_the_numbers_are_those_of_the_library_function(tmp_path, capsys):
     rows = records()
     rows[0]["trainer_logprobs"][-1] = float("nan")  # does not count
     rows[1]["engine_logprobs"][-1] = None
@@ -72,7 +72,7 @@ def test_the_numbers_are_those_of_the_library_function(tmp_path: Path, capsys: A
     assert found["gate"] is None and found["renamed"] == {}
 
 
-def test_verl_metrics_are_printed_on_request(tmp_path: Path, capsys: Any) -> None:
+def test_verl_metrics_are_printed_on_request(tmp_path, capsys):
     path = written(tmp_path / "rollouts.jsonl", records())
     assert main(["mismatch", path, "--names", "verl"]) == 0
     output = capsys.readouterr().out
@@ -82,9 +82,7 @@ def test_verl_metrics_are_printed_on_request(tmp_path: Path, capsys: Any) -> Non
     assert "KL(trainer ‖ engine)" not in output, "no table of kleash's names"
 
 
-def test_a_narrow_terminal_truncates_no_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_narrow_terminal_truncates_no_number(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
     assert main(["mismatch", written(tmp_path / "rollouts.jsonl", records())]) == 0
     output = capsys.readouterr().out
@@ -106,7 +104,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("system", NAMES)
-def test_the_names_of_other_frameworks_are_understood(system: str, tmp_path: Path) -> None:
+def test_the_names_of_other_frameworks_are_understood(system, tmp_path):
     rows = records(4)
     for row in rows:
         row["reference_logprobs"] = [value - 0.1 for value in row["trainer_logprobs"]]
@@ -125,7 +123,7 @@ def test_the_names_of_other_frameworks_are_understood(system: str, tmp_path: Pat
             np.testing.assert_array_equal(getattr(mine, column), getattr(theirs, column))
 
 
-def test_padding_of_verl_and_masks_of_trl_are_applied(tmp_path: Path) -> None:
+def test_padding_of_verl_and_masks_of_trl_are_applied(tmp_path):
     row = {
         "prompts": [0, 0, 5, 6],
         "responses": [7, 8, 9, 0],
@@ -151,7 +149,7 @@ def test_padding_of_verl_and_masks_of_trl_are_applied(tmp_path: Path) -> None:
     assert rollout.is_counted.tolist() == [True, False, False]
 
 
-def test_the_gate_decides_by_the_interval(tmp_path: Path, capsys: Any) -> None:
+def test_the_gate_decides_by_the_interval(tmp_path, capsys):
     path = written(tmp_path / "many.jsonl", records(200))
     kl = measure_mismatch(path).numbers["kl_engine_trainer"]
     assert main(["mismatch", path, "--at-most", repr(1.01 * kl.ci95[1])]) == 0
@@ -172,8 +170,8 @@ def test_the_gate_decides_by_the_interval(tmp_path: Path, capsys: Any) -> None:
     ],
 )
 def test_columns_that_are_equal_bit_for_bit_pass_with_a_note_if_they_have_several_values(
-    count: int, value: float | None, limit: str, code: int, sentences: list[str], tmp_path: Path, capsys: Any
-) -> None:
+    count, value, limit, code, sentences, tmp_path, capsys
+):
     rows = records(count)
     for row in rows:
         row["engine_logprobs"] = [x if value is None else value for x in row["engine_logprobs"]]
@@ -183,15 +181,10 @@ def test_columns_that_are_equal_bit_for_bit_pass_with_a_note_if_they_have_severa
     assert all(sentence in output for sentence in sentences)
 
 
-def test_few_decimals_are_a_noise_floor(tmp_path: Path) -> None:
-    rows = [
-        row
-        | {
-            name: [round(x, 2) for x in row["engine_logprobs"]]
-            for name in ("engine_logprobs", "trainer_logprobs")
-        }
-        for row in records(80)
-    ]
+def test_few_decimals_are_a_noise_floor(tmp_path):
+    rows = records(80)
+    for row in rows:
+        row["engine_logprobs"] = row["trainer_logprobs"] = [round(x, 2) for x in row["engine_logprobs"]]
     path = written(tmp_path / "rounded.jsonl", rows)
     gates = [measure_mismatch(path, at_most=limit).gate for limit in (4e-5, 6e-5)]
     assert [gate.verdict for gate in gates if gate] == ["undecided", "passed"]
@@ -224,10 +217,7 @@ def token_export(**changes: Any) -> dict[str, Any]:
     ("row", "message"),
     [
         (changed(engine_logprobs=...), "expected a field 'engine_logprobs' or 'rollout_log_probs'"),
-        (
-            changed(rollout_log_probs=[-1, -2]),
-            "'engine_logprobs' and 'rollout_log_probs' are the same column",
-        ),
+        (changed(rollout_log_probs=[-1, -2]), "'engine_logprobs' and 'rollout_log_probs' are the same"),
         (changed(trainer_logprobs=[-1.0]), "'trainer_logprobs' has 1 values for 2 tokens"),
         (changed(trainer_logprobs=[-1.0, "x"]), "to hold numbers, and it holds '\"x\"'"),
         (changed(trainer_logprobs="x"), "to be a list of numbers"),
@@ -243,15 +233,12 @@ def token_export(**changes: Any) -> dict[str, Any]:
         (changed(response_mask=[0, 0]), "no token that counts"),
         (changed(reference_logprobs=[-1.0, math.nan]), "'reference_logprobs' is nan"),
         (token_export(loss_mask=[True] * 5), "counts the first of 5 tokens, which no prompt precedes"),
-        (
-            token_export(trainer_logprobs=[-1.0] * 3),
-            "'trainer_logprobs' has 3 values for 5 tokens; give one each",
-        ),
+        (token_export(trainer_logprobs=[-1.0] * 3), "'trainer_logprobs' has 3 values for 5 tokens; give one"),
         (token_export(loss_mask=[False] * 5), "no token that counts"),
         (token_export(inference_logprobs=[None] * 5), "expected a field 'engine_logprobs'"),
     ],
 )
-def test_a_bad_record_is_one_sentence(row: dict[str, Any], message: str, tmp_path: Path, capsys: Any) -> None:
+def test_a_bad_record_is_one_sentence(row, message, tmp_path, capsys):
     path = tmp_path / "bad.jsonl"
     path.write_text(json.dumps(row))
     with pytest.raises(SourceError) as error:
@@ -261,7 +248,7 @@ def test_a_bad_record_is_one_sentence(row: dict[str, Any], message: str, tmp_pat
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_token_exports_of_prime_rl_are_split_at_the_first_token_of_the_loss(tmp_path: Path) -> None:
+def test_token_exports_of_prime_rl_are_split_at_the_first_token_of_the_loss(tmp_path):
     (rollout,) = read_rollouts(written(tmp_path / "rank_0.jsonl", [token_export()]))
     assert (rollout.prompt_ids, rollout.response_ids) == ((5, 6), (7, 8, 9))
     assert rollout.trainer.tolist() == [-1.5, -9, -3.5] and rollout.engine.tolist() == [-1, 0, -3]
@@ -269,19 +256,14 @@ def test_token_exports_of_prime_rl_are_split_at_the_first_token_of_the_loss(tmp_
     weights = {"rl_weights": [0.0, 0.0, 0.0, 0.0, 1.0], "loss_mask": [False, True, True, False, True]}
     (rollout,) = read_rollouts(written(tmp_path / "mixed.jsonl", [token_export(**weights)]))
     assert rollout.response_ids == (6, 7, 8, 9)
-    assert rollout.is_counted.tolist() == [False, False, False, True], (
-        "tokens of a frozen model are not drawn"
-    )
+    counted = rollout.is_counted.tolist()
+    assert counted == [False, False, False, True], "tokens of a frozen model are not drawn"
 
 
 @pytest.mark.parametrize(
-    ("module", "column"),
-    [
-        ("trl/trainer/grpo_trainer.py", 1),
-        ("verl/trainer/ppo/ray_trainer.py", 0),
-    ],
+    ("module", "column"), [("trl/trainer/grpo_trainer.py", 1), ("verl/trainer/ppo/ray_trainer.py", 0)]
 )
-def test_names_of_fields_are_those_of_the_installed_frameworks(module: str, column: int, root: Path) -> None:
+def test_names_of_fields_are_those_of_the_installed_frameworks(module, column, root):
     """The table of docs/reference/doctor.md, against what the frameworks call their tensors."""
     rows = [
         [re.findall(r"`(\w+)`", cell) for cell in line.strip("|\n ").split("|")]
@@ -296,13 +278,11 @@ def test_names_of_fields_are_those_of_the_installed_frameworks(module: str, colu
     for row in rows:
         for name in row[1 + column]:
             assert f'"{name}"' in source, name
-            assert name in {
-                *FIELD_NAMES.get(row[0][0], ()),
-                *(RESPONSE_MASKS if row[0] == ["response_mask"] else ()),
-            }
+            masks = RESPONSE_MASKS if row[0] == ["response_mask"] else ()
+            assert name in {*FIELD_NAMES.get(row[0][0], ()), *masks}
 
 
-def test_files_of_several_ranks_are_measured_as_one(tmp_path: Path, capsys: Any) -> None:
+def test_files_of_several_ranks_are_measured_as_one(tmp_path, capsys):
     """A folder, the same files by name and by pattern, one of them twice, and one file with all of their lines."""
     rows = records(36)
     parts = {f"rank-{rank}.jsonl": rows[place : place + 12] for rank, place in ((2, 0), (3, 12), (4, 24))}
@@ -311,14 +291,9 @@ def test_files_of_several_ranks_are_measured_as_one(tmp_path: Path, capsys: Any)
     (tmp_path / "logs" / "config.json").write_text("{}")
     (tmp_path / "logs" / "rank-5.jsonl").touch()
     whole = measure_mismatch(written(tmp_path / "whole.jsonl", rows))
-    for names in (
-        str(tmp_path / "logs"),
-        [
-            str(tmp_path / "logs" / name)
-            for name in ("rank-2.jsonl", "../logs/rank-2.jsonl", "rank-[3-4].jsonl")
-        ],
-        str(tmp_path / "logs" / "rank-*.jsonl"),
-    ):
+    logs = tmp_path / "logs"
+    one_by_one = ("rank-2.jsonl", "../logs/rank-2.jsonl", "rank-[3-4].jsonl")
+    for names in (str(logs), [str(logs / name) for name in one_by_one], str(logs / "rank-*.jsonl")):
         record = measure_mismatch(names)
         assert record.numbers == whole.numbers and record.values == whole.values
         expected = {**dict.fromkeys(parts, 12), **({} if isinstance(names, list) else {"rank-5.jsonl": 0})}
@@ -333,19 +308,16 @@ def test_files_of_several_ranks_are_measured_as_one(tmp_path: Path, capsys: Any)
     assert [int(re.findall(r"\d+", rollout.file)[-1]) for rollout in limited] == [2, 2, 2, 3, 3, 4, 4]
 
 
-def test_a_file_whose_mismatch_is_above_that_of_the_others_is_named(tmp_path: Path) -> None:
+def test_a_file_whose_mismatch_is_above_that_of_the_others_is_named(tmp_path):
     for rank in range(3):
         rows = records(60, shift=0.3 if rank == 2 else 0.02, seed=rank)
         if rank == 1:  # another framework's name, and a mask that is null
-            rows = [
-                {"rollout_log_probs": row.pop("engine_logprobs"), **row, "response_mask": None}
-                for row in rows
-            ]
+            for row in rows:
+                row |= {"rollout_log_probs": row.pop("engine_logprobs"), "response_mask": None}
         written(tmp_path / "logs" / f"rank-{rank}.jsonl", rows)
     (one_sided,) = measure_mismatch(tmp_path / "logs").notes
-    assert one_sided.startswith(
-        f"KL(engine ‖ trainer) per token of {tmp_path}/logs/rank-2.jsonl is at least 0.0"
-    )
+    words = f"KL(engine ‖ trainer) per token of {tmp_path}/logs/rank-2.jsonl is at least 0.0"
+    assert one_sided.startswith(words)
     equal = [written(tmp_path / name, records(60)) for name in ("a.jsonl", "b.jsonl")]
     assert measure_mismatch(equal).notes == (), "equal files have no side"
 
@@ -373,9 +345,7 @@ BAD_FILES = {
         (["a.jsonl", "cut.jsonl"], "cut.jsonl, line 1: expected a JSON object"),
     ],
 )
-def test_files_that_cannot_be_read_are_one_sentence(
-    names: list[str], message: str, tmp_path: Path, capsys: Any
-) -> None:
+def test_files_that_cannot_be_read_are_one_sentence(names, message, tmp_path, capsys):
     written(tmp_path / "a.jsonl", records(2))
     (tmp_path / "empty").mkdir()
     for name, content in BAD_FILES.items():
@@ -385,7 +355,7 @@ def test_files_that_cannot_be_read_are_one_sentence(
     assert message in " ".join(error.split("\n")) and "\x1b" not in error and error.count("kleash: ") == 1
 
 
-def test_unknown_names_are_refused(tmp_path: Path) -> None:
+def test_unknown_names_are_refused(tmp_path):
     with pytest.raises(OptionError, match="--names must be one of verl; it is 'trl'"):
         MismatchJob(rollouts=("x",), names="trl")
     with pytest.raises(OptionError, match="it is 'trl'"):
@@ -396,23 +366,17 @@ def padded_row(number: int, length: int, values: tuple[float, float] = (0.0, 0.0
     """A response of so many tokens, padded to 12 tokens as in a batch of verl."""
     draw = np.random.default_rng(number)
     trainer = -draw.exponential(size=length)
-    columns = (trainer, trainer * (1 - 0.01 * draw.standard_normal(length)))
+    engine = trainer * (1 - 0.01 * draw.standard_normal(length))
     return {
         "prompts": [5, number + 6],
         "responses": [*draw.integers(10, 99, length).tolist(), *[0] * (12 - length)],
-        **{
-            name: [*column.tolist(), *[value] * (12 - length)]
-            for name, column, value in zip(
-                ("old_log_probs", "rollout_log_probs"), columns, values, strict=True
-            )
-        },
+        "old_log_probs": [*trainer.tolist(), *[values[0]] * (12 - length)],
+        "rollout_log_probs": [*engine.tolist(), *[values[1]] * (12 - length)],
     }
 
 
 @pytest.mark.parametrize("values", [(0.0, 0.0), (0.0, -1.0)])
-def test_padding_without_a_mask_is_named_before_any_number(
-    tmp_path: Path, capsys: Any, values: tuple[float, float]
-) -> None:
+def test_padding_without_a_mask_is_named_before_any_number(tmp_path, capsys, values):
     """The tokens of padding have no KL, so a mean over them is too small."""
     rows = [padded_row(number, 4 + number % 7, values) for number in range(40)]
     path = written(tmp_path / "padded.jsonl", rows)
@@ -421,15 +385,13 @@ def test_padding_without_a_mask_is_named_before_any_number(
     assert "padding" in captured.err and "'response_mask'" in captured.err and not captured.out
     assert main(["doctor", path]) == 0
     assert "padding without a mask" in " ".join(capsys.readouterr().out.split())
-    masked = [
-        {**row, "response_mask": [index < 4 + number % 7 for index in range(12)]}
-        for number, row in enumerate(rows)
-    ]
-    kept = measure_mismatch(written(tmp_path / "masked.jsonl", masked))
+    for number, row in enumerate(rows):
+        row["response_mask"] = [index < 4 + number % 7 for index in range(12)]
+    kept = measure_mismatch(written(tmp_path / "masked.jsonl", rows))
     assert kept.tokens == sum(4 + number % 7 for number in range(40))
 
 
-def test_certain_tokens_at_the_end_are_no_padding(tmp_path: Path) -> None:
+def test_certain_tokens_at_the_end_are_no_padding(tmp_path):
     """Different tokens of probability 1, one token often repeated in one response, and a mask that counts all."""
     rows = [padded_row(number, 6) for number in range(30)]
     certain = [{**row, "responses": [*row["responses"][:6], *range(100, 106)]} for row in rows]
@@ -440,29 +402,23 @@ def test_certain_tokens_at_the_end_are_no_padding(tmp_path: Path) -> None:
     assert len(read_rollouts(written(tmp_path / "counted.jsonl", counted))) == 30
 
 
-def test_a_dump_of_texts_is_refused_with_what_writes_the_numbers(tmp_path: Path) -> None:
+def test_a_dump_of_texts_is_refused_with_what_writes_the_numbers(tmp_path):
     row = {"input": "What?", "output": "That.", "gts": None, "score": 1.0, "step": 3}
     with pytest.raises(SourceError, match=r"rollout_data_dir.*write_rollouts"):
         read_rollouts(written(tmp_path / "3.jsonl", [row]))
 
 
 @pytest.mark.peers("verl")
-def test_a_batch_of_verl_is_written_and_read(tmp_path: Path) -> None:
+def test_a_batch_of_verl_is_written_and_read(tmp_path):
     from verl import DataProto
 
     ids = torch.arange(20).reshape(2, 10)
     masks = torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1, 0, 0], [1] * 10])
     columns = -torch.rand(3, 2, 6, generator=torch.Generator().manual_seed(0))
-    data = DataProto.from_dict(
-        {
-            "prompts": ids[:, :4],
-            "responses": ids[:, 4:],
-            "attention_mask": masks,
-            "response_mask": masks[:, 4:],
-            **dict(zip(("old_log_probs", "rollout_log_probs", "ref_log_prob"), columns, strict=True)),
-            "token_level_scores": columns[0],
-        }
-    )
+    batch = {"prompts": ids[:, :4], "responses": ids[:, 4:], "attention_mask": masks}
+    batch |= {"response_mask": masks[:, 4:], "token_level_scores": columns[0]}
+    batch |= dict(zip(("old_log_probs", "rollout_log_probs", "ref_log_prob"), columns, strict=True))
+    data = DataProto.from_dict(batch)
     path = tmp_path / "rollouts" / "3.jsonl"
     write_rollouts(path, data.batch, version=3)
     first, second = read_rollouts(str(path))
@@ -474,7 +430,7 @@ def test_a_batch_of_verl_is_written_and_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.peers("openrlhf")
-def test_an_experience_of_openrlhf_is_written_and_read(tmp_path: Path) -> None:
+def test_an_experience_of_openrlhf_is_written_and_read(tmp_path):
     """Its columns begin at the second token: the value at t is that of token t + 1."""
     spec = find_spec("openrlhf")
     assert spec is not None and spec.submodule_search_locations is not None
@@ -499,10 +455,9 @@ def test_an_experience_of_openrlhf_is_written_and_read(tmp_path: Path) -> None:
     assert second.engine.tolist() == columns[1, 1, 1:].tolist()
 
 
-def test_a_batch_without_a_column_is_not_written(tmp_path: Path) -> None:
+def test_a_batch_without_a_column_is_not_written(tmp_path):
     ids = torch.ones(2, 3, dtype=torch.long)
+    batch = {"prompts": ids, "responses": ids, "old_log_probs": -ids.float()}
     with pytest.raises(OptionError, match="rollout_log_probs"):
-        write_rollouts(
-            tmp_path / "x.jsonl", {"prompts": ids, "responses": ids, "old_log_probs": -ids.float()}
-        )
+        write_rollouts(tmp_path / "x.jsonl", batch)
     assert not list(tmp_path.iterdir())

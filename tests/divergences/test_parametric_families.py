@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ ORDERS = [0.01, 0.5, 0.999, 1.001, 2.0, 10.0]
 
 
 @pytest.mark.parametrize("mix", SHARES)
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(pair=pairs(spread=1500.0))
 def test_skew_kl_agrees_with_the_textbook(mix, pair):
     expected = textbook("skew_kl", *pair, mix)
@@ -35,7 +36,7 @@ def test_skew_kl_agrees_with_the_textbook(mix, pair):
 
 
 @pytest.mark.parametrize("weight", SHARES)
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(pair=pairs(spread=1500.0))
 def test_jensen_shannon_agrees_with_the_textbook(weight, pair):
     expected = textbook("jensen_shannon_of", *pair, weight)
@@ -45,25 +46,17 @@ def test_jensen_shannon_agrees_with_the_textbook(weight, pair):
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
-@settings(max_examples=12)
-@given(pair=pairs(spread=400.0))
+@settings(max_examples=8)
+@given(pair=pairs(spread=400.0) | pairs(spread=0.3, zeros=False))
 def test_alpha_divergence_agrees_with_the_textbook(alpha, pair):
     expected = textbook("alpha_divergence", *pair, alpha)
     got = alpha_divergence(*pair, alpha).item()
     assert got == pytest.approx(expected, rel=1e-9, abs=1e-14) or min(got, expected) > 1e300
 
 
-@pytest.mark.parametrize("alpha", ALPHAS)
-@settings(max_examples=12)
-@given(pair=pairs(spread=0.3, zeros=False))
-def test_alpha_divergence_of_close_pairs_agrees_with_the_textbook(alpha, pair):
-    expected = textbook("alpha_divergence", *pair, alpha)
-    assert alpha_divergence(*pair, alpha).item() == pytest.approx(expected, rel=1e-10, abs=1e-15)
-
-
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("spread", [0.3, 2000.0])
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(data=pairs(spread=1.0))
 def test_renyi_agrees_with_the_textbook(order, spread, data):
     pair = [(spread * logits).log_softmax(-1) for logits in data]
@@ -72,7 +65,7 @@ def test_renyi_agrees_with_the_textbook(order, spread, data):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(pair=pairs(spread=100.0))
 def test_renyi_gradients_in_float32_are_finite_where_the_sum_would_overflow(order, pair):
     logits = [torch.stack([x, x.roll(1), x / 1000]).float() for x in pair]
@@ -95,22 +88,15 @@ def test_families_are_continuous_at_their_limits():
     torch.manual_seed(0)
     logp, logq = torch.randn(2, 8, dtype=torch.float64).log_softmax(-1)
     forward, backward = kl(logp, logq), kl(logq, logp)
+    normalised = partial(jensen_shannon, normalised=True)
     for at_limit, near_limit, expected in (
         (alpha_divergence(logp, logq, 1.0), alpha_divergence(logp, logq, 1 - 1e-9), forward),
         (alpha_divergence(logp, logq, 0.0), alpha_divergence(logp, logq, 1e-9), backward),
         (renyi(logp, logq, 1.0), renyi(logp, logq, 1 + 1e-9), forward),
         (skew_kl(logp, logq, 0.0), skew_kl(logp, logq, 1e-9), forward),
         (skew_kl(logp, logq, 1.0), skew_kl(logp, logq, 1 - 1e-9), torch.zeros_like(forward)),
-        (
-            jensen_shannon(logp, logq, 0.0, normalised=True),
-            jensen_shannon(logp, logq, 1e-9, normalised=True),
-            forward,
-        ),
-        (
-            jensen_shannon(logp, logq, 1.0, normalised=True),
-            jensen_shannon(logp, logq, 1 - 1e-9, normalised=True),
-            backward,
-        ),
+        (normalised(logp, logq, 0.0), normalised(logp, logq, 1e-9), forward),
+        (normalised(logp, logq, 1.0), normalised(logp, logq, 1 - 1e-9), backward),
         (jensen_shannon(logp, logq, 0.0), jensen_shannon(logp, logq, 1e-9), torch.zeros_like(forward)),
         (jensen_shannon(logp, logq, 1.0), jensen_shannon(logp, logq, 1 - 1e-9), torch.zeros_like(forward)),
     ):
@@ -159,25 +145,16 @@ def test_log_mixture_does_not_cancel_near_zero(share):
         (alpha_divergence, math.inf, "alpha is inf; give a finite number"),
         (renyi, 0.0, "order is 0.0; give a finite number above 0"),
         (renyi, math.inf, "order is inf"),
-    ],
-)
-def test_invalid_parameters_raise(function, wrong, message):
-    with pytest.raises(OptionError, match=message):
-        function(log(0.5, 0.5), log(0.5, 0.5), wrong)
-
-
-@pytest.mark.parametrize(
-    ("make_record", "wrong", "message"),
-    [
         (skew_kl_record, 1.5, "mix is 1.5; it is a share, from 0 to 1"),
         (skew_kl_record, -0.1, "mix is -0.1"),
         (jensen_shannon_record, 2.0, "weight is 2.0; it is a share"),
         (alpha_record, math.nan, "alpha is nan; give a finite number"),
     ],
 )
-def test_records_of_invalid_parameters_raise(make_record, wrong, message):
+def test_invalid_parameters_raise(function, wrong, message):
+    sides = () if function.__name__.endswith("record") else (log(0.5, 0.5), log(0.5, 0.5))
     with pytest.raises(OptionError, match=message):
-        make_record(wrong)
+        function(*sides, wrong)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

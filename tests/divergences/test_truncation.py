@@ -11,7 +11,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from kleash.divergences import at_temperature, kl, truncate
+from kleash.divergences import at_temperature, truncate
 from kleash.errors import OptionError, ShapeError
 
 
@@ -71,20 +71,6 @@ def test_a_large_vocabulary_in_float32():
     assert 0 < got.kept.sum() < 10_000
 
 
-def test_the_order_is_top_k_then_top_p_then_min_p():
-    logp = log(0.4, 0.3, 0.2, 0.1)
-    assert truncate(logp, top_p=0.65).kept.tolist() == [True, True, False, False]
-    assert truncate(logp, top_k=2, top_p=0.5).kept.tolist() == [True, False, False, False]
-    assert truncate(logp, min_p=0.5).kept.tolist() == [True, True, True, False]
-
-
-def test_tokens_that_tie():
-    logp = log(0.25, 0.25, 0.25, 0.25)
-    assert truncate(logp, top_k=1).kept.all(), "all that tie with the last of the k"
-    assert truncate(logp, top_p=0.3).kept.tolist() == [False, False, True, True]
-    assert truncate(logp, min_p=1.0).kept.all()
-
-
 def test_a_mass_of_exactly_top_p_is_not_exceeded():
     logits = torch.zeros(1, 2, dtype=torch.float64)
     expected = transformers_distribution(logits, 1.0, None, 0.5, None) > -torch.inf
@@ -112,20 +98,6 @@ def test_a_small_removed_mass_is_accurate_in_float32():
     assert truncate(logp, top_k=1).log_kept_mass.item() == pytest.approx(-3e-9, rel=1e-5)
 
 
-def test_tokens_of_probability_zero_are_not_kept():
-    assert truncate(log(0.5, 0.5, 0.0), top_k=3).kept.tolist() == [True, True, False]
-    assert truncate(log(0.5, 0.5, 0.0), top_p=1.0).kept.tolist() == [True, True, False]
-    assert truncate(log(0.5, 0.5, 0.0), min_p=0.0).kept.tolist() == [True, True, False]
-
-
-def test_kl_of_a_truncated_policy_is_finite_and_the_reverse_infinite():
-    logp, logq = log(0.5, 0.3, 0.2), log(0.4, 0.3, 0.3)
-    cut = truncate(logp, top_k=2).logp
-    expected = 0.625 * torch.tensor(0.625 / 0.4).log() + 0.375 * torch.tensor(0.375 / 0.3).log()
-    assert kl(cut, logq).item() == pytest.approx(expected.item(), rel=1e-6)
-    assert kl(logq, cut) == torch.inf
-
-
 def test_gradients_are_those_of_the_renormalised_distribution():
     logits = torch.tensor([1.0, 0.5, -1.0, -3.0], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(
@@ -142,13 +114,6 @@ def test_half_precision_is_converted_to_float32():
     assert at_temperature(logits, 0.7).dtype == torch.float32
     assert truncate(logits.log_softmax(-1), top_k=3).logp.dtype == torch.float32
     torch.testing.assert_close(at_temperature(logits, 0.7), (logits.float() / 0.7).log_softmax(-1))
-
-
-def test_temperature_divides_the_logits():
-    logits = torch.tensor([2.0, 0.0, -torch.inf])
-    torch.testing.assert_close(
-        at_temperature(logits, 2.0).exp(), torch.tensor([1.0, 0.0, -torch.inf]).softmax(-1)
-    )
     assert at_temperature(torch.zeros(0, 3), 1.0).shape == (0, 3)
 
 
@@ -176,10 +141,7 @@ def test_invalid_temperatures_raise(temperature):
 
 @pytest.mark.parametrize("wrong", [torch.tensor(0.0), torch.zeros(2, 0), torch.zeros(3, dtype=torch.int64)])
 def test_scalars_empty_vocabularies_and_integers_raise(wrong, unhooked):
-    with pytest.raises(
-        ShapeError,
-        match="give floating-point numbers with the vocabulary on the last axis, at least one token",
-    ):
+    with pytest.raises(ShapeError, match="give floating-point numbers with the vocabulary on the last axis"):
         truncate(wrong)
     with pytest.raises(ShapeError, match=r"^logits is"):
         at_temperature(wrong, 1.0)

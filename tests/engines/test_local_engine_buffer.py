@@ -12,13 +12,9 @@ from kleash.linear import LinearOptions
 from kleash.models import TokenSequence, load_pair, score
 from kleash.records import MeasureJob
 
-SEQUENCES = tuple(
-    TokenSequence(
-        prompt_id=n, sample_id=0, prompt_ids=(3, 5, 7 + n), response_ids=tuple(range(10, 40 + n)),
-        prompt_text="p", response_text="r",
-    )
-    for n in range(6)
-)  # fmt: skip
+TEXTS = {"prompt_text": "p", "response_text": "r"}
+IDS = [{"prompt_ids": (3, 5, 7 + n), "response_ids": tuple(range(10, 40 + n))} for n in range(6)]
+SEQUENCES = tuple(TokenSequence(prompt_id=n, sample_id=0, **ids, **TEXTS) for n, ids in enumerate(IDS))
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +29,12 @@ def options_of(monkeypatch, pair):
 
     def found(device):
         seen = []
-        monkeypatch.setattr(
-            local,
-            "score",
-            lambda *given, **named: seen.append(named["options"]) or score(pair, *given[1:], top=5),
-        )
+
+        def scored(*given, **named):
+            seen.append(named["options"])
+            return score(pair, *given[1:], top=5)
+
+        monkeypatch.setattr(local, "score", scored)
         there = replace(pair, policy=replace(pair.policy, device=torch.device(device)))
         LocalEngine(pair=there, job=MeasureJob()).run(Shard(index=0, sequences=SEQUENCES))
         return seen[0]

@@ -31,17 +31,13 @@ def pairs_with_heads(draw, **options):
     return logp, logq, order[:k], order[k:]
 
 
-@settings(max_examples=250)
+@settings(max_examples=120)
 @given(cut=pairs_with_heads(spread=30.0), name=st.sampled_from(NAMES), known=st.booleans())
 def test_the_exact_value_is_within_the_bounds(cut, name, known):
     logp, logq, head, rest = cut
-    tail = (
-        None
-        if len(rest) == 0
-        else exact_tail(logp, logq, rest)
-        if known
-        else Tail(logq_least=logq[rest].min())
-    )
+    tail = None
+    if len(rest):
+        tail = exact_tail(logp, logq, rest) if known else Tail(logq_least=logq[rest].min())
     bounds = kl_bounds(logp[head], logq[head], divergence=name, tail=tail)
     exact = textbook(name, logp, logq)
     assert bounds.lower <= exact or bounds.lower.item() == pytest.approx(exact, rel=1e-12)
@@ -86,13 +82,6 @@ def test_the_upper_bound_with_a_lower_bound_on_q_alone():
     assert got.item() == pytest.approx(expected, rel=1e-9)
 
 
-def test_a_known_token_outside_gives_the_exact_upper_bound():
-    logp, logq = log(0.7, 0.3), log(0.6, 0.4)
-    for name in NAMES:
-        bounds = kl_bounds(logp[:1], logq[:1], divergence=name, tail=exact_tail(logp, logq, [1]))
-        assert bounds.upper.item() == pytest.approx(textbook(name, logp, logq), rel=1e-7)
-
-
 def test_divergences_that_are_finite_at_zeros_are_bounded_without_a_tail():
     logp, logq = log(0.7, 0.3), log(0.6, 0.4)
     upper = {name: kl_bounds(logp[:1], logq[:1], divergence=name).upper.item() for name in NAMES}
@@ -104,7 +93,7 @@ def test_divergences_that_are_finite_at_zeros_are_bounded_without_a_tail():
     assert upper["jensen_shannon"] == pytest.approx(textbook("jensen_shannon", *disjoint), rel=1e-7)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     cut=pairs_with_heads(spread=8.0, zeros=False, max_vocab=30),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -216,19 +205,15 @@ def extreme_splits(draw):
     sides = []
     for _ in "pq":
         mass = 10.0 ** draw(st.floats(-14, -1e-7))
-        inside = torch.tensor(
-            draw(st.lists(st.floats(0.1, 1), min_size=size, max_size=size)), dtype=torch.float64
-        )
+        inside = torch.tensor(draw(st.lists(st.floats(0.1, 1), min_size=size, max_size=size))).double()
         flatness = draw(st.sampled_from([0.0, 0.0, 1e-7, 1e-3, 3.0]))
-        rest = torch.tensor(
-            draw(st.lists(st.floats(-1, 1), min_size=outside, max_size=outside)), dtype=torch.float64
-        )
+        rest = torch.tensor(draw(st.lists(st.floats(-1, 1), min_size=outside, max_size=outside))).double()
         parts = inside / inside.sum() * mass, (flatness * rest).softmax(-1) * (1 - mass)
         sides.append(torch.cat(parts).log())
     return *sides, size
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     name=st.sampled_from(["kl", "reverse_kl", "jensen_shannon", "chi_squared", "total_variation"]),
     split=extreme_splits(),
@@ -238,12 +223,8 @@ def extreme_splits(draw):
 def test_true_bounds_of_the_tail_never_contradict_it(name, split, dtype, known):
     """The tail's own extremes, rounded as the list is: the upper end is a number, or inf where nothing bounds it."""
     p, q, size = split
-    true = {
-        "logp_least": p[size:].min(),
-        "logp_most": p[size:].max(),
-        "logq_least": q[size:].min(),
-        "logq_most": q[size:].max(),
-    }
+    true = {"logp_least": p[size:].min(), "logp_most": p[size:].max()}
+    true |= {"logq_least": q[size:].min(), "logq_most": q[size:].max()}
     chosen = {key: value for key, value in true.items() if known.draw(st.booleans())}
     as_number = known.draw(st.booleans())
     tail = Tail(**{key: x.to(dtype).item() if as_number else x.to(dtype) for key, x in chosen.items()})

@@ -54,11 +54,8 @@ def test_below_the_limit_it_is_the_tangent(implementation, dtype):
     value = implementation(torch.tensor([-limit, -limit - 1, -limit - 10], dtype=dtype))
     top = math.exp(limit)
     torch.testing.assert_close(value, torch.tensor([top, 2 * top, 11 * top], dtype=dtype), rtol=1e-5, atol=0)
-    assert (
-        implementation(torch.tensor([-torch.inf, torch.inf, torch.nan], dtype=dtype)).tolist()[:2]
-        == [torch.inf] * 2
-    )
-    assert implementation(torch.tensor([torch.nan], dtype=dtype)).isnan().all()
+    ends = implementation(torch.tensor([-torch.inf, torch.inf, torch.nan], dtype=dtype))
+    assert ends[:2].tolist() == [torch.inf] * 2 and ends[2].isnan()
     assert phi(torch.tensor(-limit - 10, dtype=dtype)) == torch.inf, "phi overflows there"
 
 

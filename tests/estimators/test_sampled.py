@@ -6,8 +6,6 @@ import pytest
 import torch
 from compiling import compiles
 from distributions import gradients, log
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kleash.divergences import kl, total_variation
 from kleash.errors import UnknownNameError
@@ -15,8 +13,8 @@ from kleash.estimators import ESTIMATORS, absolute, k1, k2, k3, sampled_kl
 
 NAMES = list(ESTIMATORS)
 torch.manual_seed(0)
-LOGITS_P, LOGITS_Q, LOGITS_MU = torch.randn(3, 8, dtype=torch.float64)
-LOGP, LOGQ, LOGMU = (x.log_softmax(-1) for x in (LOGITS_P, LOGITS_Q, LOGITS_MU))
+LOGITS_P, LOGITS_Q = torch.randn(2, 8, dtype=torch.float64)
+LOGP, LOGQ = (x.log_softmax(-1) for x in (LOGITS_P, LOGITS_Q))
 
 TARGETS = {
     "zero": lambda logp: 0 * logp,
@@ -61,37 +59,17 @@ def test_unbiased_agrees_with_enumeration(name):
     assert is_close(mean, kl(LOGP, LOGQ)) is ESTIMATORS[name].unbiased
 
 
-def test_abs_is_biased_upwards_and_k2_at_fourth_order():
-    exact = kl(LOGP, LOGQ)
-    assert (LOGP.exp() * sampled_kl(LOGP, LOGQ, "abs")).sum() > exact
-    direction = torch.tensor([1.0, -1.0], dtype=torch.float64)  # symmetric, so that the third order vanishes
-    biases = []
-    for size in (0.1, 0.05):
-        logp, logq = (size * direction).log_softmax(-1), (-size * direction).log_softmax(-1)
-        biases.append(((logp.exp() * k2(logp - logq)).sum() - kl(logp, logq)).item())
-    assert biases[0] / biases[1] == pytest.approx(16, rel=0.02)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_never_negative_agrees_with_a_grid_of_log_ratios(name):
     u = torch.cat([torch.linspace(-30, 30, 2001, dtype=torch.float64), torch.tensor([1e-9, -1e-9])])
     assert bool((ESTIMATORS[name].of(u) >= 0).all()) is ESTIMATORS[name].never_negative
 
 
-@given(st.floats(-80, 80, width=32))
-def test_k3_is_never_negative_for_any_log_ratio_in_float32(u):
-    assert k3(torch.tensor(u)) >= 0
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_backpropagated_agrees_with_the_enumerated_gradient(name):
     """As a loss, on samples of the current p: E_p[grad estimator], p itself a constant."""
     estimated = gradient_in_p(lambda logp: logp.exp().detach() * sampled_kl(logp, LOGQ, name))
-    matching = {
-        name_of_target
-        for name_of_target, target in TARGETS.items()
-        if is_close(estimated, gradient_in_p(target))
-    }
+    matching = {word for word, target in TARGETS.items() if is_close(estimated, gradient_in_p(target))}
     assert matching == {ESTIMATORS[name].backpropagated}
 
 
@@ -100,34 +78,6 @@ def test_right_as_reward_agrees_with_the_enumerated_gradient(name):
     """Detached, times the score: E_p[sg(estimator) grad log p]."""
     estimated = gradient_in_p(lambda logp: logp.exp().detach() * sampled_kl(logp, LOGQ, name).detach() * logp)
     assert is_close(estimated, gradient_in_p(TARGETS["KL(p ‖ q)"])) is ESTIMATORS[name].right_as_reward
-
-
-@pytest.mark.parametrize(
-    ("name", "attached", "valid"),
-    [
-        ("k1", True, True),
-        ("k2", False, True),
-        ("k2", True, False),
-        ("k3", True, True),
-        ("k3", False, False),
-    ],
-)
-def test_off_policy_gradients_with_attached_and_detached_weights(name, attached, valid):
-    """Samples of mu, each weighted by rho = p / mu, with or without the gradient of the weight."""
-
-    def surrogate(logp):
-        rho = (logp - LOGMU).exp()
-        return LOGMU.exp() * (rho if attached else rho.detach()) * sampled_kl(logp, LOGQ, name)
-
-    assert is_close(gradient_in_p(surrogate), gradient_in_p(TARGETS["KL(p ‖ q)"])) is valid
-
-
-def test_off_policy_values_need_importance_weights():
-    exact, mu = kl(LOGP, LOGQ), LOGMU.exp()
-    for name in ("k1", "k3"):
-        values = sampled_kl(LOGP, LOGQ, name)
-        assert not is_close((mu * values).sum(), exact)
-        assert is_close((mu * (LOGP - LOGMU).exp() * values).sum(), exact)
 
 
 def test_half_precision_is_subtracted_in_float32():

@@ -49,9 +49,8 @@ def test_to_full_inverts_to_truncated():
 
 def test_a_removed_token_has_no_gradient():
     token_logp = MU.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(
-        to_truncated(token_logp, CUT.log_kept_mass.expand(8), CUT.kept)[CUT.kept].sum(), token_logp
-    )
+    kept = to_truncated(token_logp, CUT.log_kept_mass.expand(8), CUT.kept)[CUT.kept]
+    (gradient,) = torch.autograd.grad(kept.sum(), token_logp)
     assert torch.equal(gradient, CUT.kept.double())
 
 
@@ -94,10 +93,7 @@ def test_semantics_of_logits_agree_with_truncate():
     [
         (Semantics(), "the full softmax at temperature 1"),
         (Semantics(temperature=0.7, top_p=1.0, min_p=0.0), "the full softmax at temperature 0.7"),
-        (
-            Semantics(top_k=20, top_p=0.95, min_p=0.1),
-            "cut to top_k 20, top_p 0.95, min_p 0.1 at temperature 1",
-        ),
+        (Semantics(top_k=20, min_p=0.1), "cut to top_k 20, min_p 0.1 at temperature 1"),
     ],
 )
 def test_semantics_as_text(semantics, words):
@@ -118,18 +114,9 @@ def test_equal_semantics_pass():
 @pytest.mark.parametrize(
     ("sides", "message"),
     [
-        (
-            {"policy": FULL, "behaviour": WARM},
-            "policy is the full softmax at temperature 1 and behaviour the full softmax at temperature 0.7; divide",
-        ),
-        (
-            {"policy": FULL, "behaviour": CUTS},
-            r"cut to top_p 0.95 at temperature 1, so their ratio carries the kept mass as a factor; .*\(to_full\)",
-        ),
-        (
-            {"policy": CUTS, "behaviour": Semantics(top_k=50)},
-            "behaviour cut to top_k 50 at temperature 1; cut both to the tokens that were kept when sampling",
-        ),
+        ({"policy": FULL, "behaviour": WARM}, "policy is the full softmax at temperature 1 and behaviour"),
+        ({"policy": FULL, "behaviour": CUTS}, r"cut to top_p 0.95 at temperature 1, so their ratio carries"),
+        ({"policy": CUTS, "behaviour": Semantics(top_k=50)}, "behaviour cut to top_k 50 at temperature 1"),
         ({"policy": FULL, "behaviour": FULL, "sampler": CUTS}, "policy is .* and sampler cut to top_p 0.95"),
         ({"policy": FULL, "behaviour": FULL, "reference": WARM}, "and reference the full softmax at temp"),
     ],

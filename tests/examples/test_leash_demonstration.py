@@ -14,9 +14,7 @@ import leash_demonstration as example
 from kleash.store import read_steps
 
 
-def test_three_runs_start_alike(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_three_runs_start_alike(tmp_path, monkeypatch, capsys):
     words = ["--steps", "2", "--prompts", "3", "--draws", "4", "--tokens", "4", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["leash_demonstration.py", *words])
     example.main()
@@ -29,7 +27,7 @@ def test_three_runs_start_alike(
     assert (tmp_path / "leashes.png").stat().st_size > 10_000
 
 
-def test_reward_and_bound_of_the_kl_of_best_of_n_grow_with_n(tmp_path: Path) -> None:
+def test_reward_and_bound_of_the_kl_of_best_of_n_grow_with_n(tmp_path):
     points = example.sample_reference(tmp_path / "prompts.jsonl", 3, 4, 4)
     assert [point.n for point in points] == [1, 2, 4]
     rewards = [point.reward.value for point in points]
@@ -38,7 +36,7 @@ def test_reward_and_bound_of_the_kl_of_best_of_n_grow_with_n(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5])
-def test_best_of_n_reward_is_mean_over_all_subsets(n: int) -> None:
+def test_best_of_n_reward_is_mean_over_all_subsets(n):
     rewards = np.array([[3.0, 1.0, 1.0, 0.0, 7.0], [2.0, 2.0, 2.0, -1.0, 0.5]])
     every = [np.mean([max(chosen) for chosen in combinations(row, n)]) for row in rewards]
     assert example.best_of_n_reward(rewards, n).value == pytest.approx(np.mean(every))

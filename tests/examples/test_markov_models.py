@@ -4,7 +4,6 @@ from distributions import log
 from markov_models import MarkovModel, drift_moments, random_markov
 
 from kleash.auditing.toy_distributions import every_sequence
-from kleash.divergences import kl
 from kleash.errors import OptionError, ShapeError
 
 COUNTEREXAMPLE = (
@@ -32,19 +31,10 @@ def test_moments_agree_with_enumeration(vocab, steps):
     assert probs.sum().item() == pytest.approx(1)
     assert moments.kl == pytest.approx(mean) == pytest.approx((probs * summed).sum().item())
     assert moments.variance_sampled == pytest.approx((probs * (sampled - mean).square()).sum().item())
-    assert moments.variance_summed == pytest.approx(
-        (probs * (summed - mean).square()).sum().item(), abs=1e-12
-    )
+    variance = (probs * (summed - mean).square()).sum().item()
+    assert moments.variance_summed == pytest.approx(variance, abs=1e-12)
     covariance = (probs * (sampled - mean) * (summed - mean)).sum().item()
     assert moments.covariance == pytest.approx(covariance, abs=1e-12)
-
-
-def test_the_sequence_kl_obeys_the_chain_rule():
-    """KL of whole sequences, from their probabilities, is the expected sum of next-token KLs."""
-    p, q = random_markov(3, seed=0), random_markov(3, seed=1)
-    tokens = every_sequence(3, 4)
-    whole = kl(p.token_logp(tokens).sum(-1), q.token_logp(tokens).sum(-1)).item()
-    assert whole == pytest.approx(drift_moments(p, q, 4).kl)
 
 
 def test_the_exact_sum_can_have_the_larger_variance():
@@ -54,15 +44,6 @@ def test_the_exact_sum_can_have_the_larger_variance():
     assert moments.variance_summed == pytest.approx(5.06974, abs=5e-6)
     assert moments.control_weight == pytest.approx(-0.718, abs=5e-4)
     assert moments.variance(moments.control_weight) == pytest.approx(2.94458, abs=5e-6)
-
-
-def test_the_control_weight_minimises_the_variance():
-    p = random_markov(4, seed=5)
-    moments = drift_moments(p, p.moved(6, apart=0.7), 5)
-    best = moments.variance(moments.control_weight)
-    assert all(best <= moments.variance(a) for a in torch.linspace(-2, 3, 51).tolist())
-    assert moments.variance(0.0) == moments.variance_sampled
-    assert moments.variance(1.0) == moments.variance_summed
 
 
 def test_moments_of_a_model_against_itself_are_zero():

@@ -18,16 +18,14 @@ pytestmark = [
 ]
 
 
-def test_the_answer_is_the_sorted_prompt_and_held_out_prompts_are_others(tmp_path: Path) -> None:
+def test_the_answer_is_the_sorted_prompt_and_held_out_prompts_are_others(tmp_path):
     rows = [example.task(random.Random(seed), 8) for seed in range(20)]
     assert all(sorted(row["prompt"].removesuffix(" :").split()) == row["answer"].split() for row in rows)
     responses = [" " + rows[0]["answer"], rows[0]["prompt"], ""]
     assert example.sorted_right([], responses, [rows[0]["answer"]] * 3) == [1, 0, 0]
 
 
-def test_every_leash_is_trained_and_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_leash_is_trained_and_measured(tmp_path, monkeypatch, capsys):
     sizes = ["--steps", "2", "--warm-up", "3", "--prompts", "4", "--held-out", "3", "--letters", "2"]
     monkeypatch.setattr(sys, "argv", ["sorting_task.py", *sizes, "--seeds", "0", "--out", str(tmp_path)])
     example.main()
@@ -35,11 +33,8 @@ def test_every_leash_is_trained_and_measured(
     rows = {line[:16].strip(): [float(x) for x in re.findall(r"\d+\.\d+", line[16:])] for line in table}
     assert list(rows) == ["reference", *example.LEASHES, example.TRL]
     assert rows["reference"][2:] == [0, 0] and all(0 <= row[0] <= 1 for row in rows.values())
+    files = (tmp_path / "seed-0" / f"{name}.jsonl" for name in ("train", "held_out"))
     train, held_out = (
-        {
-            json.loads(line)["prompt"]
-            for line in (tmp_path / "seed-0" / f"{name}.jsonl").read_text().splitlines()
-        }
-        for name in ("train", "held_out")
+        {json.loads(line)["prompt"] for line in file.read_text().splitlines()} for file in files
     )
     assert len(train) == 4 and len(held_out) == 3 and not train & held_out

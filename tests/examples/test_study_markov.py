@@ -32,9 +32,8 @@ class Enumerated:
         self.logits = torch.cat([p.first.unsqueeze(0), p.then]).clone().requires_grad_()
         whole = self.logits.log_softmax(-1)
         other = torch.cat([q.first.unsqueeze(0), q.then])
-        place = torch.cat(
-            [torch.zeros(len(self.tokens), 1, dtype=torch.int64), self.tokens[:, :-1] + 1], dim=1
-        )
+        first = torch.zeros(len(self.tokens), 1, dtype=torch.int64)
+        place = torch.cat([first, self.tokens[:, :-1] + 1], dim=1)
         self.token_logp = whole[place, self.tokens]
         self.u = self.token_logp - other[place, self.tokens]
         self.exact = (whole.exp() * (whole - other)).sum(-1)[place]
@@ -61,9 +60,8 @@ def check(row, sums, world, error):
     kl = (probs * world.u.detach().sum(-1)).sum().item()
     assert row.value == pytest.approx(mean, rel=1e-10)
     assert row.bias == pytest.approx(mean - kl, abs=1e-10)
-    assert row.standard_deviation == pytest.approx(
-        (probs * (values - mean).square()).sum().sqrt().item(), rel=1e-7
-    )
+    spread = (probs * (values - mean).square()).sum().sqrt().item()
+    assert row.standard_deviation == pytest.approx(spread, rel=1e-7)
     share = (probs * (values < 0)).sum().item()
     assert abs(row.negative_share - share) <= 4 * (share * (1 - share) / markov.SEQUENCES) ** 0.5
     assert row.gradient_error == pytest.approx(error, rel=1e-7, abs=1e-10)

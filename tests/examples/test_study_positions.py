@@ -78,13 +78,9 @@ def test_the_controlled_one_varies_least(case, arrays):
 
 
 def pair_of(logp, logq, parameters=()):
-    return EnumeratedPair(
-        logp=logp,
-        logq=logq,
-        measure=torch.ones_like(logp),
-        visits=torch.full((len(logp),), 1 / len(logp), dtype=torch.float64),
-        parameters=parameters,
-    )
+    visits = torch.full((len(logp),), 1 / len(logp), dtype=torch.float64)
+    measure = torch.ones_like(logp)
+    return EnumeratedPair(logp=logp, logq=logq, measure=measure, visits=visits, parameters=parameters)
 
 
 def test_a_pair_that_agrees_has_no_gradient_to_miss():
@@ -92,18 +88,15 @@ def test_a_pair_that_agrees_has_no_gradient_to_miss():
     pair = pair_of(logits.log_softmax(-1), logits.detach().log_softmax(-1), (logits,))
     assert relative_error(pair.gradient(pair.kl()), pair.gradient(pair.kl())) is None
     assert relative_error(torch.tensor([3.0]), torch.tensor([2.0])) == 0.5
-    near = pair_of(
-        logits.log_softmax(-1), torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64).log(), (logits,)
-    )
+    other = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64).log()
+    near = pair_of(logits.log_softmax(-1), other, (logits,))
     assert {row.name for row in enumerated_rows(near) if row.gradient_error == pytest.approx(1)} == {"k1"}
 
 
 def test_an_estimate_of_0_is_not_below_0():
     logits = torch.zeros(1, 4, dtype=torch.float64, requires_grad=True)
     logq = torch.tensor([[0.25, 0.25, 0.4, 0.1]], dtype=torch.float64).log()
-    shares = {
-        row.name: row.negative_share
-        for row in enumerated_rows(pair_of(logits.log_softmax(-1), logq, (logits,)))
-    }
+    rows = enumerated_rows(pair_of(logits.log_softmax(-1), logq, (logits,)))
+    shares = {row.name: row.negative_share for row in rows}
     assert shares["k1"] == pytest.approx(0.25)
     assert shares["k3"] == shares["k2"] == shares["exact"] == 0

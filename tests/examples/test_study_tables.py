@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from estimator_study.results import Study
@@ -14,7 +13,7 @@ def study() -> Study:
     return estimator_study()
 
 
-def test_every_table_of_the_readme_is_printed_by_the_command(root: Path) -> None:
+def test_every_table_of_the_readme_is_printed_by_the_command(root):
     text = (root / "examples/estimator_study/README.md").read_text(encoding="utf-8")
     written = [line for line in text.splitlines() if line.startswith(("| ", "### "))]
     command = [sys.executable, str(root / "examples/estimator_study")]
@@ -23,13 +22,11 @@ def test_every_table_of_the_readme_is_printed_by_the_command(root: Path) -> None
     assert len(written) > 100
 
 
-def test_numbers_in_the_prose_match_the_tables(study: Study, root: Path) -> None:
+def test_numbers_in_the_prose_match_the_tables(study, root):
     text = " ".join((root / "examples/estimator_study/README.md").read_text(encoding="utf-8").split())
-    ratios = [
-        (case.row("k1").standard_deviation / case.row("exact").standard_deviation) ** 2
-        for case in study.cases
-        if case.name.startswith("markov-")
-    ]
+    cases = [case for case in study.cases if case.name.startswith("markov-")]
+    spreads = [[case.row(name).standard_deviation for name in ("k1", "exact")] for case in cases]
+    ratios = [(k1 / exact) ** 2 for k1, exact in spreads]
     assert f"by {min(ratios):.0f} (logits 1 ×" in text
     assert f"{max(ratios):,.0f}".replace(",", " ") + " (0.05 ×" in text
     assert f"{study.noise_crossing:.3f} nats" in text

@@ -1,10 +1,8 @@
 """Files of hidden states as vLLM and SGLang write them, computed with transformers alone."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -14,14 +12,14 @@ States = Callable[[torch.Tensor], torch.Tensor]
 
 
 @lru_cache(maxsize=8)
-def _network(folder: Path, dtype: torch.dtype) -> Any:
+def _network(folder, dtype):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
-def layer_outputs(folder: Path, token_ids: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def layer_outputs(folder, token_ids, dtype=torch.float32):
     """The residual stream after 0, 1, … layers, and last the normed states: [tokens, layers + 2, dim]."""
     network = _network(folder, dtype)
-    outputs: list[torch.Tensor] = []
+    outputs = []
     handles = [
         layer.register_forward_hook(lambda _m, _i, o: outputs.append(o)) for layer in network.model.layers
     ]
@@ -36,9 +34,7 @@ def layer_outputs(folder: Path, token_ids: Sequence[int], dtype: torch.dtype = t
     return torch.stack([tensor[0] for tensor in tensors], dim=1)
 
 
-def token_logps(
-    folder: Path, token_ids: Sequence[int], temperature: float = 1.0, dtype: torch.dtype = torch.float32
-) -> list[float | None]:
+def token_logps(folder, token_ids, temperature=1.0, dtype=torch.float32):
     """The log-probability of each token after those before it, None for the first."""
     with torch.no_grad():
         logits = _network(folder, dtype)(torch.tensor([list(token_ids)])).logits[0].double() / temperature
@@ -46,14 +42,7 @@ def token_logps(
     return [None, *(float(logps[t - 1, token]) for t, token in enumerate(token_ids) if t)]
 
 
-def write_vllm(
-    folder: Path,
-    model: Path,
-    requests: Sequence[Sequence[int]],
-    layers: Sequence[int] = (1, 2),
-    dtype: torch.dtype = torch.float32,
-    change: States = lambda states: states,
-) -> Path:
+def write_vllm(folder, model, requests, layers=(1, 2), dtype=torch.float32, change=lambda states: states):
     """A file for each request: ``hidden_states`` [tokens, layers, dim] and ``token_ids``."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, token_ids in enumerate(requests):
@@ -65,9 +54,7 @@ def write_vllm(
     return folder
 
 
-def write_logps(
-    folder: Path, model: Path, requests: Sequence[Sequence[int]], temperature: float = 1.0, shift: int = 0
-) -> None:
+def write_logps(folder, model, requests, temperature=1.0, shift=0):
     """``logprobs.jsonl`` with the log-probabilities of all requests' tokens."""
     lines = []
     for token_ids in requests:
@@ -77,20 +64,12 @@ def write_logps(
     (folder / "logprobs.jsonl").write_text("\n".join(lines) + "\n")
 
 
-def sglang_response(model: Path, token_ids: Sequence[int], prompt: int, column: int = -1) -> dict[str, Any]:
+def sglang_response(model, token_ids, prompt, column=-1):
     """A response of ``/generate`` whose first ``prompt`` tokens were the prompt, with ``return_logprob``."""
     states = layer_outputs(model, token_ids)[:, column].tolist()
-    entries = [
-        [logp, token, None] for logp, token in zip(token_logps(model, token_ids), token_ids, strict=True)
-    ]
-    return {
-        "text": "",
-        "output_ids": list(token_ids[prompt:]),
-        "meta_info": {
-            "prompt_tokens": prompt,
-            "completion_tokens": len(token_ids) - prompt,
-            "hidden_states": [states[:prompt], *states[prompt:-1]],
-            "input_token_logprobs": entries[:prompt],
-            "output_token_logprobs": entries[prompt:],
-        },
-    }
+    logps = token_logps(model, token_ids)
+    entries = [[logp, token, None] for logp, token in zip(logps, token_ids, strict=True)]
+    meta = {"prompt_tokens": prompt, "completion_tokens": len(token_ids) - prompt}
+    meta |= {"input_token_logprobs": entries[:prompt], "output_token_logprobs": entries[prompt:]}
+    meta["hidden_states"] = [states[:prompt], *states[prompt:-1]]
+    return {"text": "", "output_ids": list(token_ids[prompt:]), "meta_info": meta}

@@ -7,11 +7,13 @@ function, so that state does not carry over from one audit to the next.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from types import MappingProxyType
 
+import numpy as np
 import torch
-from single_faults import k3, masked, rho, right, textbook, u_of, up
+from single_faults import k3, masked, right, u_of, up
 from torch import Tensor
 
 import kleash
@@ -32,24 +34,31 @@ class FaultyFunction:
     """The worst severity that it should have: "wrong", "fragile" or "note"."""
 
 
-def faulty(
-    function: Function, convention: str | Convention, *kinds: str, severity: str = "wrong"
-) -> FaultyFunction:
-    return faulty_factory(lambda: function, convention, *kinds, severity=severity)
-
-
-def faulty_factory(
-    make: Callable[[], Function], convention: str | Convention, *kinds: str, severity: str = "wrong"
-) -> FaultyFunction:
+def made(make: Callable[[], Function], convention: str | Convention, *kinds: str, severity: str = "wrong"):
     return FaultyFunction(make=make, convention=convention, kinds=frozenset(kinds), severity=severity)
+
+
+def faulty(function: Function, convention: str | Convention, *kinds: str, severity: str = "wrong"):
+    return made(lambda: function, convention, *kinds, severity=severity)
+
+
+fragile = partial(faulty, severity="fragile")
 
 
 def steps_of(x: Tensor) -> Tensor:
     return torch.arange(x.shape[-1], dtype=torch.float64)
 
 
+def is_last(x: Tensor) -> Tensor:
+    return steps_of(x) == x.shape[-1] - 1
+
+
 def to_go(x: Tensor) -> Tensor:
     return x.flip(-1).cumsum(-1).flip(-1)
+
+
+def without_last(x: Tensor) -> Tensor:
+    return torch.where(is_last(x) & (x.shape[-1] > 1), 0.0, x)
 
 
 def first_then(later: float) -> Callable[[Tensor], Tensor]:
@@ -57,76 +66,56 @@ def first_then(later: float) -> Callable[[Tensor], Tensor]:
     return lambda x: x * torch.where(steps_of(x) == 0, 1.0, later)
 
 
-def only_last(x: Tensor) -> Tensor:
-    return x * (steps_of(x) == x.shape[-1] - 1)
+def of_logits(p: Tensor, q: Tensor) -> Tensor:
+    return kleash.kl(up(p).log_softmax(-1), up(q).log_softmax(-1))
 
 
 OVER_STEPS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
         "sign flipped after the first token": first_then(-1.0),
-        "halved after the first token": first_then(0.5),
         "dropped after the first token": first_then(0.0),
-        "only the last token": only_last,
+        "only the last token": lambda x: x * is_last(x),
         "rolled by one token": lambda x: x.roll(1, -1),
-        "read from the next token": lambda x: x.roll(-1, -1),
         "in reverse order": lambda x: x.flip(-1),
         "discounted": lambda x: x * 0.9 ** steps_of(x),
         "cumulative from the front": lambda x: x.cumsum(-1),
         "divided by length": lambda x: x / x.shape[-1],
-        "multiplied by position": lambda x: x * (1 + steps_of(x)),
     }
 )
 """What goes wrong only where a response has several tokens."""
-
-MISPLACED = ("rolled by one token", "read from the next token", "in reverse order")
+MISPLACED = ("rolled by one token", "in reverse order")
 """These leave a response's sum as it is."""
 VALUE = ("wrong_later_tokens", "wrong_scale", "wrong_credit")
 GRADIENT = ("wrong_gradient",)
-SUMMED = CONVENTIONS["sequence_loss"]
+BOTH = (*GRADIENT, *VALUE)
+ANY_VALUE = (*VALUE, "biased_value", "other_divergence")
+WHOLE = CONVENTIONS["log_probabilities"]
 EXACT_SEQUENCE = from_fields(
     "exact_sequence", "logp", "logq", "token_logp", gives="sequence", sees="distributions"
 )
-SEQUENCE_METRIC = replace(CONVENTIONS["sequence_loss"], name="sequence_metric", place="metric")
-WHOLE = CONVENTIONS["log_probabilities"]
+SAMPLED_LOGITS = from_fields("sampled_logits", "logits_p", "logits_q", "tokens")
+PER_WORD = from_fields("per_word", "logp", "logq", gives="vocabulary", sees="distributions")
+MEAN_MASKED = from_fields("mean_masked", "logp", "logq", "mask", gives="mean", sees="distributions")
 
 
 def over_steps() -> dict[str, FaultyFunction]:
-    """Each mistake in half of the forms: loss, reward and metric, per token, of a response and of distributions."""
-    forms: dict[str, tuple[str, bool, tuple[str, ...], Callable[..., Function]]] = {
-        "token loss": ("loss", True, (*GRADIENT, *VALUE), lambda of: lambda p, q: of(right(p, q))),
-        "token reward": ("reward", False, (*GRADIENT, *VALUE), lambda of: lambda p, q: of(u_of(p, q))),
-        "token metric": ("metric", False, VALUE, lambda of: lambda p, q: of(k3(p, q))),
-        "exact KL": (
-            "log_probabilities",
-            True,
-            (*GRADIENT, *VALUE),
-            lambda of: lambda p, q: of(kleash.kl(p, q)),
-        ),
+    """Each mistake in some of the forms: loss, reward and metric, per token, of a response and of distributions."""
+    forms: dict[str, tuple[str, tuple[str, ...], Callable[..., Function]]] = {
+        "token loss": ("loss", BOTH, lambda of: lambda p, q: of(right(p, q))),
+        "token reward": ("reward", BOTH, lambda of: lambda p, q: of(u_of(p, q))),
+        "token metric": ("metric", VALUE, lambda of: lambda p, q: of(k3(p, q))),
+        "exact KL": ("log_probabilities", BOTH, lambda of: lambda p, q: of(kleash.kl(p, q))),
         "k2 of a response": (
-            "sequence_loss",
-            True,
-            (*GRADIENT, *VALUE),
-            lambda of: lambda p, q: (of(u_of(p, q).square()) / 2).sum(-1),
+            "sequence_loss", BOTH, lambda of: lambda p, q: (of(u_of(p, q).square()) / 2).sum(-1),
         ),
-        "squared log ratio of a response": (
-            "sequence_loss",
-            True,
-            (*GRADIENT, *VALUE),
-            lambda of: lambda p, q: of(u_of(p, q)).sum(-1).square() / 2,
-        ),
-        "reward of a response": (
-            "sequence_reward",
-            True,
-            (*GRADIENT, *VALUE),
-            lambda of: lambda p, q: of(u_of(p, q)).sum(-1),
-        ),
-    }
+        "reward of a response": ("sequence_reward", BOTH, lambda of: lambda p, q: of(u_of(p, q)).sum(-1)),
+    }  # fmt: skip
     found: dict[str, FaultyFunction] = {}
     for i, (name, of) in enumerate(OVER_STEPS.items()):
-        for j, (form, (convention, names_credit, kinds, make)) in enumerate(forms.items()):
+        for j, (form, (convention, kinds, make)) in enumerate(forms.items()):
             is_misplaced = name in MISPLACED
-            if (i + j) % 2 == 0 and not (is_misplaced and convention.startswith("sequence")):
-                expected = ("wrong_credit",) if is_misplaced and names_credit else kinds
+            if (i + j) % 3 == 0 and not (is_misplaced and convention.startswith("sequence")):
+                expected = ("wrong_credit",) if is_misplaced and convention != "reward" else kinds
                 found[f"{form}, {name}"] = faulty(make(of), convention, *expected)
     return found
 
@@ -146,51 +135,63 @@ def future(later: Callable[[Tensor], Tensor]) -> Function:
     return function
 
 
-def score_functions() -> dict[str, FaultyFunction]:
-    """Surrogates of the KL between whole responses, credited wrongly."""
-    wrong: dict[str, Callable[[Tensor], Tensor]] = {
+def responses() -> dict[str, FaultyFunction]:
+    """What shows only over the tokens of a response."""
+
+    def per_word(of: Callable[[Tensor], Tensor]) -> Function:
+        """As F.kl_div gives it: [batch, time, vocab]."""
+        return lambda p, q: of((kleash.kl(p, q).unsqueeze(-1) / p.shape[-1] * torch.ones_like(p)).mT).mT
+
+    def next_token(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
+        at = tokens.roll(-1, -1).unsqueeze(-1)
+        return right(*(up(x).log_softmax(-1).gather(-1, at).squeeze(-1) for x in (p, q)))
+
+    def ratio_of_response(p: Tensor, q: Tensor, b: Tensor, mask: Tensor) -> Tensor:
+        return (up(p) - up(b)).mean(-1, keepdim=True).exp() * k3(p, q)
+
+    def less_its_mean(p: Tensor, q: Tensor) -> Tensor:
+        return kleash.kl(p, q) - kleash.kl(p, q).mean(-1, keepdim=True)
+
+    def over_the_steps(p: Tensor, q: Tensor) -> Tensor:
+        return kleash.kl(up(p).log_softmax(1), up(q).log_softmax(1))
+
+    late = future(lambda d: to_go(d).roll(-2, -1) * (steps_of(d) < d.shape[-1] - 2))
+    surrogates: dict[str, Callable[[Tensor], Tensor]] = {
         "without the last token's share": lambda u: to_go(u) - u[:, -1:] * (u.shape[-1] > 1),
         "discounted": lambda u: to_go(u * 0.8 ** steps_of(u)) / 0.8 ** steps_of(u),
-        "sign flipped after the first token": lambda u: first_then(-1.0)(to_go(u)),
         "averaged over the tokens left": lambda u: to_go(u) / to_go(torch.ones_like(u)),
+        "advantages normalised": lambda u: to_go(u) / (1 + to_go(u).abs()),
     }
-    found = {
-        f"score function, {name}": faulty(surrogate(weights), SUMMED, *GRADIENT)
-        for name, weights in wrong.items()
-    }
-    found["exact KL with its future, one token too late"] = faulty(
-        future(lambda d: to_go(d).roll(-2, -1) * (steps_of(d) < d.shape[-1] - 2)), EXACT_SEQUENCE, *GRADIENT
-    )
-    found["exact KL with half its future"] = faulty(
-        future(lambda d: 0.5 * (to_go(d) - d)), EXACT_SEQUENCE, *GRADIENT
-    )
-    found["response's ratio on each token's k3"] = faulty(
-        lambda p, q, b, mask: (up(p) - up(b)).mean(-1, keepdim=True).exp() * k3(p, q),
-        "loss_with_behaviour_and_mask",
-        *GRADIENT,
-    )
-    found["exact KL as reward"] = faulty(
-        lambda p, q: kleash.kl(p, q), replace(WHOLE, place="reward"), *GRADIENT, "zero_gradient"
-    )
-    return found
-
-
-def vocabulary() -> dict[str, FaultyFunction]:
-    """[batch, time, vocab], as F.kl_div gives it."""
-    per_word = from_fields("per_word", "logp", "logq", gives="vocabulary", sees="distributions")
-
-    def terms(p: Tensor, q: Tensor) -> Tensor:
-        return kleash.kl(p, q).unsqueeze(-1) / p.shape[-1] * torch.ones_like(p)
-
     return {
-        f"per word, {name}": faulty(
-            lambda p, q, of=of: of(terms(p, q).mT).mT,
-            per_word,
-            *(("wrong_credit",) if name in MISPLACED else (*GRADIENT, *VALUE)),
-        )
-        for name, of in OVER_STEPS.items()
-        if name in ("sign flipped after the first token", "rolled by one token", "divided by length")
-    }
+        **{f"score function, {name}": faulty(surrogate(of), "sequence_loss", *GRADIENT)
+           for name, of in surrogates.items()},
+        "exact KL with its future, one token too late": faulty(late, EXACT_SEQUENCE, *GRADIENT),
+        "response's ratio on each token's k3": faulty(
+            ratio_of_response, "loss_with_behaviour_and_mask", *GRADIENT
+        ),
+        "exact KL as reward": faulty(kleash.kl, replace(WHOLE, place="reward"), *GRADIENT, "zero_gradient"),
+        "per word, rolled": faulty(per_word(lambda x: x.roll(1, -1)), PER_WORD, "wrong_credit"),
+        "per word, divided by length": faulty(per_word(lambda x: x / x.shape[-1]), PER_WORD, *BOTH),
+        "the last token left out": faulty(lambda p, q: without_last(right(p, q)), "loss", *GRADIENT),
+        "to-go sums as rewards": faulty(lambda p, q: to_go(u_of(p, q)), "reward", *GRADIENT),
+        "exact KL minus its mean over the response": faulty(
+            less_its_mean, WHOLE, "other_divergence", *GRADIENT
+        ),
+        "metric spreads the response's mean": faulty(
+            lambda p, q: k3(p, q).mean(-1, keepdim=True).expand_as(p), "metric", *VALUE
+        ),
+        "reference logits one step behind": faulty(
+            lambda p, q: of_logits(p, q.roll(1, 1)), "logits", *BOTH
+        ),
+        "log-probabilities of the next token": faulty(next_token, SAMPLED_LOGITS, *BOTH),
+        "softmax over the steps": faulty(over_the_steps, "logits", *ANY_VALUE, "cross_entropy"),
+        "packed tokens accumulate": faulty(
+            lambda p, q: right(p, q).cumsum(-1), "packed_loss", "batch_dependent"
+        ),
+        "centred within the response": faulty(
+            lambda p, q: u_of(p, q) - u_of(p, q).mean(-1, keepdim=True), "reward", "zero_gradient"
+        ),
+    }  # fmt: skip
 
 
 def counting(change: Callable[[int], float]) -> Callable[[], Function]:
@@ -218,6 +219,11 @@ def private_noise() -> Function:
     return lambda p, q: right(p, q) * (0.5 + torch.rand(p.shape, generator=draw))
 
 
+def detached_in_turns() -> Function:
+    calls = count()
+    return lambda p, q: right(p, q).detach() if next(calls) % 2 else right(p, q)
+
+
 def in_place(p: Tensor, q: Tensor) -> Tensor:
     with torch.no_grad():
         q.copy_(up(p) - up(q))
@@ -230,116 +236,122 @@ def masks_in_place(p: Tensor, q: Tensor, mask: Tensor) -> Tensor:
     return masked(p, q, mask)
 
 
-def reseeds(p: Tensor, q: Tensor) -> Tensor:
-    torch.manual_seed(0)
-    return right(p, q)
+def sorts_in_place(p: Tensor, q: Tensor) -> Tensor:
+    return kleash.kl(p, q) + 0 * q.data.copy_(q.data.flip(-1)).sum(-1).detach().nan_to_num(neginf=0)
+
+
+def after(change: Callable[[], object]) -> Function:
+    """A loss that changes a setting of the process."""
+
+    def function(p: Tensor, q: Tensor) -> Tensor:
+        change()
+        return right(p, q)
+
+    return function
 
 
 def calls() -> dict[str, FaultyFunction]:
     """What shows only from one call to the next."""
+    note, changed = {"severity": "note"}, "changes_settings"
+
+    def numpys_noise(p: Tensor, q: Tensor) -> Tensor:
+        return right(p, q) + torch.as_tensor(0.2 * np.random.standard_normal(tuple(p.shape)))  # noqa: NPY002
+
     return {
-        "beta annealed by a counter": faulty_factory(counting(lambda n: 1 + n / 1000), "loss", "stateful"),
-        "off in its first ten calls": faulty_factory(counting(lambda n: float(n >= 10)), "loss", "stateful"),
-        "doubled every seventh call": faulty_factory(
-            counting(lambda n: 2.0 if n % 7 == 6 else 1.0), "loss", "stateful"
-        ),
-        "decays after two hundred calls": faulty_factory(
+        "beta annealed by a counter": made(counting(lambda n: 1 + n / 1000), "loss", "stateful"),
+        "decays after two hundred calls": made(
             counting(lambda n: 1.0 if n < 200 else 0.5), "loss", "stateful"
         ),
-        "reference cached by address": faulty_factory(lambda: cached_by_address(), "metric", "stateful"),
+        "reference cached by address": made(cached_by_address, "metric", "stateful"),
+        "detached every other call": made(detached_in_turns, "loss", "stateful", "detached"),
         "global noise, unbiased": faulty(
-            lambda p, q: right(p, q) * (0.5 + torch.rand(p.shape)), "loss", "random", severity="note"
+            lambda p, q: right(p, q) * (0.5 + torch.rand(p.shape)), "loss", "random", **note
         ),
-        "own noise, unbiased": faulty_factory(lambda: private_noise(), "loss", "random", severity="note"),
-        "noise and half the size": faulty(
-            lambda p, q: right(p, q) * torch.rand(p.shape), "loss", "wrong_scale", "wrong_gradient"
-        ),
-        "noise of k3's wrong gradient": faulty(
-            lambda p, q: k3(p, q) * (0.9 + 0.2 * torch.rand(p.shape)), "loss", "wrong_gradient"
-        ),
+        "own noise, unbiased": made(private_noise, "loss", "random", **note),
+        "numpy's noise": faulty(numpys_noise, "metric", "random", **note),
+        "noise and half the size": faulty(lambda p, q: right(p, q) * torch.rand(p.shape), "loss", *BOTH),
         "writes into the reference's log-probabilities": faulty(in_place, "loss", "changes_inputs"),
         "masks its input in place": faulty(masks_in_place, "loss_with_mask", "changes_inputs"),
-        "sorts the vocabulary in place": faulty(
-            lambda p, q: (
-                kleash.kl(p, q) + 0 * q.data.copy_(q.data.flip(-1)).sum(-1).detach().nan_to_num(neginf=0)
-            ),
-            "log_probabilities",
-            "changes_inputs",
+        "sorts the vocabulary in place": faulty(sorts_in_place, WHOLE, "changes_inputs"),
+        "seeds the generator of the process": faulty(after(lambda: torch.manual_seed(0)), "loss", changed),
+        "sets the default dtype": faulty(
+            after(lambda: torch.set_default_dtype(torch.float64)), "loss", changed
         ),
-        "seeds the generator of the process": faulty(reseeds, "loss", "changes_settings"),
+        "switches gradients off": faulty(after(lambda: torch.set_grad_enabled(False)), "metric", changed),
     }
 
 
 def batches() -> dict[str, FaultyFunction]:
     """What shows only where several responses come at once, or responses of several lengths."""
 
-    def sum_of_sequences(p: Tensor, q: Tensor, mask: Tensor) -> Tensor:
-        return masked(p, q, mask).sum(-1).mean()
+    def mean(of: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., FaultyFunction]:
+        """From a function of the masked losses and the mask: the fault of a mean loss."""
+        return partial(faulty, lambda p, q, mask: of(masked(p, q, mask), mask), "mean_loss_with_mask")
 
-    def constant_length(p: Tensor, q: Tensor, mask: Tensor) -> Tensor:
-        return (masked(p, q, mask).sum(-1) / mask.shape[-1]).mean()
+    def left_out(p: Tensor, q: Tensor, mask: Tensor) -> Tensor:
+        some = slice(max(1, len(p) - 1))
+        return masked(p[some], q[some], mask[some]).sum() / mask[some].sum()
 
-    def longest(p: Tensor, q: Tensor, mask: Tensor) -> Tensor:
-        return masked(p, q, mask).sum() / (mask.sum(-1).max() * len(mask))
+    def mean_of_distributions(p: Tensor, q: Tensor, mask: Tensor) -> Tensor:
+        inside = [torch.where(mask.unsqueeze(-1), x, 0.0) for x in (p, q)]
+        return torch.where(mask, kleash.kl(*inside), 0.0).mean()
 
+    def off_by_one(p: Tensor, q: Tensor, mask: Tensor) -> Tensor:
+        return masked(p, q, torch.cat([mask[:, :1], mask[:, :-1]], -1))
+
+    def normalised(p: Tensor, q: Tensor) -> Tensor:
+        return of_logits(up(p) - up(p).mean((0, 1)), q)
+
+    def neighbours_gradient(p: Tensor, q: Tensor) -> Tensor:
+        return right(p, q).detach() + right(p, q).roll(1, 0) - right(p, q).roll(1, 0).detach()
+
+    denominator, reduction, batch = "padding_in_denominator", "wrong_reduction", "batch_dependent"
     return {
-        "sum over tokens, mean over the batch": faulty(
-            sum_of_sequences, "mean_loss_with_mask", "wrong_scale", "wrong_reduction"
+        "sum over tokens, mean over the batch": mean(lambda x, _: x.sum(-1).mean())("wrong_scale", reduction),
+        "divided by the padded length": mean(lambda x, m: (x.sum(-1) / m.shape[-1]).mean())(
+            denominator, reduction
         ),
-        "divided by the padded length": faulty(
-            constant_length, "mean_loss_with_mask", "padding_in_denominator", "wrong_reduction"
-        ),
-        "divided by the longest length": faulty(longest, "mean_loss_with_mask", "wrong_reduction"),
-        "centred over the batch": faulty(
-            lambda p, q: u_of(p, q) - u_of(p, q).mean(), "reward", "batch_dependent"
-        ),
-        "rolled over the batch": faulty(lambda p, q: right(p, q).roll(1, 0), "loss", "batch_dependent"),
-        "a fifth of the neighbour": faulty(
-            lambda p, q: 0.8 * k3(p, q) + 0.2 * k3(p, q).roll(1, 0), "metric", "batch_dependent"
-        ),
-        "cumulative sum over the padding": faulty(
-            lambda p, q, mask: (
-                torch.where(mask, to_go(right(p, q)) - to_go(right(p, q)) + right(p, q), 0.0)
-                + 0.1 * to_go(torch.where(mask, 0.0, 1.0))
-            ),
-            "loss_with_mask",
-            "padding_counts",
-        ),
-        "mask off by one": faulty(
-            lambda p, q, mask: masked(p, q, torch.cat([mask[:, :1], mask[:, :-1]], -1)),
-            "loss_with_mask",
-            "padding_counts",
-            "wrong_gradient",
+        "divided by the longest length": mean(lambda x, m: x.sum() / (m.sum(-1).max() * len(m)))(reduction),
+        "over the first response's length": mean(lambda x, m: x.sum() / (m[0].sum() * len(m)))(reduction),
+        "without the last response": faulty(left_out, "mean_loss_with_mask", reduction, denominator),
+        "centred over the batch": faulty(lambda p, q: u_of(p, q) - u_of(p, q).mean(), "reward", batch),
+        "rolled over the batch": faulty(lambda p, q: right(p, q).roll(1, 0), "loss", batch),
+        "sorted by value": faulty(lambda p, q: right(p, q).sum(-1).sort().values, "sequence_loss", batch),
+        "batch norm of logits": faulty(normalised, "logits", batch),
+        "gradient of the neighbour": faulty(neighbours_gradient, "loss", batch),
+        "mask off by one": faulty(off_by_one, "loss_with_mask", "padding_counts", *GRADIENT),
+        "mask inverted": faulty(
+            lambda p, q, m: masked(p, q, ~m), "loss_with_mask", "padding_counts", "other_divergence"
         ),
         "padding in the denominator of distributions": faulty(
-            lambda p, q, mask: torch.where(
-                mask, kleash.kl(*(torch.where(mask.unsqueeze(-1), x, 0.0) for x in (p, q))), 0.0
-            ).mean(),
-            from_fields("mean_masked", "logp", "logq", "mask", gives="mean", sees="distributions"),
-            "padding_in_denominator",
+            mean_of_distributions, MEAN_MASKED, denominator
         ),
     }
 
 
 def ratios() -> dict[str, FaultyFunction]:
     """Weights that are truncated, dropped or of the wrong level."""
-    straight = "loss_with_behaviour"
-    found = {
-        f"ratio clamped at {cap}": faulty(
-            lambda p, q, b, cap=cap: rho(p, b).clamp(max=cap).detach() * right(p, q),
-            straight,
-            "truncated_ratio",
-            severity="fragile",
-        )
-        for cap in (5, 100)
-    }
-    return found | {
-        "ratio clipped to 0.8 … 1.2": faulty(
-            lambda p, q, b: rho(p, b).clamp(0.8, 1.2).detach() * right(p, q), straight, "off_policy_gradient"
+
+    def weighed(of: Callable[[Tensor], Tensor]) -> Function:
+        """The right loss times a detached function of the log ratio of policy and behaviour."""
+        return lambda p, q, b: of(up(p) - up(b)).detach() * right(p, q)
+
+    straight, gradient, truncated = "loss_with_behaviour", "off_policy_gradient", "truncated_ratio"
+    window = weighed(lambda r: torch.where((r.exp() < 0.2) | (r.exp() > 6), 0.0, r.exp()))
+    return {
+        **{
+            f"ratio clamped at {cap}": fragile(
+                weighed(lambda r, cap=cap: r.exp().clamp(max=cap)), straight, truncated
+            )
+            for cap in (5, 100)
+        },
+        "ratio clipped to 0.8 … 1.2": faulty(weighed(lambda r: r.exp().clamp(0.8, 1.2)), straight, gradient),
+        "ratio the wrong way round": faulty(weighed(lambda r: (-r).exp()), straight, gradient),
+        "weights outside 0.2 to 6 dropped": faulty(window, straight, truncated, gradient),
+        "weight without the token's own": faulty(
+            weighed(lambda r: (r.cumsum(-1) - r).exp()), straight, gradient, "off_policy_value"
         ),
-        "ratio the wrong way round": faulty(
-            lambda p, q, b: rho(b, p).detach() * right(p, q), straight, "off_policy_gradient"
-        ),
+        "smoothed weight": faulty(weighed(lambda r: (r / 2).exp()), straight, gradient),
     }
 
 
@@ -349,128 +361,131 @@ def ranges() -> dict[str, FaultyFunction]:
     def nansum(p: Tensor, q: Tensor) -> Tensor:
         return torch.nansum(up(p).exp() * u_of(p, q), dim=-1)
 
-    def hides_nan(p: Tensor, q: Tensor) -> Tensor:
-        return torch.nan_to_num(textbook(p, q))
+    def huber(p: Tensor, q: Tensor) -> Tensor:
+        u = u_of(p, q)
+        return torch.where(u.abs() < 1, u.square() / 2, u.abs() - 0.5)
+
+    def clamped_exponential(p: Tensor, q: Tensor) -> Tensor:
+        return (-u_of(p, q)).exp().clamp(max=1e6) - 1 + u_of(p, q)
+
+    def clipped_gradient(p: Tensor, q: Tensor) -> Tensor:
+        clipped = u_of(p, q).clamp(-12, 12).square() / 2
+        return clipped - clipped.detach() + k3(p, q).detach()
+
+    def by_comparison(p: Tensor, q: Tensor) -> Tensor:
+        return torch.where(u_of(p, q) == u_of(p, q), right(p, q), 0.0)
+
+    def finite_logits(p: Tensor, q: Tensor) -> Tensor:
+        return of_logits(*(up(x).nan_to_num() for x in (p, q)))
 
     return {
-        "k1 clamped at 10": faulty(
-            lambda p, q: u_of(p, q).clamp(-10, 10), "reward", "flat_value", severity="fragile"
-        ),
-        "k2 clamped at 200": faulty(
-            lambda p, q: (u_of(p, q).square() / 2).clamp(max=200), "loss", "dead_gradient", severity="fragile"
+        "k1 clamped at 10": fragile(lambda p, q: u_of(p, q).clamp(-10, 10), "reward", "flat_value"),
+        "k2 clamped at 200": fragile(
+            lambda p, q: (u_of(p, q).square() / 2).clamp(max=200), "loss", "dead_gradient"
         ),
         "log ratio clamped at 3": faulty(
             lambda p, q: u_of(p, q).clamp(-3, 3).square() / 2, "loss", "dead_gradient"
         ),
-        "nansum over the vocabulary": faulty(nansum, "log_probabilities", "hides_nan", severity="fragile"),
-        "nan_to_num of logits": faulty(
-            lambda p, q: kleash.kl(*(up(x).nan_to_num().log_softmax(-1) for x in (p, q))),
-            "logits",
-            "hides_nan",
-            severity="fragile",
+        "exponential clamped at 1e6": fragile(
+            clamped_exponential, "metric", "biased_value", "wrong_offset", "flat_value", "infinite_missed"
         ),
+        "reference floored at -30": fragile(
+            lambda p, q: u_of(p, up(q).clamp(min=-30)), "reward", "flat_value"
+        ),
+        "huber": faulty(huber, "loss", *GRADIENT, "biased_value"),
+        "gradient clipped": fragile(clipped_gradient, "loss", "dead_gradient"),
+        "nansum over the vocabulary": fragile(nansum, WHOLE, "hides_nan"),
+        "nan_to_num of logits": fragile(finite_logits, "logits", "hides_nan"),
+        "NaN by comparison": fragile(by_comparison, "loss", "hides_nan"),
     }
 
 
 def precisions() -> dict[str, FaultyFunction]:
     """Wrong in one precision."""
+    low = "low_precision"
 
-    def rounded(x: Tensor) -> Tensor:
-        """Through bfloat16, whatever it was."""
-        return x if x.dtype == torch.float64 else x.bfloat16().float()
+    def in_dtype(dtype: torch.dtype, factor: float) -> Function:
+        return lambda p, q: right(p, q) * (factor if p.dtype == dtype else 1.0)
+
+    def rounded(p: Tensor, q: Tensor) -> Tensor:
+        return right(*(x if x.dtype == torch.float64 else x.bfloat16().float() for x in (p, q)))
+
+    def subtracted(p: Tensor, q: Tensor) -> Tensor:
+        return ((p - q).float() if p.dtype == torch.bfloat16 else u_of(p, q)).square() / 2
+
+    def to_three_decimals(p: Tensor, q: Tensor) -> Tensor:
+        return u_of(p, q) if p.dtype == torch.float64 else (u_of(p, q) * 1000).round() / 1000
 
     return {
-        "computes in bfloat16 always": faulty(
-            lambda p, q: right(rounded(p), rounded(q)), "loss", "low_precision"
-        ),
-        "half the size in float32": faulty(
-            lambda p, q: right(p, q) * (0.5 if p.dtype == torch.float32 else 1.0), "loss", "low_precision"
-        ),
-        "subtracts in bfloat16": faulty(
-            lambda p, q: (
-                (p - q).float().square() / 2 if p.dtype == torch.bfloat16 else u_of(p, q).square() / 2
-            ),
-            "loss",
-            "low_precision",
-            severity="fragile",
-        ),
-        "float16 breaks it": faulty(
-            lambda p, q: right(p, q) * (3.0 if p.dtype == torch.float16 else 1.0),
-            "loss",
-            "low_precision",
-            severity="fragile",
-        ),
+        "computes in bfloat16 always": faulty(rounded, "loss", low),
+        "half the size in float32": faulty(in_dtype(torch.float32, 0.5), "loss", low),
+        "subtracts in bfloat16": fragile(subtracted, "loss", low),
+        "float16 breaks it": fragile(in_dtype(torch.float16, 3.0), "loss", low),
+        "rounds to three decimals": faulty(to_three_decimals, "reward", low, "cancellation"),
     }
 
 
 def whole_mistakes() -> dict[str, FaultyFunction]:
     """Functions that are wrong for one token already, by other conventions than those of ``single_faults``."""
-    distillation = "distillation"
 
-    def logs(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-        return up(p).log_softmax(-1), up(q).log_softmax(-1)
+    def hidden_of_p(hp: Tensor, wp: Tensor, hq: Tensor, wq: Tensor) -> Tensor:
+        return of_logits(up(hp) @ up(wp).T, up(hp) @ up(wq).T)
 
+    def skewed(p: Tensor, q: Tensor) -> Tensor:
+        return kleash.kl(p, torch.logaddexp(up(p) + torch.tensor(0.1).log(), up(q) + torch.tensor(0.9).log()))
+
+    def gradient_of_k1(p: Tensor, q: Tensor) -> Tensor:
+        return k3(p, q).detach() + u_of(p, q) - u_of(p, q).detach()
+
+    def mean_over_words(p: Tensor, q: Tensor) -> Tensor:
+        return (up(p).exp() * u_of(p, q)).mean()
+
+    biased, other = "biased_value", "other_divergence"
     return {
-        "distillation the other way round": faulty(
-            lambda p, q: kleash.kl(*logs(p, q)), distillation, "wrong_direction"
-        ),
+        "distillation the other way round": faulty(of_logits, "distillation", "wrong_direction"),
         "temperature squared forgotten": faulty(
-            lambda p, q: kleash.kl(*logs(p / 2, q / 2)), "logits", "biased_value", "wrong_gradient"
+            lambda p, q: of_logits(p / 2, q / 2), "logits", biased, *GRADIENT
         ),
-        "hidden states of the wrong model": faulty(
-            lambda hp, wp, hq, wq: kleash.kl(
-                (up(hp) @ up(wp).T).log_softmax(-1), (up(hp) @ up(wq).T).log_softmax(-1)
-            ),
-            "hidden",
-            "biased_value",
-            "other_divergence",
-        ),
-        "k3 of the other direction": faulty(
-            lambda p, q: k3(q, p), "metric", "biased_value", "other_divergence"
-        ),
+        "hidden states of the wrong model": faulty(hidden_of_p, "hidden", biased, other),
+        "k3 of the other direction": faulty(lambda p, q: k3(q, p), "metric", biased, other),
+        "skewed": faulty(skewed, WHOLE, *ANY_VALUE),
+        "policy detached": faulty(lambda p, q: kleash.kl(p.detach(), q), WHOLE, "detached"),
+        "k3 with the gradient of k1": faulty(gradient_of_k1, "loss", "zero_gradient"),
+        "reference forgotten": faulty(lambda p, q: u_of(p, 0 * q), "reward", "cross_entropy", *ANY_VALUE),
+        "mean over responses and words": faulty(mean_over_words, "mean_log_probabilities", *ANY_VALUE),
     }
 
 
 FAULTY_FUNCTIONS: Mapping[str, FaultyFunction] = MappingProxyType(
-    over_steps()
-    | score_functions()
-    | vocabulary()
-    | calls()
-    | batches()
-    | ratios()
-    | ranges()
-    | precisions()
-    | whole_mistakes()
+    over_steps() | responses() | calls() | batches() | ratios() | ranges() | precisions() | whole_mistakes()
 )
 
 
-def sequence_k1(p: Tensor, q: Tensor) -> Tensor:
-    """The whole reward on the last token: later than it was earned, which changes no expectation."""
-    return u_of(p, q).sum(-1, keepdim=True) * (steps_of(p) == p.shape[-1] - 1)
+def one_token_late(p: Tensor, q: Tensor) -> Tensor:
+    """k1 as a reward later than it was earned, which changes no expectation."""
+    return torch.cat([0 * p[:, :1], u_of(p, q)[:, :-1]], -1) + u_of(p, q) * is_last(p)
 
 
 RIGHT_FUNCTIONS: Mapping[str, tuple[Function, str | Convention]] = MappingProxyType(
     {
-        "value k3, gradient k2": (right, "loss"),
-        "k2": (lambda p, q: u_of(p, q).square() / 2, "loss"),
-        "attached ratio times k1": (lambda p, q, b: rho(p, b) * u_of(p, q), "loss_with_behaviour"),
-        "detached ratio times k2": (
-            lambda p, q, b: rho(p, b).detach() * u_of(p, q).square() / 2,
-            "loss_with_behaviour",
-        ),
-        "k1 reward on the last token": (sequence_k1, "reward"),
+        "k1 reward on the last token": (lambda p, q: u_of(p, q).sum(-1, keepdim=True) * is_last(p), "reward"),
+        "k1 reward given one token late": (one_token_late, "reward"),
         "mean of responses' means": (
             lambda p, q, mask: (masked(p, q, mask).sum(-1) / mask.sum(-1)).mean(),
             "mean_loss_with_mask",
         ),
-        "score function, token by token": (surrogate(lambda u: u), SUMMED),
+        "score function, token by token": (surrogate(lambda u: u), "sequence_loss"),
+        "score function of whole responses": (surrogate(to_go), "sequence_loss"),
         "exact KL with its past as baseline": (future(lambda d: d.cumsum(-1) - d), EXACT_SEQUENCE),
-        "score function of whole responses": (surrogate(to_go), SUMMED),
-        "squared log ratio of a response": (lambda p, q: u_of(p, q).sum(-1).square() / 2, SUMMED),
         "exact KL with its future": (future(lambda d: to_go(d) - d), EXACT_SEQUENCE),
         "minus k1, as a reward": (
             lambda p, q: -u_of(p, q),
             replace(CONVENTIONS["reward"], name="-", sign=-1),
+        ),
+        "k1 with its control variate": (lambda p, q: u_of(p, q) + 0.3 * torch.expm1(-u_of(p, q)), "metric"),
+        "prefix weights on k1": (
+            lambda p, q, b: (up(p) - up(b)).cumsum(-1).exp() * u_of(p, q),
+            "loss_with_behaviour",
         ),
     }
 )

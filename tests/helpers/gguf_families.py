@@ -64,35 +64,20 @@ def granite_experts(name: str, values: np.ndarray, config: Config) -> Arrays:
 def state_space(name: str, values: np.ndarray, config: Config) -> Arrays:
     """Mamba 2: decays are negative and columns, norms have a row for each group."""
     part = re.search(r"\.(?:mamba|mixer)\.(A_log|D|dt_bias|conv1d\.\w+|norm\.weight|\w+_proj\.weight)$", name)
-    places = {
-        "in_proj.weight": "ssm_in.weight",
-        "out_proj.weight": "ssm_out.weight",
-        "dt_bias": "ssm_dt.bias",
-    }
-    if part is None or part[1].partition(".")[0] in (
-        "up_proj",
-        "down_proj",
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "fc1_latent_proj",
-        "fc2_latent_proj",
-    ):
+    places = {"in_proj.weight": "in.weight", "out_proj.weight": "out.weight", "dt_bias": "dt.bias"}
+    if part is None or (part[1].endswith("_proj.weight") and part[1] not in places):
         yield from score_biases(name, values, config)
     elif part[1] == "A_log":
         yield f"{block(name)}.ssm_a", -np.exp(values)[:, None]
     elif part[1] == "D":
         yield f"{block(name)}.ssm_d", values[:, None]
     elif part[1] == "norm.weight":
-        yield (
-            f"{block(name)}.ssm_norm.weight",
-            values.reshape(config.get("mamba_n_groups") or config["n_groups"], -1),
-        )
+        groups = config.get("mamba_n_groups") or config["n_groups"]
+        yield f"{block(name)}.ssm_norm.weight", values.reshape(groups, -1)
     elif part[1].startswith("conv1d"):
         yield f"{block(name)}.ssm_{part[1]}", values.reshape(len(values), -1).squeeze()
     else:
-        yield f"{block(name)}.{places[part[1]]}", values
+        yield f"{block(name)}.ssm_{places[part[1]]}", values
 
 
 def falcon_h1(name: str, values: np.ndarray, config: Config) -> Arrays:
@@ -142,10 +127,8 @@ def qwen3_next(name: str, values: np.ndarray, config: Config) -> Arrays:
     """Queries, keys, values and gates are not in turns; norms have 1 added, and decays are negative."""
     part = name.partition(".linear_attn.")[2]
     if part == "in_proj_qkvz.weight":
-        keys, ratio = (
-            config["linear_num_key_heads"],
-            config["linear_num_value_heads"] // config["linear_num_key_heads"],
-        )
+        keys = config["linear_num_key_heads"]
+        ratio = config["linear_num_value_heads"] // keys
         rows, wide = config["linear_key_head_dim"], ratio * config["linear_value_head_dim"]
         parts = np.split(values.reshape(keys, -1, values.shape[1]), np.cumsum([rows, rows, wide]), axis=1)
         parts = [each.reshape(-1, values.shape[1]) for each in parts]
@@ -211,6 +194,11 @@ FAMILY_LAYOUTS: dict[str, Callable[[str, np.ndarray, Config], Arrays]] = {
 }
 
 
+WITH_SLIDING_WINDOWS = (
+    *("cohere", "cohere2", "exaone4", "olmo3", "granitemoeshared", "granitemoehybrid", "hunyuan_v1_dense"),
+)
+
+
 def add_family_settings(writer: gguf.GGUFWriter, config: Config) -> None:
     """Write the settings that only these architectures have."""
     kind, arch = config["model_type"], writer.arch
@@ -243,15 +231,7 @@ def _family_settings(kind: str, config: Config) -> dict[str, Any]:
     rope = config.get("rope_parameters") or {}
     layers = config.get("layer_types") or config.get("layers_block_type") or []
     full = [config.get("num_key_value_heads") if each == "full_attention" else 0 for each in layers]
-    if kind in (
-        "cohere",
-        "cohere2",
-        "exaone4",
-        "olmo3",
-        "granitemoeshared",
-        "granitemoehybrid",
-        "hunyuan_v1_dense",
-    ):
+    if kind in WITH_SLIDING_WINDOWS:
         values: dict[str, Any] = {}
         if config.get("sliding_window"):
             values["attention.sliding_window"] = config["sliding_window"]
@@ -277,11 +257,10 @@ def _family_settings(kind: str, config: Config) -> dict[str, Any]:
             ),
         }
     if kind == "phi3" and rope.get("rope_type") == "longrope":
-        names = {
-            "attn_factor": "attention_factor",
-            "original_context_length": "original_max_position_embeddings",
-        }
+        names = {"attn_factor": "attention_factor"}
+        names |= {"original_context_length": "original_max_position_embeddings"}
         return {f"rope.scaling.{name}": rope[setting] for name, setting in names.items()}
+    convolutions = {"attention.head_count_kv": full, "shortconv.l_cache": config.get("conv_L_cache")}
     return {
         "ernie4_5_moe": lambda: {
             "expert_count": config["moe_num_experts"],
@@ -290,12 +269,8 @@ def _family_settings(kind: str, config: Config) -> dict[str, Any]:
             "leading_dense_block_count": config["moe_layer_start_index"],
             "expert_shared_count": config["moe_num_shared_experts"],
         },
-        "lfm2": lambda: {"attention.head_count_kv": full, "shortconv.l_cache": config["conv_L_cache"]},
-        "lfm2_moe": lambda: {
-            "attention.head_count_kv": full,
-            "shortconv.l_cache": config["conv_L_cache"],
-            "leading_dense_block_count": config["num_dense_layers"],
-        },
+        "lfm2": lambda: convolutions,
+        "lfm2_moe": lambda: convolutions | {"leading_dense_block_count": config["num_dense_layers"]},
         "llama4_text": lambda: {
             "feed_forward_length": config["intermediate_size_mlp"],
             "expert_feed_forward_length": config["intermediate_size"],

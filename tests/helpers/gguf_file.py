@@ -19,32 +19,29 @@ from gguf_layouts import LAYOUTS, add_layout_settings
 from safetensors.numpy import load_file
 
 ARCHITECTURES = {
+    **{
+        name: name.replace("_", "") for name in ("qwen2_moe", "qwen3_moe", "gpt_neox", "glm4_moe", "lfm2_moe")
+    },
+    **{
+        name: name.removesuffix("_text")
+        for name in ("gemma3_text", "gemma3n_text", "gemma4_text", "llama4_text")
+    },
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "deepseek2"),
     "mixtral": "llama",
-    "qwen2_moe": "qwen2moe",
-    "qwen3_moe": "qwen3moe",
-    "gemma3_text": "gemma3",
-    "gemma3n_text": "gemma3n",
-    "gemma4_text": "gemma4",
     "gpt_oss": "gpt-oss",
     "ministral3": "mistral3",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_next": "qwen3next",
     "olmo3": "olmo2",
     "hunyuan_v1_dense": "hunyuan-dense",
     "cohere": "command-r",
     "ernie4_5_moe": "ernie4_5-moe",
     "phi": "phi2",
-    "gpt_neox": "gptneox",
-    "deepseek_v2": "deepseek2",
-    "deepseek_v3": "deepseek2",
-    "glm4_moe": "glm4moe",
     "glm": "chatglm",
     "granitemoeshared": "granitemoe",
     "granitemoehybrid": "granitehybrid",
     "falcon_h1": "falcon-h1",
-    "lfm2_moe": "lfm2moe",
-    "llama4_text": "llama4",
-    "qwen3_next": "qwen3next",
 }
 """transformers' model type → llama.cpp's architecture, where they differ."""
 INTERLEAVED = (
@@ -81,17 +78,7 @@ def write_gguf(
     tokens: Mapping[int, str] | None = None,
     parts: int = 1,
 ) -> Path:
-    """Write the checkpoint in ``folder`` to ``path``.
-
-    Args:
-        folder: with config.json, model.safetensors and tokenizer.json.
-        path: of the file; of the first part if there are several.
-        kind: the ggml type of matrices whose rows are whole blocks; the rest is float32.
-        edit: changes settings before they are written.
-        edit_tensors: changes the tensors by their names in the file.
-        tokens: other texts of tokens.
-        parts: number of files.
-    """
+    """Write the checkpoint in ``folder`` to ``path``; ``kind`` is that of matrices whose rows are whole blocks."""
     config = read_config(folder)
     arch = architecture_of(config)
     writer = gguf.GGUFWriter(str(path), arch)
@@ -142,9 +129,13 @@ def write_file(writer: gguf.GGUFWriter, tensors: Mapping[str, np.ndarray], kind:
             writer.add_tensor(name, gguf.quants.quantize(values, quantised), raw_dtype=quantised)
         else:
             writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    write_all(writer)
+
+
+def write_all(writer: gguf.GGUFWriter) -> None:
+    """Write header, settings and tensors, and close the file."""
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
     writer.close()
 
 

@@ -2,9 +2,11 @@
 
 from typing import Any
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+NO_EXPERTS = {"num_local_experts": 0, "num_experts_per_tok": 0}
 MOE = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
+    **EXPERTS,
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 24,
 }
@@ -17,7 +19,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
     ),
-    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "mixtral": ("mixtral", {**LOCAL_EXPERTS, "sliding_window": None}),
     "smollm3": ("smollm3", {"num_hidden_layers": 4}),
     "granite": ("granite", {"logits_scaling": 4.0, "attention_multiplier": 0.3, "embedding_multiplier": 3.0}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
@@ -39,6 +41,19 @@ QWEN35 = {
     "linear_value_head_dim": 8,
     "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
 }
+SLIDING, FULL = "sliding_attention", "full_attention"
+GEMMA3N = {
+    "num_hidden_layers": 5,
+    "intermediate_size": [48] * 5,
+    "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL],
+    "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0],
+    "num_kv_shared_layers": 2,
+    "sliding_window": 8,
+    "laurel_rank": 4,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 320,
+    "tie_word_embeddings": True,
+}
 GEMMA4 = {
     "num_hidden_layers": 6,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
@@ -50,34 +65,10 @@ GEMMA4 = {
 }
 MODELS |= {
     "gemma": ("gemma", {"tie_word_embeddings": True}),
-    "gemma3n": (
-        "gemma3n_text",
-        {
-            "num_hidden_layers": 5,
-            "intermediate_size": [48] * 5,
-            "layer_types": [
-                "sliding_attention",
-                "full_attention",
-                *["sliding_attention"] * 2,
-                "full_attention",
-            ],
-            "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0],
-            "num_kv_shared_layers": 2,
-            "sliding_window": 8,
-            "laurel_rank": 4,
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": 320,
-            "tie_word_embeddings": True,
-        },
-    ),
+    "gemma3n": ("gemma3n_text", GEMMA3N),
     "gemma4": (
         "gemma4_text",
-        {
-            **GEMMA4,
-            "num_kv_shared_layers": 2,
-            "hidden_size_per_layer_input": 8,
-            "use_double_wide_mlp": True,
-        },
+        {**GEMMA4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "use_double_wide_mlp": True},
     ),
     "gemma4 experts": (
         "gemma4_text",
@@ -96,8 +87,7 @@ MODELS |= {
     "gpt-oss": (
         "gpt_oss",
         {
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
+            **LOCAL_EXPERTS,
             "sliding_window": 8,
             "rope_parameters": {**YARN, "truncate": False},
         },
@@ -136,7 +126,14 @@ HYBRID_GRANITE = {
     "residual_multiplier": 0.5,
     "logits_scaling": 4.0,
 }
+LFM2 = {
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "tie_word_embeddings": True,
+}
 WINDOWS = ["sliding_attention"] * 3 + ["full_attention", "sliding_attention"]
+SLIDES = {"num_hidden_layers": 5, "layer_types": WINDOWS, "sliding_window": 8}
+GPT2 = {"intermediate_size": 128, "tie_word_embeddings": True}
 PARTIAL = {"rope_theta": 10_000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
 NEMOTRON_H = {
     "n_groups": 2,
@@ -153,7 +150,7 @@ MODELS |= {
     "seed_oss": ("seed_oss", {}),
     "ernie4_5": ("ernie4_5", {}),
     "hunyuan-dense": ("hunyuan_v1_dense", {}),
-    "exaone4": ("exaone4", {"num_hidden_layers": 5, "layer_types": WINDOWS, "sliding_window": 8}),
+    "exaone4": ("exaone4", SLIDES),
     "exaone4 without windows": (
         "exaone4",
         {"layer_types": ["full_attention"] * 2, "sliding_window": None, "sliding_window_pattern": None},
@@ -161,15 +158,13 @@ MODELS |= {
     "command-r": ("cohere", {"logit_scale": 0.25, "use_qk_norm": True}),
     "cohere2": (
         "cohere2",
-        {"num_hidden_layers": 5, "layer_types": WINDOWS, "sliding_window": 8, "logit_scale": 0.25},
+        {**SLIDES, "logit_scale": 0.25},
     ),
     "olmo": ("olmo", {"clip_qkv": 0.5}),
     "olmo3": (
         "olmo3",
         {
-            "num_hidden_layers": 5,
-            "layer_types": WINDOWS,
-            "sliding_window": 8,
+            **SLIDES,
             "rope_parameters": {
                 "full_attention": YARN,
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -188,17 +183,7 @@ MODELS |= {
         },
     ),
     "phi2": ("phi", {"rope_parameters": PARTIAL}),
-    "gpt2": (
-        "gpt2",
-        {
-            "n_embd": 32,
-            "n_layer": 2,
-            "n_head": 4,
-            "n_positions": 128,
-            "intermediate_size": 128,
-            "tie_word_embeddings": True,
-        },
-    ),
+    "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, **GPT2}),
     "gptneox": ("gpt_neox", {"rope_parameters": PARTIAL}),
     "chatglm": ("glm", {"rope_parameters": PARTIAL, "attention_bias": True}),
     "phi3 with longrope": (
@@ -217,7 +202,7 @@ MODELS |= {
             },
         },
     ),
-    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": ("olmoe", {**EXPERTS}),
     "deepseek2": (
         "deepseek_v2",
         {
@@ -274,8 +259,7 @@ MODELS |= {
     "granitemoe": (
         "granitemoeshared",
         {
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
+            **LOCAL_EXPERTS,
             "shared_intermediate_size": 24,
             "attention_multiplier": 0.3,
             "embedding_multiplier": 3.0,
@@ -284,11 +268,11 @@ MODELS |= {
     ),
     "granitehybrid": (
         "granitemoehybrid",
-        {**HYBRID_GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {**HYBRID_GRANITE, **LOCAL_EXPERTS},
     ),
     "granitehybrid without experts": (
         "granitemoehybrid",
-        {**HYBRID_GRANITE, "num_local_experts": 0, "num_experts_per_tok": 0},
+        {**HYBRID_GRANITE, **NO_EXPERTS},
     ),
     "falcon-h1": (
         "falcon_h1",
@@ -330,27 +314,8 @@ MODELS |= {
             "interleave_moe_layer_step": 2,
         },
     ),
-    "lfm2": (
-        "lfm2",
-        {
-            "num_hidden_layers": 3,
-            "layer_types": ["conv", "full_attention", "conv"],
-            "block_auto_adjust_ff_dim": False,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "lfm2moe": (
-        "lfm2_moe",
-        {
-            "num_hidden_layers": 3,
-            "layer_types": ["conv", "full_attention", "conv"],
-            "num_dense_layers": 1,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "tie_word_embeddings": True,
-        },
-    ),
+    "lfm2": ("lfm2", {**LFM2, "block_auto_adjust_ff_dim": False}),
+    "lfm2moe": ("lfm2_moe", {**LFM2, **EXPERTS, "num_dense_layers": 1, "moe_intermediate_size": 16}),
     "qwen3next": (
         "qwen3_next",
         {
@@ -368,7 +333,7 @@ MODELS |= {
     ),
     "granitehybrid as Bamba": (
         "granitemoehybrid",
-        {**HYBRID_GRANITE, "num_local_experts": 0, "num_experts_per_tok": 0, "attention_multiplier": 8**-0.5},
+        {**HYBRID_GRANITE, **NO_EXPERTS, "attention_multiplier": 8**-0.5},
     ),
     "nemotron_h_moe with latent experts": (
         "nemotron_h",

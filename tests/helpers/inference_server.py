@@ -231,16 +231,12 @@ class Handler(BaseHTTPRequestHandler):
             best = best[:-1] if fault == "fewer" else best
             ranks = {token: int((logp >= logp[token]).sum())}
             ranks |= {each: place for place, each in enumerate(best, 1)}
-            rows.append(
-                {
-                    str(each + (10**6 if fault == "foreign" else 0)): {
-                        "logprob": self.value(fault, logp[each]),
-                        "rank": rank,
-                        "decoded_token": self.text(fault, each),
-                    }
-                    for each, rank in ranks.items()
-                }
-            )
+            row = {}
+            for each, rank in ranks.items():
+                name = str(each + (10**6 if fault == "foreign" else 0))
+                row[name] = {"logprob": self.value(fault, logp[each]), "rank": rank}
+                row[name]["decoded_token"] = self.text(fault, each)
+            rows.append(row)
         rows = rows[:-1] if fault == "counts" else rows
         if fault == "stale":
             rows[2] = {"0": {"logprob": 0.0, "rank": 0, "decoded_token": "<s>"}}

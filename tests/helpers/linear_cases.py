@@ -1,6 +1,7 @@
 """Test cases of hidden states and heads, and their expected results by numpy in float64."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -185,13 +186,11 @@ def leaves_of(case: Case, divergence="kl", *, weights=None):
     return tensors, of
 
 
-def peak(seen) -> int:
-    """The most memory in use at one time."""
-    allocated = most = 0
-    for event in sorted(
-        (e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"),
-        key=lambda e: e.start_ns(),
-    ):
-        allocated += event.nbytes()
-        most = max(most, allocated)
-    return most
+def peak(call) -> int:
+    """The most memory that a call has in use at one time."""
+    with torch.profiler.profile(
+        profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]
+    ) as seen:
+        call()
+    events = (e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]")
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())))

@@ -9,11 +9,36 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import edit_json
 
+from kleash.checkpoints.quantised.packed_formats import find_packed_modules
 from kleash.checkpoints.resolution import Checkpoint
+from kleash.sources.sequences import TokenSequence
 
 Packer = Callable[[np.ndarray], tuple[dict[str, np.ndarray], np.ndarray]]
 """Packs a float64 matrix; returns the tensors of a module, and the matrix that they stand for in float64."""
+
+
+IDS = [0, 40, 80, 120, 160, 200, 240, 33]
+SEQUENCE = TokenSequence(
+    prompt_id=0, sample_id=0, prompt_ids=IDS[:1], response_ids=IDS[1:], prompt_text="", response_text=""
+)
+FLOATS_4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+"""The numbers E2M1 by their codes."""
+
+
+def write_module(folder: Path, tensors: dict[str, Any], **settings: Any) -> Path:
+    """A folder with the tensors, of numpy or torch, of the module "m", and the settings of its quantisation."""
+    stored = {f"m.{part}": torch.as_tensor(value).contiguous() for part, value in tensors.items()}
+    save_file(stored, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def read_module(folder: Path) -> Any:
+    """The only packed module of a folder."""
+    (module,) = find_packed_modules(packed_checkpoint(folder)).modules
+    return module
 
 
 def packed_checkpoint(folder: Path) -> Checkpoint:
@@ -117,8 +142,7 @@ def save_packed(
         stored |= {f"{module}.{part}": torch.from_numpy(tensor.copy()) for part, tensor in tensors.items()}
         decoded[name] = torch.from_numpy(values)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    edit_json(folder / "config.json", quantization_config=settings)
     if dense is not None:
         shutil.copytree(source, dense)
         exact = {name: tensor.contiguous() for name, tensor in decoded.items()}

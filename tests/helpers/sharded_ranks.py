@@ -7,19 +7,16 @@
 import json
 import os
 import re
-import subprocess
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -54,18 +51,14 @@ PROMPTS = [
 SAMPLING = Sampling(max_new_tokens=4, samples_per_prompt=2, temperature=0.8)
 KINDS = ("llama", "gpt2", "gemma2")
 """Architectures: a head of its own; another layout of layers; a tied head, a scaled embedding and a softcap."""
-ZERO3_KINDS: dict[str, dict[str, Any]] = {"llama": {}, "qwen3": {"vocab_size": 321}}
+ZERO3_KINDS = {"llama": {}, "qwen3": {"vocab_size": 321}}
 """The same for ZeRO-3, with configurations; the rows of the tied head are shared unevenly."""
-PRELOADED = (
-    "torch._dynamo",
-    "transformers.models.llama.modeling_llama",
-    "trl.trainer.grpo_trainer",
-    "trl.trainer.dpo_trainer",
-)
+PRELOADED = ("torch._dynamo", "transformers.models.llama.modeling_llama")
+PRELOADED += ("trl.trainer.grpo_trainer", "trl.trainer.dpo_trainer")
 MEASURED = "measured"
 """Folder of the runs of checks."""
 KEEP_GOING = bool(os.environ.get("KEEP_GOING"))
-CHECKS: dict[str, Callable[["Ranks"], object]] = {}
+CHECKS = {}
 
 
 def check(function):
@@ -73,7 +66,7 @@ def check(function):
     return function
 
 
-def make_models(folder: Path, kinds: dict[str, Any] | None = None) -> None:
+def make_models(folder, kinds=None):
     """Policy and reference of each architecture, and an adapter."""
     for kind, config in (kinds or {name: {} for name in (*KINDS, "qwen3")}).items():
         for role, seed in (("policy", 1), ("reference", 2)):
@@ -81,7 +74,7 @@ def make_models(folder: Path, kinds: dict[str, Any] | None = None) -> None:
     tiny_adapter(folder / "adapter", folder / "llama-policy")
 
 
-def reported(folder: Path, done: "subprocess.CompletedProcess[str]") -> list[dict[str, Any]]:
+def reported(folder, done):
     """What each of two ranks of a script like this one, which has ended, reports of its checks."""
     files = [folder / f"rank-{rank}.json" for rank in range(2)]
     assert all(file.exists() for file in files), done.stderr[-4000:]
@@ -91,42 +84,37 @@ def reported(folder: Path, done: "subprocess.CompletedProcess[str]") -> list[dic
 class Ranks:
     """This process, and the folder of the models."""
 
-    def __init__(self, rank: int, folder: Path) -> None:
+    def __init__(self, rank, folder):
         self.rank, self.folder = rank, folder
         self.mesh = init_device_mesh("cpu", (2,))
 
-    def network(self, name: str) -> Any:
+    def network(self, name):
         return AutoModelForCausalLM.from_pretrained(self.folder / name).eval()
 
-    def sharded(self, name: str, **more: Any) -> Any:
+    def sharded(self, name, **more):
         """A network with a unit for each layer and one for the rest, as FSDP2's tutorial shards it."""
         return shard(self.network(name), mesh=self.mesh, **more)
 
-    def tokenizer(self, name: str) -> Any:
+    def tokenizer(self, name):
         return AutoTokenizer.from_pretrained(self.folder / name)
 
-    def drift(
-        self, policy: Any, reference: Any, *, alone: bool = False, kind: str = "llama", **more: Any
-    ) -> Any:
+    def drift(self, policy, reference, *, alone=False, kind="llama", **more):
         """What a DriftMonitor measures: all prompts on this process if ``alone``."""
         settings = {"prompts": PROMPTS, "sampling": SAMPLING, "batch_tokens": 200, **more}
         monitor = DriftMonitor(reference=reference, **settings)
         rank, count = (0, 1) if alone else (self.rank, 2)
-        if alone:  # other processes measure the same
-            with mock.patch("accelerate.utils.gather_object", list):
-                return self.attached(monitor, policy, kind, rank, count).measure()
-        return self.attached(monitor, policy, kind, rank, count).measure()
-
-    def attached(self, monitor: Any, policy: Any, kind: str, rank: int, count: int) -> Any:
+        processes = {"process_index": rank, "num_processes": count}
         monitor.trainer = SimpleNamespace(
-            accelerator=SimpleNamespace(unwrap_model=lambda x: x, process_index=rank, num_processes=count),
+            accelerator=SimpleNamespace(unwrap_model=lambda x: x, **processes),
             model=policy,
             processing_class=self.tokenizer(f"{kind}-policy"),
         )
-        return monitor
+        # other processes measure the same
+        with mock.patch("accelerate.utils.gather_object", list) if alone else nullcontext():
+            return monitor.measure()
 
 
-def shard(network: Any, *, mesh: Any, layers: bool = True, **more: Any) -> Any:
+def shard(network, *, mesh, layers=True, **more):
     base = network.get_base_model() if hasattr(network, "get_base_model") else network
     blocks = base.transformer.h if hasattr(base, "transformer") else base.model.layers
     for layer in blocks if layers else ():
@@ -135,13 +123,13 @@ def shard(network: Any, *, mesh: Any, layers: bool = True, **more: Any) -> Any:
 
 
 @contextmanager
-def largest_message() -> Iterator[Counter[str]]:
+def largest_message():
     """The largest number of elements that a rank receives in one call of each collective."""
     names = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")
     names = tuple(name for name in (*names, "all_to_all_single", "all_reduce") if hasattr(dist, name))
     originals = {name: getattr(dist, name) for name in names}
-    functional: Any = torch.ops._c10d_functional.all_gather_into_tensor
-    sizes: Counter[str] = Counter()
+    functional = torch.ops._c10d_functional.all_gather_into_tensor
+    sizes = Counter()
 
     def counted(name):
         def call(tensor, *args, **kwargs):
@@ -170,21 +158,19 @@ def largest_message() -> Iterator[Counter[str]]:
 
 
 @contextmanager
-def small_messages() -> Iterator[Counter[str]]:
+def small_messages():
     """``largest_message``; at the end, none has half the size of the head."""
     with largest_message() as sizes:
         yield sizes
     assert max(sizes.values()) < HEAD_SIZE / 2, sizes
 
 
-def same(one: Any, other: Any, tolerance: float = 1e-6) -> None:
+def same(one, other, tolerance=1e-6):
     for unit in ("token", "sequence"):
         a, b = one.per(unit), other.per(unit)
         assert abs(a.value - b.value) <= tolerance * max(1.0, abs(a.value)), (unit, a, b)
-        assert np.allclose(a.standard_error, b.standard_error, rtol=0.01, atol=tolerance, equal_nan=True), (
-            a,
-            b,
-        )
+        errors = a.standard_error, b.standard_error
+        assert np.allclose(*errors, rtol=0.01, atol=tolerance, equal_nan=True), (a, b)
     assert (one.sequences, one.tokens) == (other.sequences, other.tokens)
 
 
@@ -214,9 +200,8 @@ def an_adapter_over_a_sharded_base_is_measured(ranks):
     from peft import PeftModel
 
     def adapted():
-        return PeftModel.from_pretrained(
-            ranks.network("llama-policy"), ranks.folder / "adapter", is_trainable=True
-        )
+        network = ranks.network("llama-policy")
+        return PeftModel.from_pretrained(network, ranks.folder / "adapter", is_trainable=True)
 
     alone = ranks.drift(adapted().eval(), None, alone=True)
     assert alone.per_token.value > 0.01
@@ -232,9 +217,8 @@ def no_message_has_the_size_of_the_head(ranks):
     assert policy.lm_head.weight.numel() == HEAD_SIZE
     with small_messages() as sizes:
         ranks.drift(policy, reference, batch_tokens=20, prompts=PROMPTS[:2])
-    assert (
-        sizes["full_tensor"] >= 32 * 48 and max(sizes[name] for name in sizes if "all_gather" in name) > 0
-    ), "the counters see something"
+    assert sizes["full_tensor"] >= 32 * 48, "the counters see something"
+    assert max(sizes[name] for name in sizes if "all_gather" in name) > 0
     return dict(sizes)
 
 
@@ -242,14 +226,14 @@ def no_message_has_the_size_of_the_head(ranks):
 def compiled_networks_are_measured_as_they_are_written(ranks):
     """What ``torch.compile`` wraps, as TrainingArguments' ``torch_compile`` does, and what it compiles in place."""
 
-    def compiled_modules(network: Any) -> Any:
+    def compiled_modules(network):
         for number, layer in enumerate(network.model.layers):
             network.model.layers[number] = torch.compile(layer, backend="eager")
         network.lm_head = torch.compile(network.lm_head, backend="eager")
         network.model.embed_tokens = torch.compile(network.model.embed_tokens, backend="eager")
         return network
 
-    def compiled_in_place(network: Any) -> Any:
+    def compiled_in_place(network):
         for module in (network, network.lm_head, *network.model.layers):
             module.compile(backend="eager")
         return network
@@ -285,10 +269,8 @@ def mixed_precision_is_that_of_the_forward_pass(ranks):
         half = ranks.network("llama-policy").bfloat16(), ranks.network("llama-reference").bfloat16()
     alone = ranks.drift(*half, alone=True)
     sharded = [ranks.sharded(f"llama-{role}", mp_policy=policy) for role in ("policy", "reference")]
-    drift = ranks.drift(*sharded)
-    same(
-        alone, drift, 1e-2
-    )  # sums of other lengths are rounded to bfloat16 in the same places, and norms may not be
+    # Sums of other lengths are rounded to bfloat16 in the same places, and norms may not be.
+    same(alone, ranks.drift(*sharded), 1e-2)
 
 
 @check
@@ -306,9 +288,8 @@ def exact_loss_of_trl_equals_that_of_one_process(ranks):
     for empty in (False, True):
         inputs["completion_mask"][2:] *= int(not empty)  # then the second rank has no token
         inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
-        for trainer, config in ((LeashedGRPOTrainer, GRPOConfig), (LeashedRLOOTrainer, RLOOConfig))[
-            : 2 - empty
-        ]:
+        kinds = ((LeashedGRPOTrainer, GRPOConfig), (LeashedRLOOTrainer, RLOOConfig))
+        for trainer, config in kinds[: 2 - empty]:
             for kind in ("llama",) if empty or trainer is LeashedRLOOTrainer else ("llama", "qwen3"):
                 made = partial(exact_loss, ranks, partial(make, trainer, config), kind, inputs)
                 loss, gradients = made(slice(None), None)
@@ -336,9 +317,7 @@ def a_training_run_of_trl_equals_that_of_one_process(ranks):
     first_step_in_bfloat16(ranks.folder, "llama", sharding, log)
 
 
-def exact_loss(
-    ranks: Ranks, make: Any, kind: str, inputs: dict[str, Any], rows: slice, reshards: bool | None
-) -> tuple[float, list[Any]]:
+def exact_loss(ranks, make, kind, inputs, rows, reshards):
     """The mean over the ranks of the loss of a trainer with a sharded model, twice accumulated, and its gradient.
 
     ``reshards=None`` is one process with a whole model.
@@ -386,10 +365,8 @@ def one_measurement_of_models_on_two_ranks_equals_that_of_one_process(ranks):
         dist.barrier()
         alone = Measurement.read(ranks.folder / MEASURED / f"{kind}-one")
         for device_map in ("fsdp", "tensor"):
-            shared = replace(
-                job, device_map=device_map, out=str(ranks.folder / MEASURED / f"{kind}-{device_map}")
-            )
-            result = measure(shared)
+            out = str(ranks.folder / MEASURED / f"{kind}-{device_map}")
+            result = measure(replace(job, device_map=device_map, out=out))
             assert result.counts.shards == alone.counts.shards > 2
             if dtype == "float64":
                 assert result.counts == alone.counts
@@ -435,38 +412,29 @@ def what_cannot_be_done_is_refused_on_all_ranks(ranks):
         "by the mixed precision of its modules": fully_shard(mixed, mesh=ranks.mesh),
     }
     for use_orig_params in (False, True):
-        fsdp1 = FullyShardedDataParallel(
-            network("llama-policy"), device_id=torch.device("cpu"), use_orig_params=use_orig_params
-        )
+        options = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
+        fsdp1 = FullyShardedDataParallel(network("llama-policy"), **options)
         refusal_of(lambda fsdp1=fsdp1: ranks.drift(fsdp1.module, whole), "is measured with FSDP2")
     for words, policy in refused.items():
         refusal_of(lambda policy=policy: ranks.drift(policy, whole), words)
     nan = network("llama-policy")
     with torch.no_grad():
         nan.model.norm.weight.fill_(torch.nan)
-    refusal_of(
-        lambda: ranks.drift(shard(nan, mesh=ranks.mesh), whole), "NaN|has stopped|cannot be run|does not come"
-    )
+    sharded = shard(nan, mesh=ranks.mesh)
+    refusal_of(lambda: ranks.drift(sharded, whole), "NaN|has stopped|cannot be run|does not come")
     policy = ranks.sharded("llama-policy")
     hidden, token_ids = torch.randn(3, 32), torch.zeros(3, dtype=torch.long)
     head = Head(policy.lm_head.weight)
     for temperature in (0.5 + ranks.rank, torch.ones(3) if ranks.rank else 1.0):
-        refusal_of(
-            lambda temperature=temperature: token_statistics(
-                hidden, head, hidden + 1, head, token_ids, temperature=temperature
-            ),
-            "disagree on the temperature",
-        )
-    one_in_training = ranks.sharded("llama-policy")
-
-    one_in_training.train(ranks.rank == 0)
-    refusal_of(
-        lambda: live_model(one_in_training, ranks.tokenizer("llama-policy")),
-        "training mode|refuses its arguments",
-    )
+        given = (hidden, head, hidden + 1, head, token_ids)
+        asked = partial(token_statistics, *given, temperature=temperature)
+        refusal_of(asked, "disagree on the temperature")
+    one_in_training = ranks.sharded("llama-policy").train(ranks.rank == 0)
+    asked = partial(live_model, one_in_training, ranks.tokenizer("llama-policy"))
+    refusal_of(asked, "training mode|refuses its arguments")
 
 
-def refusal_of(call: Callable[[], Any], words: str) -> None:
+def refusal_of(call, words):
     try:
         call()
     except KleashError as error:
@@ -475,33 +443,26 @@ def refusal_of(call: Callable[[], Any], words: str) -> None:
         raise AssertionError(f"nothing was refused: {words}")
 
 
-def import_what_checks_use() -> None:
+def import_what_checks_use():
     """Import what the checks import when they need it, before the ranks fork."""
     for name in PRELOADED:
         import_module(name)
     draw_charts(False)
 
 
-def main(
-    rank: int,
-    store: str,
-    folder: Path,
-    only: list[str],
-    checks: dict[str, Callable[[Any], object]] = CHECKS,
-    kind: Callable[[int, Path], Any] = Ranks,
-) -> None:
+def main(rank, store, folder, only, checks=CHECKS, kind=Ranks):
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "0",
-    }  # which Accelerate asks for, and does not use
+    }  # Accelerate asks for it, and does not use it
     options = {"init_method": f"file://{store}", "timeout": timedelta(minutes=10)}
     dist.init_process_group("gloo", rank=rank, world_size=2, **options)
     from accelerate import PartialState
 
     PartialState(cpu=True)
-    results: dict[str, object] = {}
+    results = {}
     ranks = kind(rank, folder)
     for name, function in checks.items():
         if only and name not in only:

@@ -109,9 +109,7 @@ FAULTS: dict[str, Planted] = {
         lambda p, q: right(p, q).mean(-1), "sequence_loss", {"wrong_scale"}, {"nan_value", "token_gradient"}
     ),
     "sum over the steps for a mean": Planted(
-        lambda p, q, mask: masked(p, q, mask).sum(),
-        "mean_loss_with_mask",
-        {"wrong_scale", "wrong_reduction"},
+        lambda p, q, mask: masked(p, q, mask).sum(), "mean_loss_with_mask", {"wrong_scale", "wrong_reduction"}
     ),
     "dropped weight": Planted(
         lambda p, q, behaviour: right(p, q),
@@ -174,9 +172,7 @@ FAULTS: dict[str, Planted] = {
         kleash.jensen_shannon, replace(WHOLE, name="js", claims="jensen_shannon"), set(), {"flat_value"}
     ),
     "symmetric in name": Planted(
-        not_symmetric,
-        JEFFREYS,
-        {"other_divergence", "wrong_gradient", "nan_value"},
+        not_symmetric, JEFFREYS, {"other_divergence", "wrong_gradient", "nan_value"}
     ),
     "cross-entropy": Planted(
         lambda p, q: -(up(p).exp() * up(q)).sum(-1), WHOLE, {"cross_entropy", "wrong_gradient", "nan_value"}

@@ -2,19 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from rank_checks import (
-    CHUNKS,
-    TEXTBOOK,
-    TOKENS,
-    WORDS,
-    Split,
-    check,
-    local_rows,
-    logp,
-    made,
-    models,
-    refused,
-)
+from rank_checks import CHUNKS, TEXTBOOK, TOKENS, WORDS, Split, check, local_rows, logp, made, models, refused
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor

@@ -4,17 +4,23 @@ import math
 from dataclasses import replace
 
 from kleash.records import Audit, Finding
-from kleash.store.audit import (
-    AccuracyRow,
-    CurveRow,
-    EdgeRow,
-    GradientRow,
-    MaskRow,
-    ValueRow,
-    ZoneRow,
-)
+from kleash.store.audit import AccuracyRow, CurveRow, EdgeRow, GradientRow, MaskRow, ValueRow, ZoneRow
 
 HOSTILE = "</script><script>window.broken = 1</script><img src=x onerror='window.broken=2'>"
+
+
+FINDING = Finding(
+    kind="wrong_gradient",
+    severity="wrong",
+    sentence="it follows KL(q ‖ p)",
+    where="far",
+    remedy=f"use another {HOSTILE}",
+)
+VALUE = {"pair": "near", "sampling": "on-policy", "level": "token", "exact": 0.0123456, "expected": 0.0123456}
+VALUE |= {"bias": 0.0, "standard_deviation": math.inf, "lowest": -0.5}
+GRADIENT = {"pair": "far", "sampling": "off-policy", "target": "KL(q ‖ p)", "cosine": math.nan}
+GRADIENT |= {"relative_size": 1.25, "relative_error": 3e-17}
+EDGE = {"case": "q rules the token out", "exact": math.inf, "value": 10.0, "gradient": math.nan}
 
 
 def synthetic_audit(target: str = f"their.module:kl {HOSTILE}") -> Audit:
@@ -30,52 +36,15 @@ def synthetic_audit(target: str = f"their.module:kl {HOSTILE}") -> Audit:
         gradient="KL(q ‖ p)",
         estimator="k3",
         verdict=(f"its value is KL(p ‖ q) {HOSTILE}", "Backpropagated it follows KL(q ‖ p)."),
-        findings=(
-            Finding(
-                kind="wrong_gradient",
-                severity="wrong",
-                sentence="it follows KL(q ‖ p)",
-                where="far",
-                remedy=f"use another {HOSTILE}",
-            ),
-            Finding(kind="negative_values", severity="note", sentence=HOSTILE, where=HOSTILE),
-        ),
-        values=(
-            ValueRow(
-                pair="near",
-                sampling="on-policy",
-                level="token",
-                exact=0.0123456,
-                expected=0.0123456,
-                bias=0.0,
-                standard_deviation=math.inf,
-                lowest=-0.5,
-            ),
-        ),
-        gradients=(
-            GradientRow(
-                pair="far",
-                sampling="off-policy",
-                target="KL(q ‖ p)",
-                cosine=math.nan,
-                relative_size=1.25,
-                relative_error=3e-17,
-            ),
-        ),
+        findings=(FINDING, Finding(kind="negative_values", severity="note", sentence=HOSTILE, where=HOSTILE)),
+        values=(ValueRow(**VALUE),),
+        gradients=(GradientRow(**GRADIENT),),
         zones=(
             ZoneRow(kind="gradient", low=-math.inf, high=-2.6112, value=10.0),
             ZoneRow(kind="value", low=11.0, high=math.inf, value=10.0),
             ZoneRow(kind="gradient", low=-1.0, high=1.5, value=0.0),
         ),
-        edges=(
-            EdgeRow(
-                case="q rules the token out",
-                exact=math.inf,
-                value=10.0,
-                gradient=math.nan,
-                problem="gradient is NaN",
-            ),
-        ),
+        edges=(EdgeRow(**EDGE, problem="gradient is NaN"),),
         masks=(MaskRow(case="NaN", value_change=math.nan, gradient_change=0.0, problem="value is NaN"),),
         accuracy=(
             AccuracyRow(dtype="float32", kl=1e-8, relative_error=0.4, unavoidable_error=1e-6),
@@ -109,13 +78,5 @@ def drawn_audit() -> Audit:
 
 def plain_audit() -> Audit:
     """One in which nothing was asked for that has a table."""
-    return replace(
-        synthetic_audit("kleash:kl"),
-        findings=(),
-        values=(),
-        gradients=(),
-        zones=(),
-        edges=(),
-        masks=(),
-        accuracy=(),
-    )
+    tables = ("findings", "values", "gradients", "zones", "edges", "masks", "accuracy")
+    return replace(synthetic_audit("kleash:kl"), **dict.fromkeys(tables, ()))

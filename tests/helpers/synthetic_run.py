@@ -1,11 +1,10 @@
 """Run folders whose numbers look real and whose text is hostile, made without any model."""
 
+import math
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from itertools import combinations, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,28 +31,15 @@ from kleash.store.measurement import (
 )
 from kleash.store.sweep import Sweep, SweepCandidate, SweepPair
 
-HOSTILE = (
+SCRIPTS = (
     "<script>window.__pwned=1;alert(1)</script>",
     "</script><img src=x onerror=alert(2)>",
     "<!--<script>",
-    "{{ 7*7 }}{% raw %}",
-    '"><b onmouseover=alert(3)>',
-    "\n",
-    "\n\n",
-    "\t",
-    "   ",
-    "",
-    " שלום",
-    "مرحبا",
-    "\u202eevil\u202c",
-    "👩‍👩‍👧‍👦",
-    " e\u0301",
-    "\ufffd",
-    "\x00\x1b[31m",
-    "\u2028",
-    "&amp;",
-    "supercalifragilistic" * 5,
 )
+MARKUP = ("{{ 7*7 }}{% raw %}", '"><b onmouseover=alert(3)>')
+SPACES = ("\n", "\n\n", "\t", "   ", "")
+UNICODE = (" שלום", "مرحبا", "\u202eevil\u202c", "👩‍👩‍👧‍👦", " e\u0301", "\ufffd", "\x00\x1b[31m", "\u2028")
+HOSTILE = (*SCRIPTS, *MARKUP, *SPACES, *UNICODE, "&amp;", "supercalifragilistic" * 5)
 PROSE = (
     "It was the first warm evening of the year, and nobody in the house could be persuaded to stay indoors. "
     "The lamps were carried out to the terrace, the chairs were carried after them, and by nine o'clock the "
@@ -80,7 +66,7 @@ class Synthetic:
     sequences: dict[str, list[Any]] = field(default_factory=dict)
 
 
-def number(values: Any, unit: str = "nats", **more: Any) -> Number:
+def number(values, unit="nats", **more):
     """The mean of ``values`` with its plain standard error."""
     values = np.asarray(values, dtype=np.float64)
     mean, error = float(values.mean()), float(values.std() / np.sqrt(max(1, values.size)))
@@ -89,7 +75,7 @@ def number(values: Any, unit: str = "nats", **more: Any) -> Number:
     )
 
 
-def columns(prompts: int, samples: int, tokens: int, seed: int, scale: float, hostile: bool) -> Synthetic:
+def columns(prompts, samples, tokens, seed, scale, hostile):
     """Token and sequence columns; drift falls with the position and differs from prompt to prompt."""
     draw = np.random.default_rng(seed)
     run = Synthetic()
@@ -109,9 +95,7 @@ def columns(prompts: int, samples: int, tokens: int, seed: int, scale: float, ho
     return run
 
 
-def add_sequence(
-    run: Synthetic, draw: Any, key: tuple[int, int], prompt: str, pieces: list[str], level: float
-) -> None:
+def add_sequence(run, draw, key, prompt, pieces, level):
     """One sequence's columns, appended to ``run``."""
     size = len(pieces)
     at = np.arange(size)
@@ -142,31 +126,15 @@ def add_sequence(
     }
     for name, values in drawn.items():
         run.tokens.setdefault(name, []).extend(values if isinstance(values, list) else values.tolist())
-    row = {
-        "prompt_id": key[0],
-        "sample_id": key[1],
-        "prompt_hash": f"{key[0]:08x}",
-        "prompt": prompt,
-        "response": "".join(pieces),
-        "finish_reason": "stop",
-        "tokens": size,
-    }
+    row = {"prompt_id": key[0], "sample_id": key[1], "prompt_hash": f"{key[0]:08x}", "prompt": prompt}
+    row |= {"response": "".join(pieces), "finish_reason": "stop", "tokens": size}
     for name, value in row.items():
         run.sequences.setdefault(name, []).append(value)
 
 
 def write_synthetic_run(
-    folder: Path,
-    *,
-    prompts: int = 40,
-    samples: int = 2,
-    tokens: int = 96,
-    seed: int = 0,
-    scale: float = 0.25,
-    hostile: bool = True,
-    shards: int = 2,
-    changes: Mapping[str, Any] | None = None,
-) -> Measurement:
+    folder, *, prompts=40, samples=2, tokens=96, seed=0, scale=0.25, hostile=True, shards=2, changes=None
+):
     """Write a run folder, ``changes`` replacing fields of its measurement; the measurement is returned."""
     run = columns(prompts, samples, tokens, seed, scale, hostile)
     target = RunFolder(folder)
@@ -174,30 +142,27 @@ def write_synthetic_run(
     cuts = [round(at * prompts / shards) for at in range(shards + 1)]
     with target.writing(header, resume=False):
         for shard in range(shards):
-            target.write_shard(
-                shard,
-                between(run.tokens, cuts[shard], cuts[shard + 1]),
-                between(run.sequences, cuts[shard], cuts[shard + 1]),
-            )
+            low, high = cuts[shard], cuts[shard + 1]
+            target.write_shard(shard, between(run.tokens, low, high), between(run.sequences, low, high))
         measurement = measurement_of(run, prompts, samples, shards, hostile)
         if changes:
-            measurement = Measurement(**{**vars(measurement), **changes})
+            measurement = replace(measurement, **changes)
         target.write_alternatives(alternatives(run, measurement, seed, hostile))
         target.write_measurement(measurement)
     return measurement
 
 
-def between(table: Mapping[str, list[Any]], low: int, high: int) -> dict[str, list[Any]]:
+def between(table, low, high):
     """The rows whose prompt lies in ``[low, high)``."""
     keep = [low <= prompt < high for prompt in table["prompt_id"]]
     return {name: [v for v, k in zip(values, keep, strict=True) if k] for name, values in table.items()}
 
 
-def alternatives(run: Synthetic, measurement: Measurement, seed: int, hostile: bool) -> dict[str, list[Any]]:
+def alternatives(run, measurement, seed, hostile):
     """Five tokens of each model at every position of the worst sequences."""
     draw = np.random.default_rng(seed + 1)
     worst = {(found.prompt_id, found.sample_id) for found in measurement.worst_sequences}
-    table: dict[str, list[Any]] = {name: [] for name in ALTERNATIVES}
+    table = {name: [] for name in ALTERNATIVES}
     words = [*PIECES[:60], *(HOSTILE if hostile else ())]
     rows = zip(run.tokens["prompt_id"], run.tokens["sample_id"], run.tokens["position"], strict=True)
     for row, (prompt, sample, position) in enumerate(rows):
@@ -220,24 +185,18 @@ ALTERNATIVES = (
 )  # fmt: skip
 
 
-def measurement_of(run: Synthetic, prompts: int, samples: int, shards: int, hostile: bool) -> Measurement:
+def measurement_of(run, prompts, samples, shards, hostile):
     """The measurement of such columns; means are right, errors are plain."""
     token = {name: np.asarray(v) for name, v in run.tokens.items() if name != "text"}
     kl = token["kl_policy_reference"]
     keys = list(zip(run.tokens["prompt_id"], run.tokens["sample_id"], strict=True))
-    sums: dict[tuple[int, int], float] = {}
+    sums = {}
     for key, value in zip(keys, kl, strict=True):
         sums[key] = sums.get(key, 0.0) + float(value)
     total = np.asarray(list(sums.values()))
     name = "shipped:policy" if not hostile else "runs/<script>alert('path')</script>/policy"
-    model = ModelRecord(
-        path="shipped:reference",
-        revision=None,
-        dtype="float32",
-        parameters=2_359_680,
-        vocabulary=4096,
-        fingerprint="5d41402abc4b2a76",
-    )
+    sizes = {"dtype": "float32", "parameters": 2_359_680, "vocabulary": 4096}
+    model = ModelRecord(path="shipped:reference", revision=None, fingerprint="5d41402abc4b2a76", **sizes)
     return Measurement(
         kleash="0.1.0",
         estimand="KL(policy ‖ reference) in nats per token: the exact next-token divergence, averaged over "
@@ -245,7 +204,7 @@ def measurement_of(run: Synthetic, prompts: int, samples: int, shards: int, host
         job={"policy": name, "reference": "shipped:reference", "prompts": "it's prompts.jsonl", "seed": 3,
              "samples_per_prompt": samples, "resume": True, "out": "drift"},
         source_sha256="ab" * 32,
-        models={"policy": ModelRecord(**{**vars(model), "path": name}), "reference": model},
+        models={"policy": replace(model, path=name), "reference": model},
         counts=Counts(prompts=prompts, sequences=len(sums), tokens=len(kl), clusters=prompts,
                       truncated_sequences=3, shards=shards),
         per_token={n: number(v, unit_of(n)) for n, v in token.items() if n not in IDS},
@@ -281,7 +240,7 @@ def measurement_of(run: Synthetic, prompts: int, samples: int, shards: int, host
 IDS = ("prompt_id", "sample_id", "position", "token_id", "top1_policy", "top1_reference", "logp_sampled")
 
 
-def unit_of(name: str) -> str:
+def unit_of(name):
     """The unit of a column's mean."""
     if name in STATISTICS:
         return STATISTICS[name].unit
@@ -290,7 +249,7 @@ def unit_of(name: str) -> str:
     return "none" if name.startswith("rank") else "nats"
 
 
-def estimators(token: Mapping[str, Any]) -> dict[str, EstimatorRecord]:
+def estimators(token):
     ratio = token["logp_policy"] - token["logp_reference"]
     kl = token["kl_policy_reference"]
     values = {"k1": ratio, "abs": np.abs(ratio), "k2": ratio**2 / 2, "k3": np.expm1(-ratio) + ratio}
@@ -300,21 +259,18 @@ def estimators(token: Mapping[str, Any]) -> dict[str, EstimatorRecord]:
     }
 
 
-def quantiles(values: Any) -> dict[str, Number]:
+def quantiles(values):
     found = {}
     for level in ("50", "75", "90", "95", "99", "99.9", "max"):
         value = float(values.max() if level == "max" else np.quantile(values, float(level) / 100))
-        error = math_nan if level == "max" else value / 12
+        error = math.nan if level == "max" else value / 12
         found[level] = Number(
             value=value, unit="nats", standard_error=error, ci95=(value - 2 * error, value + 2 * error)
         )
     return found
 
 
-math_nan = float("nan")
-
-
-def bins(by: Any, kl: Any, edges: list[float]) -> tuple[Bin, ...]:
+def bins(by, kl, edges):
     found = []
     for low, high in pairwise(edges):
         inside = (by >= low) & ((by < high) | ((high == edges[-1]) & (by == high)))
@@ -325,7 +281,7 @@ def bins(by: Any, kl: Any, edges: list[float]) -> tuple[Bin, ...]:
     return tuple(found)
 
 
-def running(kl: Any) -> tuple[ConvergencePoint, ...]:
+def running(kl):
     found = []
     for tokens in np.unique(np.linspace(max(2, len(kl) // 40), len(kl), 40).astype(int)):
         now = number(kl[:tokens])
@@ -333,7 +289,7 @@ def running(kl: Any) -> tuple[ConvergencePoint, ...]:
     return tuple(found)
 
 
-def worst_tokens(run: Synthetic, kl: Any) -> tuple[Drifted, ...]:
+def worst_tokens(run, kl):
     return tuple(
         Drifted(prompt_id=run.tokens["prompt_id"][at], sample_id=run.tokens["sample_id"][at], kl=float(kl[at]),
                 position=run.tokens["position"][at], text=run.tokens["text"][at])
@@ -341,12 +297,12 @@ def worst_tokens(run: Synthetic, kl: Any) -> tuple[Drifted, ...]:
     )  # fmt: skip
 
 
-def worst_sequences(sums: Mapping[tuple[int, int], float], keys: list[Any]) -> tuple[Drifted, ...]:
+def worst_sequences(sums, keys):
     ordered = sorted(sums, key=lambda key: -sums[key])[:50]
     return tuple(Drifted(prompt_id=k[0], sample_id=k[1], kl=sums[k], tokens=keys.count(k)) for k in ordered)
 
 
-def by_prompt(run: Synthetic, kl: Any) -> tuple[PromptDrift, ...]:
+def by_prompt(run, kl):
     of = np.asarray(run.tokens["prompt_id"])
     texts = dict(zip(run.sequences["prompt_id"], run.sequences["prompt"], strict=True))
     found = []
@@ -358,7 +314,7 @@ def by_prompt(run: Synthetic, kl: Any) -> tuple[PromptDrift, ...]:
     return tuple(sorted(found, key=lambda p: -p.kl_per_token)[:500])
 
 
-def synthetic_comparison() -> Comparison:
+def synthetic_comparison():
     """Three runs, the last of which shares few prompts with the first."""
     draw = np.random.default_rng(5)
     names = ("step 100", "step 400", "<script>alert('run')</script>")
@@ -380,9 +336,9 @@ def synthetic_comparison() -> Comparison:
     return Comparison(kleash="0.1.0", runs=runs, differences=differences, warnings=("sources differ",))
 
 
-def write_sweep_folder(folder: Path, sweep: Sweep) -> Sweep:
+def write_sweep_folder(folder, sweep):
     """Write the folder of a sweep, whose candidates' measurements are empty files; the sweep as it is there."""
-    candidates: list[SweepCandidate] = []
+    candidates = []
     for each in sweep.candidates:
         path = folder / each.folder / "measurement.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -393,53 +349,42 @@ def write_sweep_folder(folder: Path, sweep: Sweep) -> Sweep:
     return written
 
 
-def synthetic_sweep(names: Sequence[str] = ("q8", "q6", "q4"), failed: Sequence[str] = ("torn",)) -> Sweep:
+def synthetic_sweep(names=("q8", "q6", "q4"), failed=("torn",)):
     """Candidates of falling size and rising KL, each one different from the others, and some that failed."""
     draw = np.random.default_rng(7)
-    measured = tuple(
-        SweepCandidate(
-            number=at + 1,
-            name=name,
-            folder=f"candidates/{at + 1:02d}",
-            numbers={
-                **compared(draw, 0.01 * 4 ** (at % 10)),
-                "kl_policy_reference_99.9": number(draw.normal(0.5 * 4 ** (at % 10), 0.1, 300)),
-            },
-            bytes_on_disk=8_000_000_000 // (at + 1),
-            bits_per_weight=8.0 / (at + 1),
-            letters="abcdefghij"[at % 10],
-            is_on_pareto_front=True,
+    measured = []
+    for at, name in enumerate(names):
+        numbers = compared(draw, 0.01 * 4 ** (at % 10))
+        numbers["kl_policy_reference_99.9"] = number(draw.normal(0.5 * 4 ** (at % 10), 0.1, 300))
+        sizes = {"bytes_on_disk": 8_000_000_000 // (at + 1), "bits_per_weight": 8.0 / (at + 1)}
+        place = {"number": at + 1, "name": name, "folder": f"candidates/{at + 1:02d}"}
+        letters = "abcdefghij"[at % 10]
+        measured.append(
+            SweepCandidate(**place, **sizes, numbers=numbers, letters=letters, is_on_pareto_front=True)
         )
-        for at, name in enumerate(names)
-    )
     torn = tuple(
         SweepCandidate(number=len(names) + at + 1, name=name, folder="x", failure="its weights are missing")
         for at, name in enumerate(failed)
     )
-    pairs = tuple(
-        SweepPair(
-            first=first,
-            second=second,
-            difference=number(draw.normal(-0.1 * (second - first), 0.05, 300)),
-            simultaneous_ci95=(-1.0, -0.01),
-            is_tie=False,
-        )
-        for first, second in combinations(range(1, len(names) + 1), 2)
-    )
+    pairs = []
+    for first, second in combinations(range(1, len(names) + 1), 2):
+        difference = number(draw.normal(-0.1 * (second - first), 0.05, 300))
+        ends = {"simultaneous_ci95": (-1.0, -0.01), "is_tie": False}
+        pairs.append(SweepPair(first=first, second=second, difference=difference, **ends))
     return Sweep(
         kleash="0.1.0",
         reference="base",
         rank_by="kl_policy_reference",
         job={},
         candidates=(*measured, *torn),
-        pairs=pairs,
+        pairs=tuple(pairs),
         clusters=300,
         tokens=50_000,
         critical_value=2.4,
     )
 
 
-def compared(draw: Any, scale: float) -> dict[str, Number]:
+def compared(draw, scale):
     units = {"kl_policy_reference": "nats", "kl_reference_policy": "nats", "jensen_shannon": "nats",
              "total_variation": "probability", "entropy_policy": "nats", "entropy_reference": "nats",
              "top1_agreement": "probability"}  # fmt: skip

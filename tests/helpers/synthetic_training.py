@@ -9,7 +9,6 @@ from synthetic_run import HOSTILE
 from kleash.records import (
     DPOJob,
     HackingAlert,
-    Number,
     PPOJob,
     Sample,
     StepRecord,
@@ -37,17 +36,9 @@ def write_run(folder: Path, history: list[StepRecord], job: TrainJob, *, finishe
             samples = [Sample(prompt=f"{EVIL}{text}", response=text, reward=1.0, kl=2.5) for text in texts]
             append_step(folder, record, samples)
         if finished:
-            files.write_result(
-                TrainingResult(
-                    kleash="0.1.0",
-                    algorithm=job.algorithm,
-                    steps=len(history),
-                    metrics=history[-1].metrics,
-                    beta=0.1,
-                    policy=str(folder / "policy"),
-                    out=str(folder),
-                )
-            )
+            end = {"steps": len(history), "metrics": history[-1].metrics, "beta": 0.1}
+            where = {"policy": str(folder / "policy"), "out": str(folder)}
+            files.write_result(TrainingResult(kleash="0.1.0", algorithm=job.algorithm, **end, **where))
     return folder
 
 
@@ -56,14 +47,10 @@ def write_hostile_run(folder: Path) -> Path:
     history = bent(
         healthy(60), 40, lambda at, now: {"policy/entropy": 2.0 * 0.8**at, "reward/part/" + EVIL: 1.0}
     )
-    warned = replace(
-        history[-1],
-        alerts=(HackingAlert(kind="entropy_collapse", sentence=f"KL(p ‖ q) is gone {EVIL}"),),
-        events=(f"beta was bounded {EVIL}",),
-    )
-    job = PPOJob(
-        policy=EVIL, prompts="x", reward=(f"a:b{EVIL}", "0.5*c:d"), controller="pid", target_nats=6.0
-    )
+    alert = HackingAlert(kind="entropy_collapse", sentence=f"KL(p ‖ q) is gone {EVIL}")
+    warned = replace(history[-1], alerts=(alert,), events=(f"beta was bounded {EVIL}",))
+    steering = {"controller": "pid", "target_nats": 6.0}
+    job = PPOJob(policy=EVIL, prompts="x", reward=(f"a:b{EVIL}", "0.5*c:d"), **steering)
     return write_run(folder, [*history[:-1], warned], job)
 
 
@@ -74,7 +61,3 @@ def write_pairs_run(folder: Path) -> Path:
         for step in range(1, 4)
     ]
     return write_run(folder, history, DPOJob(pairs="p.jsonl"), finished=False)
-
-
-def number(value: float, unit: str) -> Number:
-    return Number(value=value, unit=unit, standard_error=0.1, ci95=(value - 0.2, value + 0.2))

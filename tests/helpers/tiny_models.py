@@ -1,5 +1,6 @@
 """Random models of a few thousand parameters, saved as folders, for tests that need a real architecture."""
 
+import json
 import warnings
 from functools import cache, lru_cache
 from pathlib import Path
@@ -171,3 +172,8 @@ def double_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
 @lru_cache(maxsize=4)
 def _in_float64(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    """Changes or adds keys of a file that holds an object."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -10,19 +10,8 @@ from tiny_architectures import tiny_config
 from tiny_models import tiny_tokenizer
 
 FAMILIES = (
-    *(
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen3_vl",
-        "gemma3",
-        "gemma3n",
-        "gemma4",
-        "llama4",
-        "mistral3",
-        "glm4v",
-        "internvl",
-    ),
-    *("smolvlm", "phi4_multimodal", "llava"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "gemma3", "gemma3n", "gemma4", "llama4", "mistral3", "glm4v"),
+    *("internvl", "smolvlm", "phi4_multimodal", "llava"),
 )
 
 

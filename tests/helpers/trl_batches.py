@@ -4,10 +4,16 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 PROMPT, TIME, PAD = 4, 7, 2
+TRL_MARKS = [
+    pytest.mark.peers("trl"),
+    # What TRL and PEFT read that transformers has renamed.
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
+]
 
 
 def score(completions: list[str], **_: Any) -> list[float]:
@@ -17,24 +23,11 @@ def score(completions: list[str], **_: Any) -> list[float]:
 
 def config(kind: Any, folder: Path, **more: Any) -> Any:
     """A small configuration, silent and on the CPU."""
-    settings = {
-        "output_dir": str(folder),
-        "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "disable_tqdm": True,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "per_device_train_batch_size": 4,
-        "num_generations": 2,
-        "max_completion_length": TIME,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-        "max_steps": 2,
-        "beta": 0.3,
-        "seed": 5,
-    }
+    settings = {"output_dir": str(folder), "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    settings |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "logging_steps": 1}
+    settings |= {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": TIME}
+    settings |= {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "max_steps": 2}
+    settings |= {"beta": 0.3, "seed": 5}
     return kind(**{**settings, **more})
 
 

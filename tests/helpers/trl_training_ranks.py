@@ -4,10 +4,7 @@ For the checks of ``sharded_ranks`` and ``zero3_ranks``, in processes that have 
 """
 
 import os
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
@@ -24,7 +21,7 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @contextmanager
-def taken_for_gpus() -> Iterator[None]:
+def taken_for_gpus():
     """Context in which Accelerate takes these processes for ones with GPUs: it shards only there."""
     from accelerate import PartialState
     from accelerate.state import AcceleratorState
@@ -45,7 +42,7 @@ def taken_for_gpus() -> Iterator[None]:
 
 
 @contextmanager
-def as_one_process() -> Iterator[None]:
+def as_one_process():
     """Context in which Accelerate takes this process for one without others."""
     from accelerate import PartialState
     from accelerate.state import AcceleratorState
@@ -59,14 +56,12 @@ def as_one_process() -> Iterator[None]:
     PartialState(cpu=True)
 
 
-def score(completions: list[str], **_: Any) -> list[float]:
+def score(completions, **_):
     """A reward that also differs between equal responses to one prompt."""
     return [len(set(text)) / 10 + 0.3 * (place % 2) for place, text in enumerate(completions)]
 
 
-def train(
-    folder: Path, kind: str, sharding: dict[str, Any] | None, *, monitors: bool = True, **more: Any
-) -> tuple[Any, list[dict[str, float]]]:
+def train(folder, kind, sharding, *, monitors=True, **more):
     """A trainer after two steps of GRPO, and its log; ``sharding`` and ``more`` are arguments of its configuration.
 
     Policy and reference are read from ``folder``. Responses are the likeliest ones, so that none depends on the ranks.
@@ -108,7 +103,7 @@ def train(
     return trainer, trainer.state.log_history
 
 
-def first_step_in_bfloat16(folder: Path, kind: str, sharding: dict[str, Any], log: list[Any]) -> None:
+def first_step_in_bfloat16(folder, kind, sharding, log):
     """Check the first step of a run with ``bf16=True``, TRL's default, against that in float32 on one process.
 
     A value that is rounded to bfloat16 is off by up to 2^-9, 0.2 %, and the KL is a mean over 56 tokens of what a few
@@ -125,7 +120,7 @@ def first_step_in_bfloat16(folder: Path, kind: str, sharding: dict[str, Any], lo
     assert max(deviations.values()) < 0.01 and deviations["kl"] > 2e-6, deviations
 
 
-def same_training(alone: list[dict[str, float]], shared: list[dict[str, float]]) -> None:
+def same_training(alone, shared):
     """Check that two logs have the same numbers, to float32's rounding of sums in another order."""
     monitors = [tuple(f"{name}/kl_per_{unit}" for unit in ("token", "sequence")) for name in MONITORS]
     for names in ((*STEP, *RECORDED, *ERRORS, *RECORDED_ERRORS), *monitors):

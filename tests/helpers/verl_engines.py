@@ -35,18 +35,9 @@ def tiny(seed: int, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.6,
-        attn_implementation="sdpa",
-        **more,
-    )
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    config = LlamaConfig(**sizes, initializer_range=0.6, attn_implementation="sdpa", **more)
     model = LlamaForCausalLM(config)
     model.model.rotary_emb = Float64Angles(model.model.rotary_emb.inv_freq)
     for owner in (model.model, *model.model.layers):

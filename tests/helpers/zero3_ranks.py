@@ -7,7 +7,6 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
@@ -24,11 +23,11 @@ from trl_training_ranks import as_one_process, first_step_in_bfloat16, same_trai
 
 from kleash.linear import Head, linear_kl_loss, zero3_as_dtensor
 
-CHECKS: dict[str, Any] = {}
+CHECKS = {}
 FEW_PROMPTS = PROMPTS[:2]
 
 
-def check(function: Any) -> Any:
+def check(function):
     CHECKS[function.__name__] = function
     return function
 
@@ -36,25 +35,18 @@ def check(function: Any) -> Any:
 class Zero3Ranks(Ranks):
     """This process, and the folder of the models."""
 
-    def sharded(self, name: str, **more: Any) -> Any:
+    def sharded(self, name, **more):
         return engine_of(self.network(name), **more).module
 
 
-def engine_of(network: Any, *, accumulation: int = 1, **zero: Any) -> Any:
+def engine_of(network, *, accumulation=1, **zero):
     """DeepSpeed's engine around a network, with weights of more than 40 elements on both ranks."""
     zero = {"stage": 3, "stage3_param_persistence_threshold": 40, **zero}
     trained = [x for x in network.parameters() if x.requires_grad]
-    engine, *_ = deepspeed.initialize(
-        model=network,
-        optimizer=torch.optim.SGD(trained, lr=0.1),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": accumulation,
-            "gradient_clipping": 0.0,
-            "zero_optimization": zero,
-            "zero_allow_untested_optimizer": True,
-        },
-    )
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation}
+    config |= {"gradient_clipping": 0.0, "zero_optimization": zero, "zero_allow_untested_optimizer": True}
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    engine, *_ = deepspeed.initialize(model=network, optimizer=optimizer, config=config)
     return engine
 
 
@@ -69,12 +61,8 @@ def drift_of_models_under_zero3_equals_that_of_one_process(ranks):
         networks = [engine_of(network).module.eval() for network in networks]
         head = networks[0].lm_head.weight
         with largest_message() as sizes:
-            same(
-                alone,
-                ranks.drift(
-                    *networks, kind=kind, prompts=FEW_PROMPTS, batch_tokens=20 if kind == "llama" else 200
-                ),
-            )
+            batch_tokens = 20 if kind == "llama" else 200
+            same(alone, ranks.drift(*networks, kind=kind, prompts=FEW_PROMPTS, batch_tokens=batch_tokens))
         assert head.numel() == 0, "the network's own weights are where they were"
         if kind == "llama":
             assert max(sizes.values()) < head.ds_numel / 2, sizes
@@ -116,9 +104,7 @@ def exact_loss_of_trl_equals_that_of_one_process(ranks):
             assert error < 1e-6 * max(1.0, float(gradient.abs().max())), (kind, name, error)
 
 
-def exact_loss(
-    ranks: Zero3Ranks, kind: str, inputs: dict[str, Any], rows: slice, *, sharded: bool
-) -> tuple[float, dict[str, Any]]:
+def exact_loss(ranks, kind, inputs, rows, *, sharded):
     """The mean over the ranks of GRPO's loss, and the mean over two passes of its gradient."""
     from trl import GRPOConfig
     from trl_batches import make
@@ -194,7 +180,7 @@ def what_cannot_be_done_is_refused_on_all_ranks(ranks):
     refusal_of(lambda: zero3_as_dtensor(policy.lm_head.weight), "a parameter of ZeRO-3 is quantised")
 
 
-def main() -> None:
+def main():
     """Arguments as of ``sharded_ranks``."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which it would compile
     store, folder, *only = sys.argv[1:]

@@ -10,22 +10,22 @@ import pytest
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def test_answers_are_near(capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_are_near(capsys):
     questions = json.loads((DOCS / "questions.json").read_text(encoding="utf-8"))
     assert len(questions) >= 30 and all(entry["asked"] for entry in questions)
     assert check_answers.main() == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", sorted((DOCS / "how-to").glob("*.md")), ids=lambda page: page.stem)
-def test_pages_that_tell_how_are_short(page: Path) -> None:
+def test_pages_that_tell_how_are_short(page):
     assert len(page.read_text(encoding="utf-8").split()) <= 820
 
 
-def test_the_table_of_memory_is_that_of_its_tool() -> None:
+def test_the_table_of_memory_is_that_of_its_tool():
     assert memory_and_hours.table() in (DOCS / "how-to" / "several_gpus.md").read_text(encoding="utf-8")
 
 
-def test_an_answer_that_is_not_there_is_noticed() -> None:
+def test_an_answer_that_is_not_there_is_noticed():
     entry = {"page": "how-to/gate.md", "heading": "A gate in CI", "answer": "words that no page has"}
     with pytest.raises(ValueError, match="does not say"):
         check_answers.distance(entry)

@@ -47,20 +47,19 @@ def good(parameter):
     return given.get(parameter.annotation, 0.5)
 
 
-def wrong(kind, tensor):
-    """What people give where a tensor is taken."""
-    return {
-        "list": lambda: tensor.tolist(),
-        "numpy": lambda: tensor.numpy(),
-        "int": lambda: 1,
-        "none": lambda: None,
-        "text": lambda: "kl",
-        "complex": lambda: tensor.to(torch.complex64),
-        "sparse": lambda: tensor.to_sparse(),
-        "integers": lambda: tensor.to(torch.int64),
-        "truth values": lambda: tensor.to(torch.bool),
-        "another device": lambda: tensor.to("meta"),
-    }[kind]()
+KINDS = {
+    "list": Tensor.tolist,
+    "numpy": Tensor.numpy,
+    "int": lambda tensor: 1,
+    "none": lambda tensor: None,
+    "text": lambda tensor: "kl",
+    "complex": lambda tensor: tensor.to(torch.complex64),
+    "sparse": Tensor.to_sparse,
+    "integers": lambda tensor: tensor.to(torch.int64),
+    "truth values": lambda tensor: tensor.to(torch.bool),
+    "another device": lambda tensor: tensor.to("meta"),
+}
+"""What people give where a tensor is taken."""
 
 
 def may_take(kind, parameter, tensors):
@@ -89,14 +88,11 @@ def test_what_is_no_tensor_of_the_right_kind_is_refused_in_a_sentence(function, 
     }
     tensors = [name for name, p in parameters.items() if kinds_of(p.annotation)]
     for name in tensors:
-        for kind in (
-            *("list", "numpy", "int", "none", "text", "complex", "sparse"),
-            *("integers", "truth values", "another device"),
-        ):
+        for kind in KINDS:
             if may_take(kind, parameters[name], len(tensors)):
                 continue
             arguments = {other: good(p) for other, p in parameters.items()}
-            arguments[name] = wrong(kind, arguments[name])
+            arguments[name] = KINDS[kind](arguments[name])
             with pytest.raises(KleashError) as caught:
                 function(**arguments)
             assert "\n" not in str(caught.value), kind
@@ -116,9 +112,8 @@ def tensor_of(parameter, sizes, longer=None):
 def test_axes_of_one_name_have_one_size(function, unhooked):
     parameters = inspect.signature(function).parameters
     tensors = {n: kinds_of(p.annotation)[0].dim_str for n, p in parameters.items() if kinds_of(p.annotation)}
-    records = any(
-        hasattr(p.annotation, "_fields") for p in parameters.values()
-    )  # tested where they are defined
+    # Records are tested where they are defined.
+    records = any(hasattr(p.annotation, "_fields") for p in parameters.values())
     if records or len(tensors) < 2 or any("..." in axes for axes in tensors.values()):
         return
     needed = {
@@ -128,7 +123,7 @@ def test_axes_of_one_name_have_one_size(function, unhooked):
     for name, axes in tensors.items():
         shared = {axis for other, theirs in tensors.items() if other != name for axis in theirs.split()}
         for axis in set(axes.split()) & shared:
-            sizes: dict[str, int] = {}
+            sizes = {}
             given = {n: tensor_of(parameters[n], sizes, axis if n == name else None) for n in tensors}
             for one in (given[name], given[name][0]):  # of another size, and with an axis less
                 with pytest.raises((ShapeError, VocabularyMismatchError)):

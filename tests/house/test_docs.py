@@ -18,38 +18,32 @@ PAGES = [
 ]
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 API = ROOT / "docs" / "reference" / "api"
-PACKAGES = [
-    "kleash",
-    *re.findall(
-        r"^\.\. automodule:: (kleash\S+)$", "\n".join(p.read_text() for p in sorted(API.glob("*.md"))), re.M
-    ),
-]
-ABOUT = dict.fromkeys(
-    (
-        "reference/trl.md",
-        "how-to/trl_snippets.md",
-        "notebooks/holding_a_target_kl_with_trl.ipynb",
-        "kleash.integrations.trl",
-    ),
-    "trl",
+REFERENCE = "\n".join(page.read_text() for page in sorted(API.glob("*.md")))
+PACKAGES = ["kleash", *re.findall(r"^\.\. automodule:: (kleash\S+)$", REFERENCE, re.M)]
+ABOUT_TRL = (
+    "reference/trl.md",
+    "how-to/trl_snippets.md",
+    "notebooks/holding_a_target_kl_with_trl.ipynb",
+    "kleash.integrations.trl",
 )
+ABOUT = dict.fromkeys(ABOUT_TRL, "trl")
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-def name_of(page: Path) -> str:
+def name_of(page):
     """The path of a page within the documentation, or within the project."""
     return page.relative_to(ROOT).as_posix().removeprefix("docs/")
 
 
-def about_peers(case: object, name: str) -> object:
+def about_peers(case, name):
     """The case called ``name``, which is left out where the package that it is about is not installed."""
     return pytest.param(case, id=name, marks=pytest.mark.peers(ABOUT[name]) if name in ABOUT else ())
 
 
 @pytest.mark.parametrize("page", [about_peers(page, name_of(page)) for page in PAGES])
-def test_every_code_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_code_block_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {"__name__": "docs"}
+    namespace = {"__name__": "docs"}
     text = page.read_text(encoding="utf-8")
     for block in FENCE.finditer(text):
         line = text.count("\n", 0, block.start(1))
@@ -59,10 +53,10 @@ def test_every_code_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("page", [about_peers(page, name_of(page)) for page in NOTEBOOKS])
-def test_every_notebook_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_notebook_runs(page, tmp_path, monkeypatch):
     """Its cells run in their order, and it was committed without their outputs."""
     monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {"__name__": "docs"}
+    namespace = {"__name__": "docs"}
     cells = [
         cell for cell in json.loads(page.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"
     ]
@@ -72,7 +66,7 @@ def test_every_notebook_runs(page: Path, tmp_path: Path, monkeypatch: pytest.Mon
         exec(compile("".join(cell["source"]), f"{page.name}, code cell {number}", "exec"), namespace)
 
 
-def test_the_reference_has_every_package_with_public_names() -> None:
+def test_the_reference_has_every_package_with_public_names():
     """Sphinx lists all names of a package that a page of docs/reference/api names."""
     assert len(PACKAGES) > 20
     index = (API / "index.md").read_text(encoding="utf-8")
@@ -80,7 +74,7 @@ def test_the_reference_has_every_package_with_public_names() -> None:
 
 
 @pytest.mark.parametrize("package", [about_peers(name, name) for name in PACKAGES])
-def test_every_public_name_is_documented(package: str) -> None:
+def test_every_public_name_is_documented(package):
     module = importlib.import_module(package)
     names = getattr(module, "__all__", None) or [
         n for n, v in vars(module).items() if getattr(v, "__module__", "") == package

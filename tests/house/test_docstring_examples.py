@@ -2,7 +2,6 @@
 
 import doctest
 import inspect
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,18 +13,18 @@ DATA = {"DIVERGENCES", "ESTIMATORS", "__version__"}
 """Names that are no functions and classes, and have no docstring of their own."""
 
 
-def test_data_alone_has_no_docstring() -> None:
+def test_data_alone_has_no_docstring():
     assert {name for name in kleash.__all__ if not callable(getattr(kleash, name))} == DATA
 
 
 @pytest.mark.parametrize("name", sorted(set(kleash.__all__) - DATA))
-def test_the_example_of_a_name_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_a_name_runs(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = {"kleash": kleash, "np": np, "torch": torch}
     docstring = inspect.getdoc(getattr(kleash, name)) or ""
     example = doctest.DocTestParser().get_doctest(docstring, names, name, None, None)
     assert example.examples
-    report: list[str] = []
+    report = []
     failed, _ = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(
         example, out=report.append
     )

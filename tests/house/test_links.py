@@ -9,17 +9,9 @@ from urllib.parse import unquote
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+NAMES = ("README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md", "src/kleash/shipped/data/README.md")
 PAGES = [
-    *(
-        ROOT / name
-        for name in (
-            "README.md",
-            "DESIGN.md",
-            "CONTRIBUTING.md",
-            "CHANGELOG.md",
-            "src/kleash/shipped/data/README.md",
-        )
-    ),
+    *(ROOT / name for name in NAMES),
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")),
 ]
@@ -36,17 +28,17 @@ MENTION = re.compile(r"\b(?:docs/[\w/-]+|README|DESIGN|CONTRIBUTING|CHANGELOG)\.
 """A page that a source file names, with an anchor or without."""
 
 
-def slug(heading: str) -> str:
+def slug(heading):
     """The anchor that GitHub gives a heading: lower case, punctuation dropped, each space a hyphen."""
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading)
     text = re.sub(r"[`*]|<[^>]+>", "", text).strip().lower()
     return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
 
 
-def anchors(text: str) -> set[str]:
+def anchors(text):
     """The anchors of a page; the second heading of one text ends in -1, the third in -2."""
     text = FENCED_BLOCK.sub("", text)
-    seen: Counter[str] = Counter()
+    seen = Counter()
     names = set(HTML_ANCHOR.findall(text))
     for heading in HEADING.findall(text):
         name = slug(heading)
@@ -55,14 +47,14 @@ def anchors(text: str) -> set[str]:
     return names
 
 
-def links(text: str) -> list[str]:
+def links(text):
     """The targets of a page's links and pictures, without those outside the project and those in code."""
     text = CODE_SPAN.sub("``", FENCED_BLOCK.sub("", text))
     found = [link for kind in (INLINE_LINK, REFERENCE_LINK, HTML_LINK) for link in kind.findall(text)]
     return [link for link in found if not EXTERNAL.match(link)]
 
 
-def broken(page: Path, targets: list[str]) -> list[str]:
+def broken(page, targets):
     """The links of a page that name a file or an anchor that does not exist."""
     wrong = []
     for link in targets:
@@ -77,26 +69,17 @@ def broken(page: Path, targets: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_and_anchors_resolve(page: Path) -> None:
+def test_links_and_anchors_resolve(page):
     assert broken(page, links(page.read_text(encoding="utf-8"))) == []
 
 
-def test_pages_named_in_source_files_exist() -> None:
-    listed = subprocess.run(
-        ["git", "ls-files", "*.py", "*.toml", "*.html", "*.c", "Makefile"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_pages_named_in_source_files_exist():
+    words = ["git", "ls-files", "*.py", "*.toml", "*.html", "Makefile"]
+    listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip("needs the repository's list of files")
-    sources = [
-        name
-        for name in listed.stdout.split()
-        if name != "tests/house/test_links.py"
-        and not name.startswith("examples/recipes/")  # theirs, of others
-    ]
+    others = ("tests/house/test_links.py", "examples/recipes/")  # recipes name the pages of others
+    sources = [name for name in listed.stdout.split() if not name.startswith(others)]
     assert len(sources) > 100
     wrong = {}
     for source in sources:

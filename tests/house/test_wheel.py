@@ -5,13 +5,12 @@ import re
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 
 
 @pytest.fixture(scope="module")
-def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(root, tmp_path_factory):
     out = tmp_path_factory.mktemp("wheel")
     words = ["-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(root)]
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=300)
@@ -19,7 +18,7 @@ def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(out.glob("*.whl"))
 
 
-def test_everything_is_in_the_wheel_and_nothing_else(wheel: Path, root: Path) -> None:
+def test_everything_is_in_the_wheel_and_nothing_else(wheel, root):
     names = set(zipfile.ZipFile(wheel).namelist())
     source = root / "src"
     wanted = {
@@ -34,7 +33,7 @@ def test_everything_is_in_the_wheel_and_nothing_else(wheel: Path, root: Path) ->
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_project_urls_are_absolute(wheel: Path) -> None:
+def test_project_urls_are_absolute(wheel):
     """PyPI refuses a package whose metadata have another kind of address."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
@@ -45,7 +44,7 @@ def test_project_urls_are_absolute(wheel: Path) -> None:
     assert all(re.fullmatch(r"https?://[^/\s]+\.[^/\s]+(/\S*)?", address) for address in addresses), addresses
 
 
-def test_the_installed_wheel_works_from_another_folder(wheel: Path, tmp_path: Path) -> None:
+def test_the_installed_wheel_works_from_another_folder(wheel, tmp_path):
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
     code = (

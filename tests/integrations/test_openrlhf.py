@@ -71,9 +71,7 @@ def test_estimators_equal_openrlhf_where_it_does_not_clamp(theirs, estimator, un
     given = (log_probs - ahead, log_probs - moved)
     options = {"kl_estimator": estimator, "unbiased_gradient": unbiased}
     if estimator == "k1" and not unbiased:
-        with pytest.raises(
-            OptionError, match=r"k1 backpropagated trains nothing: .* take --algo.kl.unbiased_gradient"
-        ):
+        with pytest.raises(OptionError, match="k1 backpropagated trains nothing"):
             value_and_gradient(compute_approx_kl, log_probs, *given, **options)
         ours, expected = (
             f(log_probs, *given, **options) for f in (compute_approx_kl, theirs.compute_approx_kl)
@@ -310,9 +308,7 @@ def test_invalid_arguments_are_refused(theirs, unhooked):
         install(controller={"kind": "pd"})
     with pytest.raises(OptionError, match="OpenRLHF sets beta; leave it out of the controller"):
         install(controller={"kind": "pid", "beta": 0.5})
-    with pytest.raises(
-        CannotRunError, match=r"the installed openrlhf lacks .*: argument 'cap' of openrlhf\.models"
-    ):
+    with pytest.raises(CannotRunError, match=r"the installed openrlhf lacks .*: argument 'cap'"):
         require_attributes("openrlhf", {"openrlhf.models.utils:compute_reward": ("cap",)})
     assert theirs.modules["trainer.ppo_trainer"].FixedKLController is theirs.FixedKLController
     assert isinstance(KLController(FixedBeta(beta=1.0)).value, float)

@@ -21,7 +21,7 @@ SHORT = Sampling(max_new_tokens=5, samples_per_prompt=2, temperature=0.8)
 
 pytestmark = [
     # What TRL and PEFT read that transformers has renamed, and what reentrant checkpointing says.
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 ]
 
 
@@ -45,19 +45,9 @@ class Steered(Trainer):
 def training(folder, tmp_path):
     def build(kind=Trainer, network=None, **more):
         network = AutoModelForCausalLM.from_pretrained(folder) if network is None else network
-        settings = {
-            "output_dir": str(tmp_path / "run"),
-            "report_to": "none",
-            "use_cpu": True,
-            "disable_tqdm": True,
-            "logging_steps": 2,
-            "save_strategy": "no",
-            "per_device_train_batch_size": 2,
-            "learning_rate": 3e-3,
-            "max_steps": 6,
-            "seed": 3,
-            **more,
-        }
+        settings = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+        settings |= {"logging_steps": 2, "max_steps": 6, "learning_rate": 3e-3, "seed": 3, **more}
+        settings |= {"per_device_train_batch_size": 2, "output_dir": str(tmp_path / "run")}
         ids = torch.randint(3, 300, (8, 12), generator=torch.Generator().manual_seed(0)).tolist()
         rows = [{"input_ids": row, "labels": row} for row in ids]
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -109,11 +99,8 @@ def test_monitor_logs_exact_kl_with_standard_error(training, folder):
     per_token, per_sequence = dense_kl(trainer, folder)
     assert entries[-1]["drift/kl_per_token"] == pytest.approx(per_token, rel=1e-4)
     assert watch.last.per_token.value == entries[-1]["drift/kl_per_token"]
-    error = entries[-1]["drift/kl_per_sequence_error"]
-    assert (
-        error > 0
-        and abs(entries[-1]["drift/kl_per_sequence"] - per_sequence) < 5 * error + 0.5 * per_sequence
-    )
+    error, found = (entries[-1][f"drift/kl_per_sequence{end}"] for end in ("_error", ""))
+    assert error > 0 and abs(found - per_sequence) < 5 * error + 0.5 * per_sequence
     assert watch.last.sequences == 6 and watch.last.per_token.clusters == 3
     assert any("only 3 clusters" in warning for warning in watch.last.per_token.warnings)
 
@@ -135,9 +122,7 @@ def test_monitor_leaves_training_bit_identical(training, folder, tmp_path, adapt
         assert trainer.model.training
         weights.append([p.detach().clone() for p in trainer.model.parameters()])
         rest = [entry for entry in trainer.state.log_history if "drift/kl_per_token" not in entry]
-        logs.append(
-            [{k: v for k, v in entry.items() if k in ("loss", "grad_norm", "step")} for entry in rest]
-        )
+        logs.append([[entry.get(name) for name in ("loss", "grad_norm", "step")] for entry in rest])
         if watched:
             assert len(drifts(trainer)) == 7 and drifts(trainer)[-1]["drift/kl_per_token"] > 1e-4
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
@@ -182,19 +167,14 @@ def test_base_changed_by_its_adapter_is_refused_as_reference(training, folder):
             return training(network=get_peft_model(network, lora))
 
     trainer = over(init_lora_weights="pissa")
-    with pytest.raises(
-        ModelError, match=r"takes its initial matrices out of .*; name a reference that is loaded"
-    ):
+    with pytest.raises(ModelError, match="takes its initial matrices out of"):
         monitor(folder, reference=None).attach(trainer).measure()
-    start = (
-        monitor(folder, sampling=Sampling(max_new_tokens=5)).attach(over(init_lora_weights="pissa")).measure()
-    )
+    short = monitor(folder, sampling=Sampling(max_new_tokens=5))
+    start = short.attach(over(init_lora_weights="pissa")).measure()
     assert 0 <= start.per_token.value < 1e-8  # what PiSSA starts from is the base, up to rounding
     trainer = over()
     trainer.model.get_base_model().model.norm.weight.requires_grad_(True)
-    with pytest.raises(
-        ModelError, match=r"1 tensors of it are trained, such as .*norm\.weight; freeze them, or name"
-    ):
+    with pytest.raises(ModelError, match=r"1 tensors of it are trained, such as .*norm\.weight"):
         monitor(folder, reference=None).attach(trainer).measure()
 
 
@@ -228,9 +208,8 @@ def test_processes_share_the_prompts(training, folder, monkeypatch):
             model=trainer.model,
             processing_class=trainer.processing_class,
         )
-        monkeypatch.setattr(
-            "accelerate.utils.gather_object", lambda given: parts.extend(given) or list(parts)
-        )
+        gathered = "accelerate.utils.gather_object"
+        monkeypatch.setattr(gathered, lambda given: parts.extend(given) or list(parts))
         together = one.measure()
     assert [len(part.tokens) for part in parts] == [4, 2]
     assert together.per_token.value == pytest.approx(alone.per_token.value, rel=1e-6)
@@ -305,9 +284,8 @@ def test_bounded_beta_step_is_logged(training, caplog):
     BetaController(start, metric="kl").attach(trainer)
     with caplog.at_level(logging.WARNING):
         trainer.train()
-    assert (
-        trainer.beta == 0.8 and "beta at step 2" in caplog.text and "bounded to beta_max 0.8" in caplog.text
-    )
+    assert trainer.beta == 0.8
+    assert "beta at step 2" in caplog.text and "bounded to beta_max 0.8" in caplog.text
     assert next(entry for entry in trainer.state.log_history if "beta" in entry)["beta/event"] == 1
 
 

@@ -1,44 +1,19 @@
 """RolloutDump in real runs of TRL's trainers on a tiny model, read back by mismatch and doctor."""
 
 import json
-import warnings
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tiny_models import save_tiny
 from transformers import AutoModelForCausalLM
-from trl_batches import make
+from trl_batches import TRL_MARKS, make
 
 from kleash.cli import main
 from kleash.diagnosis import diagnose, measure_mismatch, read_rollouts
 from kleash.errors import OptionError
 
-pytestmark = [
-    pytest.mark.peers("trl"),
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*supports_gradient_checkpointing.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
-]
-
-
-@pytest.fixture(scope="module")
-def trl() -> SimpleNamespace:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-
-        from kleash.integrations.trl import LeashedGRPOTrainer, RolloutDump
-    classes = (GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, LeashedGRPOTrainer, RolloutDump)
-    return SimpleNamespace(**{each.__name__: each for each in classes})
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("tiny"))
+pytestmark = TRL_MARKS
 
 
 @pytest.mark.parametrize(
@@ -51,19 +26,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("RLOO", {}),
     ],
 )
-def test_rollouts_of_a_run_are_written_and_read(
-    trl: Any, folder: Path, tmp_path: Path, capsys: Any, kind: str, settings: dict[str, Any]
-) -> None:
-    config = getattr(trl, f"{kind.removeprefix('Leashed')}Config")
+def test_rollouts_of_a_run_are_written_and_read(trl, folder, tmp_path, capsys, kind, settings):
+    config, trainer_class = (
+        getattr(trl, f"{kind.removeprefix('Leashed')}Config"),
+        getattr(trl, f"{kind}Trainer"),
+    )
+    settings = {"max_steps": 4, **settings}
     runs = []
     for name in ("with", "without"):
-        trainer = make(
-            getattr(trl, f"{kind}Trainer"),
-            config,
-            str(folder),
-            tmp_path / name,
-            config_of={"max_steps": 4, **settings},
-        )
+        trainer = make(trainer_class, config, str(folder), tmp_path / name, config_of=settings)
         if name == "with":
             trl.RolloutDump(tmp_path / "rollouts", every=2).attach(trainer)
         trainer.train()
@@ -101,7 +72,7 @@ def test_rollouts_of_a_run_are_written_and_read(
     assert "8 responses" in " ".join(capsys.readouterr().out.split())
 
 
-def test_other_trainers_and_intervals_are_refused(trl: Any, tmp_path: Path) -> None:
+def test_other_trainers_and_intervals_are_refused(trl, tmp_path):
     with pytest.raises(OptionError, match="write_rollouts"):
         trl.RolloutDump(tmp_path).attach(SimpleNamespace(add_callback=print))
     with pytest.raises(OptionError, match="at least 1"):

@@ -2,45 +2,35 @@
 
 import math
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_models import save_tiny, tiny_adapter
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny_models import tiny_adapter
 from transformers import AutoModelForCausalLM
-from trl_batches import PROMPT, TIME, batch, config, counted, make, moved, score, whole_logp
+from trl_batches import PROMPT, TIME, TRL_MARKS, batch, config, counted, make, moved, score, whole_logp
 
 from kleash.errors import CannotRunError, ModelError, OptionError
 
-pytestmark = [
-    pytest.mark.peers("trl"),
-    # What TRL and PEFT read that transformers has renamed.
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*supports_gradient_checkpointing.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
-]
+pytestmark = TRL_MARKS
 
 
-@pytest.fixture(scope="module")
-def trl():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import trl as package
+K1_REWARD = {"kl": "k1", "kl_place": "reward", "kl_scope": "sequence"}
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
 
-        import kleash.integrations.trl as ours
 
-        return SimpleNamespace(
-            GRPOConfig=package.GRPOConfig,
-            RLOOConfig=package.RLOOConfig,
-            GRPOTrainer=package.GRPOTrainer,
-            RLOOTrainer=package.RLOOTrainer,
-            **vars(ours),
+@pytest.fixture
+def made(trl, folder, tmp_path):
+    """Makes a trainer of TRL with kleash's KL, of a kind, with settings of its configuration."""
+
+    def build(kind="GRPO", settings=None, model=None, trainer=None, **more):
+        kind_of_trainer = getattr(trl, trainer or f"Leashed{kind}Trainer")
+        model = str(folder) if model is None else model
+        return make(
+            kind_of_trainer, getattr(trl, f"{kind}Config"), model, tmp_path, config_of=settings, **more
         )
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("tiny"))
+    return build
 
 
 @pytest.fixture
@@ -66,8 +56,8 @@ def steps(trainer):
     ],
 )
 @pytest.mark.usefixtures("one_thread")
-def test_grpo_runs_and_logs_kl(trl, folder, tmp_path, asked, settings):
-    trainer = make(trl.LeashedGRPOTrainer, trl.GRPOConfig, str(folder), tmp_path, config_of=settings, **asked)
+def test_grpo_runs_and_logs_kl(made, asked, settings):
+    trainer = made("GRPO", settings, **asked)
     before = trainer.model.model.layers[0].mlp.up_proj.weight.detach().clone()
     trainer.train()
     first, second = steps(trainer)
@@ -79,12 +69,10 @@ def test_grpo_runs_and_logs_kl(trl, folder, tmp_path, asked, settings):
 
 
 @pytest.mark.parametrize(
-    ("asked", "settings"),
-    [({}, {}), ({"kl_scope": "sequence"}, {"num_iterations": 2}), ({"kl": "k1", "kl_place": "reward"}, {})],
+    ("asked", "settings"), [({}, {}), ({"kl_scope": "sequence"}, {"num_iterations": 2}), (K1_REWARD, {})]
 )
-def test_rloo_runs_and_logs_kl(trl, folder, tmp_path, asked, settings):
-    asked = {**asked, **({"kl_scope": "sequence"} if asked.get("kl") == "k1" else {})}
-    trainer = make(trl.LeashedRLOOTrainer, trl.RLOOConfig, str(folder), tmp_path, config_of=settings, **asked)
+def test_rloo_runs_and_logs_kl(made, asked, settings):
+    trainer = made("RLOO", settings, **asked)
     trainer.train()
     first, second = steps(trainer)
     assert first["kl"] == 0 and second["kl"] != 0
@@ -95,25 +83,17 @@ def test_rloo_runs_and_logs_kl(trl, folder, tmp_path, asked, settings):
 
 
 @pytest.mark.parametrize(("kind", "loss_type"), [("GRPO", "grpo"), ("GRPO", "dapo"), ("RLOO", None)])
-def test_gradient_accumulation_gives_the_same_update(trl, folder, tmp_path, kind, loss_type):
+def test_gradient_accumulation_gives_the_same_update(made, folder, kind, loss_type):
     """Rewards are all alike, so that the KL is all there is to the update; its size shows in the gradient's norm."""
 
     norms, weights = [], []
     for parts in (1, 2):
-        settings = {
-            "per_device_train_batch_size": 4 // parts,
-            "gradient_accumulation_steps": parts,
-            "max_steps": 1,
-        }
-        trainer = make(
-            getattr(trl, f"Leashed{kind}Trainer"),
-            getattr(trl, f"{kind}Config"),
-            str(folder),
-            tmp_path,
-            config_of={**settings, **({"loss_type": loss_type} if loss_type else {})},
-            reference=moved(AutoModelForCausalLM.from_pretrained(folder), 0.2),
-            reward_funcs=[lambda completions, **_: [0.0] * len(completions)],
-        )
+        settings = {"gradient_accumulation_steps": parts, "max_steps": 1}
+        settings |= {"loss_type": loss_type} if loss_type else {}
+        settings["per_device_train_batch_size"] = 4 // parts
+        reference = moved(AutoModelForCausalLM.from_pretrained(folder), 0.2)
+        rewards = [lambda completions, **_: [0.0] * len(completions)]
+        trainer = made(kind, settings, reference=reference, reward_funcs=rewards)
         trainer.train()
         (only,) = steps(trainer)
         norms.append((only["grad_norm"], only["kl"], only["loss"]))
@@ -124,8 +104,8 @@ def test_gradient_accumulation_gives_the_same_update(trl, folder, tmp_path, kind
         torch.testing.assert_close(one, other, rtol=1e-3, atol=2e-4)
 
 
-def test_evaluation_logs_separate_kl(trl, folder, tmp_path):
-    trainer = make(trl.LeashedGRPOTrainer, trl.GRPOConfig, str(folder), tmp_path, config_of={"max_steps": 1})
+def test_evaluation_logs_separate_kl(made):
+    trainer = made("GRPO", {"max_steps": 1})
     moved(trainer.model, 0.1)
     found = trainer.evaluate(trainer.train_dataset.select(range(4)))
     (entry,) = [entry for entry in trainer.state.log_history if "eval_kl" in entry]
@@ -138,18 +118,17 @@ def test_evaluation_logs_separate_kl(trl, folder, tmp_path):
         *(("GRPO", {"kl": kl}) for kl in ("exact", "k3")),
         ("GRPO", {"kl": "k1", "kl_place": "reward"}),
         ("RLOO", {"kl": "exact"}),
-        ("RLOO", {"kl": "k1", "kl_place": "reward", "kl_scope": "sequence"}),
+        ("RLOO", K1_REWARD),
     ],
 )
-def test_kl_of_beta_0_is_logged_and_not_trained(trl, folder, tmp_path, kind, asked):
+def test_kl_of_beta_0_is_logged_and_not_trained(made, kind, asked):
     """Two runs from one seed: TRL's own trainer ends at the same weights, and a copy with a beta logs the same KL."""
-    trainer_class, config_class = getattr(trl, f"Leashed{kind}Trainer"), getattr(trl, f"{kind}Config")
     no_scale = {"scale_rewards": "none"} if kind == "GRPO" else {}
     weights, kls = [], []
-    for beta, made_by in ((0.0, trainer_class), (0.0, getattr(trl, f"{kind}Trainer")), (1e-9, trainer_class)):
-        is_ours, said = made_by is trainer_class, []
-        given = {"config_of": {"beta": beta, **no_scale}, "said": said, **(asked if is_ours else {})}
-        trainer = make(made_by, config_class, str(folder), tmp_path, **given)
+    for beta, is_ours in ((0.0, True), (0.0, False), (1e-9, True)):
+        said = []
+        more = asked if is_ours else {"trainer": f"{kind}Trainer"}
+        trainer = made(kind, {"beta": beta, **no_scale}, said=said, **more)
         assert any("the KL is logged and not trained" in text for text in said) is (is_ours and beta == 0)
         trainer.train()
         weights.append([weight.detach().clone() for weight in trainer.model.parameters()])
@@ -162,8 +141,8 @@ def test_kl_of_beta_0_is_logged_and_not_trained(trl, folder, tmp_path, kind, ask
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("asked", [{"kl": "k1", "kl_place": "reward", "kl_scope": "sequence"}, {"kl": "k3"}])
-def test_nan_at_padding_is_in_no_number_of_a_run(trl, folder, tmp_path, monkeypatch, asked):
+@pytest.mark.parametrize("asked", [K1_REWARD, {"kl": "k3"}])
+def test_nan_at_padding_is_in_no_number_of_a_run(trl, made, monkeypatch, asked):
     """TRL multiplies log-probabilities by the mask, so its passes are masked before it sees them."""
     run = trl.RLOOTrainer._get_per_token_logps_and_entropies
 
@@ -175,7 +154,7 @@ def test_nan_at_padding_is_in_no_number_of_a_run(trl, folder, tmp_path, monkeypa
     for poisons in (False, True):
         if poisons:
             monkeypatch.setattr(trl.RLOOTrainer, "_get_per_token_logps_and_entropies", poisoned)
-        trainer = make(trl.LeashedRLOOTrainer, trl.RLOOConfig, str(folder), tmp_path, **asked)
+        trainer = made("RLOO", **asked)
         trainer.train()
         logs.append([(entry["kl"], entry["loss"], entry["reward"]) for entry in steps(trainer)])
     assert logs[1] == logs[0] and math.isfinite(sum(logs[0][1]))
@@ -194,18 +173,9 @@ def test_beta_0_in_a_positional_configuration_is_refused(trl, folder, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
-def test_given_reference_replaces_trl_reference(trl, folder, tmp_path, kind):
-
+def test_given_reference_replaces_trl_reference(made, folder, kind):
     own = moved(AutoModelForCausalLM.from_pretrained(folder), 0.2)
-    settings = {"temperature": 0.7, "max_steps": 1}
-    trainer = make(
-        getattr(trl, f"Leashed{kind}Trainer"),
-        getattr(trl, f"{kind}Config"),
-        str(folder),
-        tmp_path,
-        config_of=settings,
-        reference=own,
-    )
+    trainer = made(kind, {"temperature": 0.7, "max_steps": 1}, reference=own)
     assert trainer.ref_model is own and trainer.beta == trainer.args.beta == 0.3
     inputs = batch(tools=False)
     policy, reference = (
@@ -225,42 +195,23 @@ def test_given_reference_replaces_trl_reference(trl, folder, tmp_path, kind):
     assert not any(weight.requires_grad for weight in own.parameters())
 
 
-def test_exact_kl_under_autocast_is_that_in_float32_to_rounding(trl, folder, tmp_path):
+def test_exact_kl_under_autocast_is_that_in_float32_to_rounding(made, folder):
     """``bf16=True`` is TRL's default: Accelerate puts autocast around the forward of both models."""
     kls = []
     for bf16 in (False, True):
         reference = moved(AutoModelForCausalLM.from_pretrained(folder), 0.5)
         settings = {"bf16": bf16, "max_steps": 1}
-        trainer = make(
-            trl.LeashedGRPOTrainer,
-            trl.GRPOConfig,
-            str(folder),
-            tmp_path,
-            config_of=settings,
-            reference=reference,
-            rollout_func=rollout,
-        )
+        trainer = made("GRPO", settings, reference=reference, rollout_func=rollout)
         trainer.train()
         kls.append(steps(trainer)[0]["kl/per_token"])
     assert kls[0] > 0.01 and kls[1] == pytest.approx(kls[0], rel=0.02)
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
-def test_kl_is_to_the_reference_at_generation_though_it_moves(trl, folder, tmp_path, kind):
+def test_kl_is_to_the_reference_at_generation_though_it_moves(made, folder, kind):
     """The second update on the same responses, after TRL has mixed the policy into its reference."""
-    trainer = make(
-        getattr(trl, f"Leashed{kind}Trainer"),
-        getattr(trl, f"{kind}Config"),
-        str(folder),
-        tmp_path,
-        config_of={
-            "num_iterations": 2,
-            "sync_ref_model": True,
-            "ref_model_sync_steps": 1,
-            "ref_model_mixup_alpha": 0.6,
-            "learning_rate": 1e-2,
-        },
-    )
+    sync = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.6}
+    trainer = made(kind, {"num_iterations": 2, "learning_rate": 1e-2, **sync})
     moved(trainer.model, 0.1)
     reference = AutoModelForCausalLM.from_pretrained(folder)
     expected, compute = [], trainer._compute_loss
@@ -280,11 +231,10 @@ def test_kl_is_to_the_reference_at_generation_though_it_moves(trl, folder, tmp_p
     assert abs(expected[1][1] / expected[1][0] - 1) > 0.05, "the reference has moved"
 
 
-def test_given_reference_is_refused_where_trl_moves_it(trl, folder, tmp_path):
+def test_given_reference_is_refused_where_trl_moves_it(made, folder):
     reference = AutoModelForCausalLM.from_pretrained(folder)
-    given = {"config_of": {"sync_ref_model": True}, "reference": reference}
     with pytest.raises(OptionError, match="sync_ref_model=True moves the copy of the policy that TRL loads"):
-        make(trl.LeashedGRPOTrainer, trl.GRPOConfig, str(folder), tmp_path, **given)
+        made("GRPO", {"sync_ref_model": True}, reference=reference)
 
 
 def test_given_reference_requires_args_by_keyword(trl, folder):
@@ -292,14 +242,9 @@ def test_given_reference_requires_args_by_keyword(trl, folder):
         trl.LeashedGRPOTrainer(str(folder), [score], reference=object())
 
 
-def test_reference_of_a_new_adapter_is_its_base(trl, folder, tmp_path):
-    from peft import LoraConfig
-
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    settings = {"gradient_checkpointing": True, "temperature": 0.7}
-    trainer = make(
-        trl.LeashedGRPOTrainer, trl.GRPOConfig, str(folder), tmp_path, config_of=settings, peft_config=lora
-    )
+def test_reference_of_a_new_adapter_is_its_base(made):
+    lora = LoraConfig(**LORA, lora_alpha=8)
+    trainer = made("GRPO", {"gradient_checkpointing": True, "temperature": 0.7}, peft_config=lora)
     draw = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, weight in trainer.model.named_parameters():
@@ -319,15 +264,13 @@ def test_reference_of_a_new_adapter_is_its_base(trl, folder, tmp_path):
     assert first["kl"] > 0 and second["kl"] > 0
 
 
-def test_reference_of_a_trained_adapter_is_its_initial_state(trl, folder, tmp_path):
-    from peft import PeftModel
-
+def test_reference_of_a_trained_adapter_is_its_initial_state(made, folder, tmp_path):
     adapter = tiny_adapter(tmp_path / "adapter", folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         base = AutoModelForCausalLM.from_pretrained(folder)
         network = PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
-    trainer = make(trl.LeashedRLOOTrainer, trl.RLOOConfig, network, tmp_path)
+    trainer = made("RLOO", model=network)
     trainer.train()
     first, second = steps(trainer)
     assert first["kl"] == pytest.approx(0, abs=1e-6) and second["kl"] > 0
@@ -336,26 +279,19 @@ def test_reference_of_a_trained_adapter_is_its_initial_state(trl, folder, tmp_pa
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (
-            {"init_lora_weights": "pissa"},
-            "takes its initial matrices out of the weights of its base; give reference=",
-        ),
+        ({"init_lora_weights": "pissa"}, "takes its initial matrices out of the weights of its base"),
         ({"layer_replication": [[0, 2], [0, 2]]}, "repeats layers of its base"),
         ({"bias": "lora_only"}, "has trained biases"),
     ],
 )
 @pytest.mark.usefixtures("unhooked")
-def test_base_changing_adapter_requires_another_reference(trl, folder, tmp_path, settings, reason):
-    from peft import LoraConfig
-
-    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **settings)
-    given = {"model": str(folder), "folder": tmp_path, "peft_config": lora}
-    with pytest.raises(ModelError, match=reason):
-        make(trl.LeashedGRPOTrainer, trl.GRPOConfig, **given)
-    with pytest.raises(ModelError, match=reason):
-        make(trl.LeashedRLOOTrainer, trl.RLOOConfig, **given)
+def test_base_changing_adapter_requires_another_reference(made, folder, settings, reason):
+    lora = LoraConfig(**LORA, **settings)
+    for kind in ("GRPO", "RLOO"):
+        with pytest.raises(ModelError, match=reason):
+            made(kind, peft_config=lora)
     base = AutoModelForCausalLM.from_pretrained(folder)
-    trainer = make(trl.LeashedGRPOTrainer, trl.GRPOConfig, **given, reference=base)
+    trainer = made("GRPO", peft_config=lora, reference=base)
     inputs = batch()
     reference = trainer._forward_pass(inputs, reference=True, hidden=True)
     fresh = whole_logp(AutoModelForCausalLM.from_pretrained(folder), inputs, 1.0)
@@ -365,25 +301,19 @@ def test_base_changing_adapter_requires_another_reference(trl, folder, tmp_path,
 
 
 @pytest.mark.usefixtures("unhooked")
-def test_base_trained_with_its_adapter_is_refused_as_reference(trl, folder, tmp_path):
-    from peft import LoraConfig, get_peft_model
-
-    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+def test_base_trained_with_its_adapter_is_refused_as_reference(made, folder):
     network = AutoModelForCausalLM.from_pretrained(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        network = get_peft_model(network, lora)
+        network = get_peft_model(network, LoraConfig(**LORA))
     network.get_base_model().model.norm.weight.requires_grad_(True)
     with pytest.raises(ModelError, match=r"1 tensors of it are trained, such as .*norm\.weight; freeze them"):
-        make(trl.LeashedGRPOTrainer, trl.GRPOConfig, network, tmp_path)
+        made("GRPO", model=network)
 
 
-def test_adapted_head_is_refused(trl, folder, tmp_path):
-    from peft import LoraConfig
-
-    lora = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+def test_adapted_head_is_refused(made):
     with pytest.raises(CannotRunError, match="the head of the policy has an adapter"):
-        make(trl.LeashedGRPOTrainer, trl.GRPOConfig, str(folder), tmp_path, peft_config=lora)
+        made("GRPO", peft_config=LoraConfig(**LORA, modules_to_save=["lm_head"]))
 
 
 def rollout(prompts, trainer):
@@ -400,23 +330,14 @@ def rollout(prompts, trainer):
 
 @pytest.mark.filterwarnings("ignore:.*rollout_func.*")
 @pytest.mark.parametrize("scored", ["all", "all but one"])
-def test_kl_in_reward_is_sum_of_k1_over_policy_tokens(trl, folder, tmp_path, scored):
+def test_kl_in_reward_is_sum_of_k1_over_policy_tokens(made, scored):
     def reward(completions, **_):
         found = score(completions)
         return found if scored == "all" else [None, *found[1:]]
 
     settings = {"scale_rewards": "none", "temperature": 0.7}
-    trainer = make(
-        trl.LeashedGRPOTrainer,
-        trl.GRPOConfig,
-        str(folder),
-        tmp_path,
-        config_of=settings,
-        reward_funcs=[reward],
-        kl="k1",
-        kl_place="reward",
-        rollout_func=rollout,
-    )
+    asked = {"kl": "k1", "kl_place": "reward"}
+    trainer = made("GRPO", settings, reward_funcs=[reward], rollout_func=rollout, **asked)
     moved(trainer.model, 0.2)
     trainer.beta = 0.7  # as a controller sets it
     output = trainer._generate_and_score_completions([{"prompt": "the sea was"}] * 4)

@@ -4,30 +4,21 @@ import io
 import json
 import math
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import requests
 import torch
 from accelerate import Accelerator
-from command_forks import CommandForks
 from peft import LoraConfig
 from server_process import serving
-from tiny_models import save_tiny
-from trl_batches import make
+from trl_batches import TRL_MARKS, make
 
 from kleash.leash import mismatch
 
-pytestmark = [
-    pytest.mark.peers("trl"),
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*supports_gradient_checkpointing.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
-]
+pytestmark = TRL_MARKS
 SERVER = Path(__file__).parents[1] / "helpers" / "vllm_server.py"
 TEMPERATURE = 0.7
 ADAPTER = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -37,25 +28,20 @@ class PostedWeights:
     """In place of vLLM's NCCL engine: the tensors are posted to the server."""
 
     @staticmethod
-    def trainer_send_weights(iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: Any) -> None:
+    def trainer_send_weights(iterator, trainer_args):
         content = io.BytesIO()
         torch.save([(name, tensor.detach().clone()) for name, tensor in iterator], content)
         requests.post(f"{trainer_args.group}/stand_in/weights", data=content.getvalue()).raise_for_status()
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path, command_forks: CommandForks) -> Iterator[str]:
+def server(folder, command_forks):
     with serving(command_forks, SERVER, str(folder)) as address:
         yield address
 
 
 @pytest.fixture(scope="module")
-def trl() -> Iterator[SimpleNamespace]:
+def trl():
     """kleash's trainers, and TRL's modules as if vLLM were installed, with weights posted to the stand-in."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -64,7 +50,7 @@ def trl() -> Iterator[SimpleNamespace]:
 
         import kleash.integrations.trl as ours
 
-    def init_communicator(client: Any, device: Any = 0) -> None:
+    def init_communicator(client, device=0):
         assert client.get_server_info()["weight_transfer_config"] is not None
         init_info = {"world_size": client.get_world_size() + 1, "rank_offset": 1}
         client._post(f"{client.base_url}/init_weight_transfer_engine", json={"init_info": init_info})
@@ -80,20 +66,13 @@ def trl() -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(GRPOConfig=package.GRPOConfig, **vars(ours))
 
 
-def trained(
-    trl: SimpleNamespace,
-    address: str,
-    folder: Path,
-    out: Path,
-    settings: dict[str, Any],
-    **options: Any,
-) -> Any:
+def trained(trl, address, folder, out, settings, **options):
     """A trainer after its steps; its batches are in ``batches``."""
     settings = {"temperature": TEMPERATURE, "learning_rate": 1e-2, "max_steps": 3, **settings}
     vllm = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": address}
 
     class Recorded(trl.LeashedGRPOTrainer):
-        def _generate_and_score_completions(self, inputs: Any) -> Any:
+        def _generate_and_score_completions(self, inputs):
             self.batches.append(super()._generate_and_score_completions(inputs))
             return self.batches[-1]
 
@@ -117,13 +96,8 @@ def trained(
     ],
 )
 def test_an_engine_with_the_trainers_weights_has_no_mismatch(
-    trl: SimpleNamespace,
-    server: str,
-    folder: Path,
-    tmp_path: Path,
-    settings: dict[str, Any],
-    options: dict[str, Any],
-) -> None:
+    trl, server, folder, tmp_path, settings, options
+):
     trainer = trained(trl, f"{server}/none", folder, tmp_path, settings, **options)
     for step in trainer.steps:
         assert 0 <= step["mismatch/kl_engine_trainer"] < 1e-9, "new weights have reached the engine"
@@ -137,9 +111,7 @@ def test_an_engine_with_the_trainers_weights_has_no_mismatch(
             assert abs(kl[-1]) > 1e-4, "the policy has left the reference"
 
 
-def test_log_probabilities_from_before_the_temperature_show(
-    trl: SimpleNamespace, server: str, folder: Path, tmp_path: Path
-) -> None:
+def test_log_probabilities_from_before_the_temperature_show(trl, server, folder, tmp_path):
     trainer = trained(trl, f"{server}/raw", folder, tmp_path, {"max_steps": 1})
     (batch,), (step,) = trainer.batches, trainer.steps
     mask = batch["completion_mask"].bool()
@@ -160,15 +132,13 @@ def test_log_probabilities_from_before_the_temperature_show(
     assert step["mismatch/kl_engine_trainer"] > 1e-4 and abs(step["mismatch/mean_weight"] - 1) > 1e-3
 
 
-def test_stale_weights_show_from_the_second_step_on(
-    trl: SimpleNamespace, server: str, folder: Path, tmp_path: Path
-) -> None:
+def test_stale_weights_show_from_the_second_step_on(trl, server, folder, tmp_path):
     trainer = trained(trl, f"{server}/stale", folder, tmp_path, {"max_steps": 2})
     first, second = (step["mismatch/kl_engine_trainer"] for step in trainer.steps)
     assert first < 1e-9 and second > 1e-4
 
 
-def test_tokens_without_an_engines_value_are_left_out() -> None:
+def test_tokens_without_an_engines_value_are_left_out():
     from kleash.integrations.trl.mismatch_metrics import mismatch_metrics
 
     draw = torch.Generator().manual_seed(1)
@@ -183,9 +153,7 @@ def test_tokens_without_an_engines_value_are_left_out() -> None:
     assert nothing == {"mismatch/tokens": 0.0}
 
 
-def test_kleash_train_takes_vllm_by_set(
-    trl: SimpleNamespace, server: str, folder: Path, tmp_path: Path
-) -> None:
+def test_kleash_train_takes_vllm_by_set(trl, server, folder, tmp_path):
     """The engine answers every prompt of the run, and gets the weights of each update."""
     from kleash.records import GRPOJob, read_steps
     from kleash.training.run_log import RunLog
@@ -193,31 +161,18 @@ def test_kleash_train_takes_vllm_by_set(
 
     (tmp_path / "p.txt").write_text("the sea was\nshe counted\n")
     vllm = ("use_vllm=true", "vllm_mode=server", f"vllm_server_base_url={server}/none")
-    small = {
-        "steps": 2,
-        "prompts_per_step": 2,
-        "samples_per_prompt": 2,
-        "max_new_tokens": 6,
-        "learning_rate": 1e-2,
-    }
+    small = {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 6}
     reward = ("kleash.training.example_rewards:kind_words", f"{__name__}:spread")
-    given = {
-        "policy": str(folder),
-        "prompts": str(tmp_path / "p.txt"),
-        "out": str(tmp_path),
-        "reward": reward,
-    }
-    job = GRPOJob(**given, **small, set=vllm)
+    given = {"policy": str(folder), "prompts": str(tmp_path / "p.txt"), "out": str(tmp_path)}
+    job = GRPOJob(**given, **small, reward=reward, learning_rate=1e-2, set=vllm)
     train_grpo(job, RunLog(tmp_path, job))
     states = sorted(tmp_path.glob("checkpoints/*/trainer_state.json"))
     logged = [row for row in json.loads(states[-1].read_text())["log_history"] if "mismatch/tokens" in row]
     assert len(logged) == 2 and all(0 <= row["mismatch/kl_engine_trainer"] < 1e-9 for row in logged)
     first, second = (step.metrics["kl/exact_per_token"] for step in read_steps(tmp_path))
-    assert first == pytest.approx(0, abs=1e-8) and second > 1e-6, (
-        "the update was trained, and reached the engine"
-    )
+    assert first == pytest.approx(0, abs=1e-8) and second > 1e-6, "the update reached the engine"
 
 
-def spread(prompts: list[str], responses: list[str]) -> list[float]:
+def spread(prompts, responses):
     """A reward that differs between responses."""
     return [len(set(response)) / 10 for response in responses]

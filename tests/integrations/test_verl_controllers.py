@@ -48,13 +48,6 @@ def test_adaptive_controller_equals_verl_within_bounds(core, kls, batch):
             break
 
 
-def test_fixed_controller_equals_verl(core):
-    ours, theirs = (x.get_kl_controller(configuration(kl_coef=0.02)) for x in (core.ours, core.theirs))
-    for controller in (ours, theirs):
-        controller.update(7.0, 64)
-    assert ours.value == theirs.value == 0.02
-
-
 @pytest.mark.parametrize(
     ("in_reward", "in_loss", "coefficient", "is_told"),
     [
@@ -81,7 +74,11 @@ def test_a_configuration_that_trains_no_kl_is_told(core, in_reward, in_loss, coe
     assert ["no KL is trained" in str(warning.message) for warning in told] == [True] * is_told
 
 
-def test_a_coefficient_of_0_in_the_reward_is_told(core):
+def test_a_fixed_coefficient_stays_and_0_is_told(core):
+    for functions in (core.ours, core.theirs):
+        controller = functions.get_kl_controller(configuration(kl_coef=0.02))
+        controller.update(7.0, 64)
+        assert controller.value == 0.02
     with pytest.warns(UserWarning, match="kl_coef is 0"):
         assert core.ours.get_kl_controller(configuration(kl_coef=0.0)).value == 0
 
@@ -123,9 +120,7 @@ def test_verl_dataclass_and_plain_object_are_accepted(core):
 
 
 def test_invalid_options_are_refused(core):
-    with pytest.raises(
-        UnknownNameError, match="no type of KL controller is called 'pd'; there are fixed, adap"
-    ):
+    with pytest.raises(UnknownNameError, match="no type of KL controller is called 'pd'"):
         core.ours.get_kl_controller(configuration(type="pd"))
     with pytest.raises(OptionError, match="PIDBeta has no gain; it has "):
         core.ours.get_kl_controller(configuration(type="pid", gain=1.0))
@@ -230,9 +225,7 @@ def test_checkpoint_without_controller_state_is_noted(core, trainer_class, tmp_p
     plain._save_checkpoint()
     (tmp_path / "global_step_2" / CONTROLLER_FILE).unlink()
     plain._load_checkpoint()
-    with pytest.warns(
-        UserWarning, match=r"global_step_2/kl_controller.json does not exist, so .* anew at 0.1"
-    ):
+    with pytest.warns(UserWarning, match=r"global_step_2/kl_controller.json does not exist"):
         trainer(core, trainer_class, tmp_path, type="pid")._load_checkpoint()
     fresh = trainer(core, trainer_class, tmp_path / "new", type="pid")
     fresh._load_checkpoint()
@@ -240,8 +233,6 @@ def test_checkpoint_without_controller_state_is_noted(core, trainer_class, tmp_p
 
 
 def test_replaced_functions_are_checked_and_keep_argument_names(core):
-    assert require_attributes("verl", CORE_ATTRIBUTES) is None, (
-        "kleash's own functions keep the names of verl's arguments"
-    )
+    assert require_attributes("verl", CORE_ATTRIBUTES) is None  # kleash's functions have verl's arguments
     with pytest.raises(CannotRunError, match=r"the installed verl lacks .*core_algos:kl_penalties"):
         require_attributes("verl", {"verl.trainer.ppo.core_algos:kl_penalties": ()})

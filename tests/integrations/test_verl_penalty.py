@@ -1,6 +1,5 @@
 """Against the real verl, whose import takes some seconds."""
 
-import math
 import sys
 import warnings
 from functools import cache
@@ -135,9 +134,7 @@ def test_invalid_arguments_are_refused(unhooked):
         kl_penalty(x, x, "full")
     with pytest.raises(ShapeError, match=r"logprob is \(2, 3\) and ref_logprob \(2, 1\)"):
         kl_penalty(x, x[:, :1], "k1")
-    with pytest.raises(
-        UnknownNameError, match=r"no KL penalty of verl is called 'low_var'; there are kl, k1"
-    ):
+    with pytest.raises(UnknownNameError, match="no KL penalty of verl is called 'low_var'"):
         kl_penalty(x, x, "low_var")
     for empty in ("", "+", "k1++"):
         with pytest.raises(UnknownNameError):
@@ -188,14 +185,8 @@ def test_verl_ppo_loss_has_gradient_beyond_its_clamp(installed):
             batch_size=[1],
         )
         assign_non_tensor(data, dp_size=1, batch_num_tokens=2, global_batch_size=1)
-        config = ActorConfig(
-            strategy="fsdp",
-            rollout_n=1,
-            ppo_micro_batch_size_per_gpu=1,
-            use_kl_loss=True,
-            kl_loss_coef=1.0,
-            kl_loss_type="low_var_kl",
-        )
+        asked = {"use_kl_loss": True, "kl_loss_coef": 1.0, "kl_loss_type": "low_var_kl"}
+        config = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **asked)
         logprob = torch.tensor([-2.0, -5.0, 0.0], requires_grad=True)
         loss, _ = ppo_loss(config, {"log_probs": logprob}, data)
         (gradient,) = torch.autograd.grad(loss, logprob)
@@ -219,55 +210,7 @@ def charged(logprob, ref_logprob, mask, controller, name, scores=0.0):
     return data.batch["token_level_rewards"], metrics, data
 
 
-def test_verl_reward_penalty_is_exact_beyond_its_clamp(installed):
-    logprob, ref_logprob = torch.tensor([[-2.0, -5.0]]), torch.tensor([[-1.5, -1.0]])
-    controller, scores = installed.FixedKLController(0.1), torch.tensor([[0.0, 1.0]])
-    rewards, *_ = charged(logprob, ref_logprob, torch.ones(1, 2), controller, "k3", scores)
-    assert rewards[0].tolist() == pytest.approx([-0.01487213, 1 - 4.9598150])
-
-
-MASK = torch.tensor([[1, 0]])
-
-
-@pytest.mark.parametrize(
-    ("name", "reward", "kl"), [("kl", -5e-4, 0.5), ("low_var_kl", -1.06531e-4, 0.106531)]
-)
-@pytest.mark.parametrize("plus", ["", "+"])
-@pytest.mark.parametrize("poison", [NAN, INF, -INF])
-def test_masked_token_costs_nothing_in_verl_rewards(installed, name, plus, reward, kl, poison):
-    logprob, ref_logprob = torch.tensor([[-1.0, poison]]), torch.tensor([[-1.5, NAN]])
-    controller = installed.get_kl_controller({"type": "pid", "kl_coef": 1e-3, "target_kl": kl, "horizon": 1})
-    rewards, metrics, data = charged(logprob, ref_logprob, MASK, controller, name + plus)
-    assert rewards[0].tolist() == pytest.approx([reward, 0], rel=1e-5)
-    assert metrics["actor/reward_kl_penalty"] == pytest.approx(kl, rel=1e-5)
-    assert controller.value == pytest.approx(1e-3), "measured at its target"
-    assert data.batch["ref_log_prob"].isnan().tolist() == [[False, True]], (
-        "verl's own column is left as it is"
-    )
-    unmasked, metrics, _ = charged(logprob, ref_logprob, torch.ones(1, 2), controller, name + plus)
-    assert unmasked.isnan().tolist() == [[False, True]]
-    assert metrics["actor/reward_kl_penalty"] != metrics["actor/reward_kl_penalty"]
-
-
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    ("name", "slope"), [("low_var_kl", 0.3934693), ("mse", 0.5), ("kl+", 0.5), ("abs", 1.0)]
-)
-@pytest.mark.parametrize("poison", [NAN, INF, -INF, -1e4])
-def test_masked_token_has_no_gradient_in_verl_loss(installed, name, slope, mode, poison):
-    length = 2 if mode.endswith("norm") else 1
-    for logprob, ref_logprob in (([-1.0, -2.0], [-1.5, poison]), ([-1.0, poison], [-1.5, -1.0])):
-        leaves = [torch.tensor([x], requires_grad=True) for x in (logprob, ref_logprob)]
-        loss = installed.agg_loss(installed.kl_penalty(*leaves, name), MASK, mode)
-        to_policy, to_reference = torch.autograd.grad(loss, leaves)
-        assert math.isfinite(loss.item())
-        assert to_policy[0].tolist() == pytest.approx([slope / length, 0], rel=1e-5)
-        assert to_reference[0].tolist() == pytest.approx([-slope / length, 0], rel=1e-5)
-    nan = torch.tensor([[-1.0, NAN]])
-    assert installed.agg_loss(installed.kl_penalty(nan, nan - 1, name), torch.ones(1, 2), mode).isnan()
 
 
 POISON = st.sampled_from([NAN, INF, -INF, 3.0, -1e4])

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from kleash.leash import beta_from_dict
 
 ANY_NUMBER = st.floats(allow_nan=True, allow_infinity=True)
-MEASURED = (
-    ANY_NUMBER | st.floats(0, 20) | st.sampled_from([0.0, -1.0, math.inf, -math.inf, math.nan, 5e-324, 1e308])
-)
+ODD = [0.0, -1.0, math.inf, -math.inf, math.nan, 5e-324, 1e308]
+MEASURED = ANY_NUMBER | st.floats(0, 20) | st.sampled_from(ODD)
 SEQUENCES = st.integers(0, 4096) | st.integers(0, 10**400)
 ERROR = st.none() | st.floats(0, allow_infinity=True) | st.just(math.nan)
 GAIN = st.floats(0, 1e308)
@@ -33,10 +32,9 @@ def steered(draw):
     }
     if record["kind"] == "ziegler":
         return {**record, "horizon": draw(st.none() | st.integers(1, 10**6))}
-    gains = (
-        ("rate", "proportional") if record["kind"] == "dual" else ("proportional", "integral", "derivative")
-    )
-    limits = ("largest_error",) if record["kind"] == "dual" else ("largest_error", "reach")
+    is_dual = record["kind"] == "dual"
+    gains = ("rate", "proportional") if is_dual else ("proportional", "integral", "derivative")
+    limits = ("largest_error",) if is_dual else ("largest_error", "reach")
     return {**record, **{name: draw(GAIN) for name in gains}, **{name: draw(ABOVE_0) for name in limits}}
 
 

@@ -2,8 +2,7 @@
 
 import json
 import math
-import warnings
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -39,13 +38,6 @@ def test_ziegler_is_the_published_rule(measured, sequences):
     controller = controller.after(measured, sequences=sequences, standard_error=0.3 * measured)
     assert controller.beta == pytest.approx(published(0.15, 6.0, 10_000, measured, sequences), rel=1e-14)
     assert controller.event is None
-
-
-@pytest.fixture(scope="module")
-def verl():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what verl's own dependencies warn of when they are imported
-        return pytest.importorskip("verl.trainer.ppo.core_algos")
 
 
 def test_ziegler_without_a_horizon_does_not_depend_on_the_batch():
@@ -99,13 +91,6 @@ def test_dual_of_a_small_example():
     assert controller.after(0.0).beta == pytest.approx(0.5 * math.exp(-0.1 * 0.6))
     above = controller.after(2.2)
     assert above.after(2.4).beta == pytest.approx(above.beta * math.exp(0.1 * 0.2) * (2.4 / 2.2) ** 1.5)
-
-
-def test_beta_falls_to_its_minimum_while_the_budget_does_not_bind():
-    controller = DualBeta(beta=0.1, target_nats=5.0, beta_min=0.01)
-    for _ in range(200):
-        controller = controller.after(1.0)
-    assert controller.beta == 0.01 and "bounded to beta_min 0.01" in controller.event
 
 
 @every_steered
@@ -172,22 +157,12 @@ def test_huge_batches_are_bounded():
         assert "bounded to 2" in up.event and "bounded to 0.5" in down.event
 
 
-def test_a_fast_rise_from_zero_is_answered_before_the_target():
-    controller = PIDBeta(beta=0.3, target_nats=2.0).after(0.0)
-    betas = [(controller := controller.after(kl)).beta for kl in (0.1, 0.2, 0.4, 0.8)]
-    assert betas == sorted(betas) and betas[-1] > 0.3
-
-
 def test_a_change_of_the_target_gives_no_jump():
     """The proportional part answers the KL; that the target moved is left to the integral."""
     steady = PIDBeta(beta=0.3, target_nats=2.0).after(2.0)
     nearer = replace(steady, target_nats=1.5)
     assert nearer.after(2.0).beta == pytest.approx(0.3 * math.exp(0.12 * (2 / 1.5 - 1)))
-
-
-def test_a_beta_set_by_hand_is_the_new_starting_point():
-    steady = PIDBeta(beta=0.3, target_nats=2.0).after(2.0)
-    assert replace(steady, beta=0.6).after(2.0).beta == 0.6
+    assert replace(steady, beta=0.6).after(2.0).beta == 0.6, "set by hand, it is the new starting point"
 
 
 def test_tensors_and_numpy_numbers_are_accepted_as_measurements():
@@ -201,14 +176,6 @@ def test_a_fixed_beta_is_constant_and_may_be_zero():
     fixed = FixedBeta(beta=0.0)
     assert fixed.after(NAN, sequences=0) is fixed and fixed.beta == 0
     assert fixed.event is None and fixed.target_nats is None and fixed.per == "sequence"
-
-
-def test_controllers_are_immutable():
-    controller = PIDBeta(beta=0.3, target_nats=2.0)
-    controller.after(5.0)
-    assert controller == PIDBeta(beta=0.3, target_nats=2.0)
-    with pytest.raises(FrozenInstanceError):
-        controller.beta = 1.0
 
 
 # --- early stop ---
@@ -242,12 +209,7 @@ def test_controllers_continue_after_a_round_trip_through_a_dict(controller):
     assert again == controller and type(again) is type(controller) and isinstance(again, Leash)
     assert record["kind"] == controller.kind and CONTROLLERS[controller.kind] is type(controller)
     assert again.after(4.0, sequences=8) == controller.after(4.0, sequences=8)
-
-
-def test_missing_fields_of_a_dict_have_their_defaults():
-    assert beta_from_dict({"kind": "pid", "beta": 0.1, "target_nats": 6.0}) == PIDBeta(
-        beta=0.1, target_nats=6.0
-    )
+    assert beta_from_dict({"kind": "pid", **PID}) == PIDBeta(**PID), "missing fields have their defaults"
 
 
 PID = {"beta": 0.1, "target_nats": 6.0}

@@ -1,6 +1,5 @@
 """Controllers under the noise of real measurements: the filter, its gain, and the reasons that are given for a step."""
 
-import json
 import math
 import random
 from dataclasses import replace
@@ -9,14 +8,7 @@ from statistics import fmean
 import pytest
 
 from kleash.jobs import PPOJob
-from kleash.leash import (
-    DualBeta,
-    FixedBeta,
-    PIDBeta,
-    ZieglerBeta,
-    beta_from_dict,
-    beta_reason,
-)
+from kleash.leash import DualBeta, FixedBeta, PIDBeta, ZieglerBeta, beta_reason
 from kleash.training.job_schedule import leash_of
 
 NAN, INF = math.nan, math.inf
@@ -118,19 +110,6 @@ def test_an_error_that_is_no_number_is_ignored_with_an_event(kind, error):
     after = before.after(2.5, standard_error=error)
     assert after.event == f"the standard error is {error}: ignored"
     assert replace(after, event=None) == before.after(2.5)
-
-
-@every_controller
-def test_a_controller_continues_from_a_dict_bit_for_bit(kind):
-    draw = random.Random(0)
-    whole = parts = kind(beta=0.3, target_nats=2.0)
-    for _ in range(60):
-        kl, error = draw.uniform(0, 6), draw.choice([None, 0.0, draw.uniform(0, 2)])
-        whole = whole.after(kl, sequences=64, standard_error=error)
-        parts = beta_from_dict(json.loads(json.dumps(parts.to_dict()))).after(
-            kl, sequences=64, standard_error=error
-        )
-        assert parts == whole
 
 
 # --- reasons ---

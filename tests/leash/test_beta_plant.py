@@ -52,12 +52,8 @@ def test_controllers_overshoot_little_and_settle(kind, gain, lag, off):
 
 def test_the_published_horizon_is_too_slow_for_hundreds_of_updates():
     published = start(ZieglerBeta, 10.0, horizon=10_000)
-    assert (
-        follow(published, 0.3, 0, sequences=64)[199]
-        < 0.2
-        < 0.9
-        < follow(start(ZieglerBeta, 10.0), 0.3, 0)[199]
-    )
+    assert follow(published, 0.3, 0, sequences=64)[199] < 0.2
+    assert follow(start(ZieglerBeta, 10.0), 0.3, 0)[199] > 0.9
 
 
 @pytest.mark.parametrize("kind", [PIDBeta, DualBeta, ZieglerBeta])

@@ -57,9 +57,8 @@ def test_a_probability_rounded_to_one_has_a_finite_divergence():
     far = binary_divergence(p, b)
     bound = torch.tensor([1e-4, 1e-6, 1e-4]) * math.log(1e-4 / 2**-24)
     assert (far <= bound).all() and far[0] > 0 and far[1] >= 0
-    assert binary_divergence_mask(
-        p[None], b[None], torch.ones(1, 3), torch.ones(1, 3, dtype=torch.bool), most=0.05
-    ).kept.all()
+    ones = torch.ones(1, 3)
+    assert binary_divergence_mask(p[None], b[None], ones, ones.bool(), most=0.05).kept.all()
 
 
 def removed(p, b, advantages, mask, most, divergence):

@@ -98,28 +98,6 @@ def test_the_expected_gradient_of_each_kl_in_the_reward(world, form):
 
 
 @worlds
-def test_the_exact_kl_in_the_reward_lacks_its_gradient(world):
-    """What is missing is beta times the gradient of every token's KL at prefixes that do not move."""
-    p = world.tables[0]
-    own = gradient(lambda table: world.token_kl(world._moving(table), p), p)
-    missing = to_go(world, kinds(world)["exact"]) - truth(world)
-    assert own.norm() > 0.1 and error(missing, BETA * own) < 1e-12
-
-
-@worlds
-def test_k3_in_the_reward_lacks_the_gradient_of_the_other_direction(world):
-    p, q, _ = world.tables
-
-    def other_way(table):
-        table, drawn = world._moving(table), world.probability(p)
-        backwards = kl(world.next_logp(q), world.next_logp(table))
-        return (drawn * torch.where(world.mask, backwards, 0.0).sum(-1)).sum()
-
-    missing = to_go(world, kinds(world)["k3"]) - truth(world)
-    assert error(missing, BETA * gradient(other_way, p)) < 1e-12
-
-
-@worlds
 @pytest.mark.parametrize("values", ["none", "wrong"])
 def test_gae_with_lambda_one_is_unbiased_for_every_critic(world, values):
     p, rewards = world.tables[0], shape_rewards(scores_of(world), kinds(world)["k1"], world.mask, beta=BETA)
@@ -134,19 +112,22 @@ def test_gae_with_lambda_one_is_unbiased_for_every_critic(world, values):
     assert p.requires_grad is False
 
 
-def over_all_batches(world, advantages_of, responses):
-    """The expected gradient, per response, of every batch of so many responses to one prompt."""
-    p = world.tables[0]
-    drawn = world.probability(p)
-    leaf = p.clone().requires_grad_()
-    logp = torch.where(world.mask, world.token_logp(world._moving(leaf)), 0.0).sum(-1)
-    each = torch.autograd.grad(logp, leaf, torch.eye(len(logp), dtype=logp.dtype), is_grads_batched=True)[0]
-    alike = {}  # responses that agree until they end are one
+def distinct(world):
+    """The first of the responses that agree until they end, and the probability of all of them."""
+    alike, drawn = {}, world.probability(world.tables[0])
     for i, key in enumerate(map(tuple, torch.where(world.mask, world.tokens, -1).tolist())):
         alike.setdefault(key, []).append(i)
-    firsts = [members[0] for members in alike.values()]
     chance = torch.stack([drawn[members].sum() for members in alike.values()])
     assert chance.sum().item() == pytest.approx(1.0)
+    return [members[0] for members in alike.values()], chance
+
+
+def over_all_batches(world, advantages_of, responses):
+    """The expected gradient, per response, of every batch of so many responses to one prompt."""
+    leaf = world.tables[0].clone().requires_grad_()
+    logp = torch.where(world.mask, world.token_logp(world._moving(leaf)), 0.0).sum(-1)
+    each = torch.autograd.grad(logp, leaf, torch.eye(len(logp), dtype=logp.dtype), is_grads_batched=True)[0]
+    firsts, chance = distinct(world)
     weight = torch.zeros(len(logp), dtype=logp.dtype)
     for batch in itertools.product(range(len(firsts)), repeat=responses):
         at = torch.tensor([firsts[i] for i in batch])
@@ -204,12 +185,7 @@ def controlled_gradient(world, responses, weight, baseline):
     """Policy gradient of the batch's rewards, less the beta * weight * D of the loss."""
     rewards_at = controlled_rewards(world, weight)
     shares = torch.zeros(len(world.tokens), dtype=torch.float64)
-    drawn = world.probability(world.tables[0])
-    alike = {}
-    for i, key in enumerate(map(tuple, torch.where(world.mask, world.tokens, -1).tolist())):
-        alike.setdefault(key, []).append(i)
-    firsts = [members[0] for members in alike.values()]
-    chance = torch.stack([drawn[members].sum() for members in alike.values()])
+    firsts, chance = distinct(world)
 
     def advantages(at):
         rewards, a = rewards_at(at)
@@ -222,18 +198,20 @@ def controlled_gradient(world, responses, weight, baseline):
 
 
 @pytest.mark.parametrize(
-    ("world", "baseline"),
-    [(SMALL, False), (SMALL, True), (World(vocab=2, steps=2, on_policy=True, seed=4), True)],
-    ids=["alone", "leave-one-out", "leave-one-out, no end"],
+    ("world", "responses", "weight", "baseline"),
+    [
+        (SMALL, 4, None, False),
+        (SMALL, 4, None, True),
+        (World(vocab=2, steps=2, on_policy=True, seed=4), 4, None, True),
+        (SMALL, 3, 0.4, False),
+        (SMALL, 3, 0.4, True),
+    ],
+    ids=["alone", "leave-one-out", "leave-one-out, no end", "given weight", "given weight, leave-one-out"],
 )
-def test_a_fitted_control_variate_is_unbiased_with_a_batch_baseline(world, baseline):
+def test_a_control_variate_is_unbiased_with_a_batch_baseline(world, responses, weight, baseline):
     """The others' weights are fitted on this response too; U - C has mean 0 whatever they are."""
-    assert error(controlled_gradient(world, 4, None, baseline=baseline), truth(world)) < 1e-12
-
-
-@pytest.mark.parametrize("baseline", [False, True])
-def test_a_control_variate_with_an_earlier_weight_is_unbiased(baseline):
-    assert error(controlled_gradient(SMALL, 3, 0.4, baseline=baseline), truth(SMALL)) < 1e-12
+    found = controlled_gradient(world, responses, weight, baseline=baseline)
+    assert error(found, truth(world)) < 1e-12
 
 
 def test_the_weights_of_the_test_batches_are_fitted():

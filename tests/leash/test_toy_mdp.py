@@ -7,17 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from toy_algorithms import DEVIATING, REGIONS, RIGHT
-from toy_mdp import (
-    BETA,
-    GROUP,
-    MASK,
-    POLICY,
-    SCORES,
-    TOKENS,
-    analytic_gradient,
-    apart,
-    said,
-)
+from toy_mdp import BETA, GROUP, MASK, POLICY, SCORES, TOKENS, analytic_gradient, apart, said
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "algorithms.md"
 TRUTH = analytic_gradient()
@@ -38,10 +28,8 @@ def test_the_analytic_gradient_is_that_of_the_objective():
         return (p.exp() * (SCORES - BETA * (p - q))).sum()
 
     step, flat = 1e-5, torch.eye(POLICY.numel(), dtype=torch.float64).view(-1, *POLICY.shape)
-    slopes = torch.stack(
-        [(objective(POLICY + step * d) - objective(POLICY - step * d)) / (2 * step) for d in flat]
-    )
-    torch.testing.assert_close(slopes, TRUTH, rtol=1e-6, atol=1e-9)
+    slopes = [(objective(POLICY + step * d) - objective(POLICY - step * d)) / (2 * step) for d in flat]
+    torch.testing.assert_close(torch.stack(slopes), TRUTH, rtol=1e-6, atol=1e-9)
     assert TRUTH.norm() > 0.1
 
 
@@ -49,11 +37,6 @@ def test_the_analytic_gradient_is_that_of_the_objective():
 def test_correct_algorithms_follow_the_gradient_of_the_objective(name):
     error, cosine = apart(RIGHT[name](), TRUTH)
     assert error < 1e-12 and cosine == pytest.approx(1)
-
-
-@pytest.mark.parametrize("name", DEVIATING)
-def test_incorrect_algorithms_do_not_follow_it(name):
-    assert apart(update(name), TRUTH)[0] > 0.03
 
 
 def test_group_centring_is_unbiased_after_correction():
@@ -68,18 +51,13 @@ def test_centring_makes_a_kl_in_the_loss_count_more():
 
 
 def test_backpropagated_k1_has_no_effect():
-    torch.testing.assert_close(
-        update("k1 backpropagated"), analytic_gradient(1.0, 0.0), rtol=1e-12, atol=1e-15
-    )
+    without_kl = analytic_gradient(1.0, 0.0)
+    torch.testing.assert_close(update("k1 backpropagated"), without_kl, rtol=1e-12, atol=1e-15)
 
 
 def test_the_exact_kl_and_kl_loss_have_one_gradient():
-    torch.testing.assert_close(
-        update("exact KL in the loss, token scope"),
-        update("kl_loss in the loss, token scope"),
-        rtol=1e-12,
-        atol=1e-15,
-    )
+    both = (update(f"{kind} in the loss, token scope") for kind in ("exact KL", "kl_loss"))
+    torch.testing.assert_close(*both, rtol=1e-12, atol=1e-15)
 
 
 def rows(heading):
@@ -98,6 +76,7 @@ def test_the_page_lists_the_correct_algorithms():
 @pytest.mark.parametrize("name", DEVIATING)
 def test_the_page_prints_the_deviation(name):
     error, cosine = apart(update(name), TRUTH)
+    assert error > 0.03
     assert rows("Incorrect combinations")[name][:2] == [f"{error:.3f}", f"{cosine:.3f}"]
 
 
@@ -109,6 +88,5 @@ def test_the_page_prints_what_a_trust_region_costs(name):
 
 
 def test_the_page_has_no_other_rows():
-    assert set(rows("Incorrect combinations")) == set(DEVIATING) and set(rows("Trust regions")) == set(
-        REGIONS
-    )
+    assert set(rows("Incorrect combinations")) == set(DEVIATING)
+    assert set(rows("Trust regions")) == set(REGIONS)

@@ -67,9 +67,8 @@ def batch():
 )
 def test_kl_masks_agree_with_verls_rejection(verl, batch, option, threshold, asked):
     policy, behaviour, mask, _ = batch
-    theirs, metrics = verl.corr.compute_rollout_rejection_mask(
-        policy - behaviour, mask.long(), option, threshold
-    )
+    given = policy - behaviour, mask.long(), option, threshold
+    theirs, metrics = verl.corr.compute_rollout_rejection_mask(*given)
     if "bounds" not in asked:
         asked = asked | {"bounds": tuple(math.log(float(x)) for x in threshold.split("_"))}
     ours = kl_mask(policy, behaviour, mask, **asked)
@@ -81,9 +80,8 @@ def test_kl_masks_agree_with_verls_rejection(verl, batch, option, threshold, ask
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_truncated_weights_agree_with_verl(verl, batch, level):
     policy, behaviour, mask, _ = batch
-    theirs, metrics = verl.corr.compute_rollout_correction_weights(
-        policy - behaviour, mask.long(), level, "1.5"
-    )
+    given = policy - behaviour, mask.long(), level, "1.5"
+    theirs, metrics = verl.corr.compute_rollout_correction_weights(*given)
     ours = truncated_weights(policy, behaviour, mask, cap=1.5, level=level)
     torch.testing.assert_close(ours.weights, theirs, rtol=1e-5, atol=0)
     high = metrics["rollout_is_ratio_fraction_high"]
@@ -96,9 +94,8 @@ def test_truncated_weights_agree_with_verl(verl, batch, level):
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_window_weights_agree_with_verls_icepop(verl, batch, level):
     policy, behaviour, mask, _ = batch
-    theirs, metrics = verl.corr.compute_rollout_correction_weights(
-        policy - behaviour, mask.long(), level, "0.6_1.8"
-    )
+    given = policy - behaviour, mask.long(), level, "0.6_1.8"
+    theirs, metrics = verl.corr.compute_rollout_correction_weights(*given)
     ours = window_weights(policy, behaviour, mask, bounds=(0.6, 1.8), level=level)
     torch.testing.assert_close(ours.weights, theirs, rtol=1e-5, atol=0)
     assert 0.1 < ours.removed_share < 0.9
@@ -115,10 +112,8 @@ def test_binary_masks_agree_with_verls_dppo(verl, batch, divergence):
     most = {"kl": 0.02, "total_variation": 0.1}[divergence]
     config = SimpleNamespace(clip_ratio=most, clip_ratio_low=None, clip_ratio_high=None, global_batch_info={})
     config.get = lambda name, default: default
-    loss = {
-        "kl": verl.core.compute_policy_loss_dppo_kl,
-        "total_variation": verl.core.compute_policy_loss_dppo_tv,
-    }
+    loss = {"kl": verl.core.compute_policy_loss_dppo_kl}
+    loss["total_variation"] = verl.core.compute_policy_loss_dppo_tv
     leaf, each = policy.clone().requires_grad_(), advantages[:, None].expand(policy.shape)
     value, metrics = loss[divergence](behaviour, leaf, each, mask.float(), config=config)
     (slope,) = torch.autograd.grad(value, leaf)
@@ -180,8 +175,7 @@ def test_truncated_weights_agree_with_openrlhf(openrlhf, batch):
 def test_binary_masks_without_advantages_agree_with_openrlhf(openrlhf, batch, gating, divergence):
     policy, behaviour, mask, _ = batch
     most = {"kl": 0.02, "total_variation": 0.1}[divergence]
-    theirs = openrlhf(
-        policy, behaviour, mask, level="token", mode="mask", gating=gating, threshold=(0.0, most)
-    )
+    asked = {"level": "token", "mode": "mask", "gating": gating, "threshold": (0.0, most)}
+    theirs = openrlhf(policy, behaviour, mask, **asked)
     ours = binary_divergence_mask(policy, behaviour, None, mask, most=most, divergence=divergence)
     assert torch.equal(ours.kept, theirs != 0) and 0.05 < ours.removed_share < 0.95

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kleash.linear import Head, LinearOptions, linear_kl, linear_kl_loss
+from kleash.linear import Head, LinearOptions, linear_kl, linear_kl_loss, log_probabilities
 
 
 @pytest.mark.parametrize("impl", ["reference", "chunked"])
@@ -20,6 +20,7 @@ def test_gradients_of_a_backward_pass_under_autocast_are_those_without(function,
             value = function(hidden_p, Head(weight_p), hidden_q, Head(weight_q), options=options, **more)
             loss = value.sum() if isinstance(value, torch.Tensor) else value.loss
             gradients = torch.autograd.grad(loss, [hidden_p, weight_p, hidden_q, weight_q], allow_unused=True)
-        found.append([loss.detach(), *(x for x in gradients if x is not None)])
+            logp = log_probabilities(hidden_p.detach(), Head(weight_p.detach()))
+        found.append([loss.detach(), logp, *(x for x in gradients if x is not None)])
     for plain, under_autocast in zip(*found, strict=True):
         torch.testing.assert_close(under_autocast, plain, rtol=1e-6, atol=1e-6)

@@ -24,10 +24,8 @@ def test_gradcheck(options, traits):
     case.hidden_p, case.head_p = narrowed(case.hidden_p, case.head_p, 3)
     case.hidden_q, case.head_q = narrowed(case.hidden_q, case.head_q, 4)
     tensors, of = leaves_of(case)
-    if options.buffer_bytes is not None:
-        options = replace(
-            options, buffer_bytes=1
-        )  # a chunk for each of the two tokens, however few dimensions
+    if options.buffer_bytes is not None:  # a chunk for each of the two tokens, however few dimensions
+        options = replace(options, buffer_bytes=1)
     assert torch.autograd.gradcheck(of(options), tensors)
 
 
@@ -55,46 +53,11 @@ def test_the_error_of_gradients_is_that_of_float32_logits(options, dtype, distan
         assert relative_rms(ours, right) <= budget * relative_rms(cheap, right) + 1e-6, name
 
 
-def test_only_what_requires_a_gradient_gets_one():
-    case = head_case(torch.float64, tokens=(5,))
-    case.hidden_p.requires_grad_()
-    case.head_q.weight.requires_grad_()
-    case.kl().sum().backward()
-    assert case.hidden_p.grad.abs().sum() > 0 and case.head_q.weight.grad.abs().sum() > 0
-    assert case.hidden_q.grad is None and case.head_p.weight.grad is None
-
-
-def test_a_head_of_both_models_gets_the_sum_of_both_gradients():
-    case = head_case(torch.float64, tokens=(7,), vocab_size=20)
-    weight = case.head_p.weight.clone().requires_grad_()
-    other = case.hidden_q[:, :13]
-    both = []
-    for options in (REFERENCE, LinearOptions(buffer_bytes=2000)):
-        kl = linear_kl(case.hidden_p, Head(weight), other, Head(weight), options=options)
-        both.append(torch.autograd.grad(kl.sum(), weight)[0])
-    torch.testing.assert_close(*both, rtol=1e-10, atol=1e-13)
-
-
 def test_logits_given_as_hidden_states_get_their_gradient():
     z = torch.randn(2, 6, 9, dtype=torch.float64).unbind()
     a, b = (x.clone().requires_grad_() for x in z)
     head = Head(None, softcap=2.0, scale=0.5)
     assert torch.autograd.gradcheck(lambda a, b: linear_kl(a, head, b, head, temperature=1.5), (a, b))
-
-
-def test_nan_hidden_states_do_not_affect_other_tokens_gradients():
-    case = head_case(torch.float32, tokens=(6,))
-    clean = case.hidden_q.clone().requires_grad_()
-    dirty = case.hidden_q.clone()
-    dirty[4] = torch.nan
-    dirty.requires_grad_()
-    unaffected = torch.arange(6) != 4
-    grads = []
-    for hidden in (clean, dirty):
-        linear_kl(case.hidden_p, case.head_p, hidden, case.head_q).sum().backward()
-        grads.append(hidden.grad)
-    torch.testing.assert_close(grads[1][unaffected], grads[0][unaffected])
-    assert grads[1][4].isnan().all()
 
 
 def test_tokens_of_probability_0_have_a_gradient_of_0():

@@ -2,15 +2,7 @@
 
 import pytest
 import torch
-from linear_cases import (
-    CHUNKED,
-    REFERENCE,
-    SMALL,
-    TINY,
-    head_case,
-    leaves_of,
-    relative_rms,
-)
+from linear_cases import CHUNKED, REFERENCE, SMALL, TINY, head_case, leaves_of, relative_rms
 from torch.utils.checkpoint import checkpoint
 
 from kleash.linear import (
@@ -25,7 +17,6 @@ from kleash.linear import (
 from kleash.linear.checks import checked_pair
 from kleash.linear.chunked import ENOUGH_TOKENS, ROW_BUFFERS, plan_chunks
 from kleash.linear.pair import HeadPair
-from kleash.linear.products import has_bfloat16_gradient
 
 
 def shared(dtype, distance, **traits):
@@ -117,20 +108,6 @@ def test_activation_checkpointing(reentrant):
     for other in grads[1:]:
         for a, b in zip(grads[0], other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
-
-
-def test_which_gradients_are_taken_in_bfloat16():
-    def model(dtype, head):
-        hidden = torch.zeros(2, 3, dtype=dtype)
-        return checked_pair((hidden, head), (hidden, head), 1.0).p
-
-    fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    both = torch.bfloat16
-    assert has_bfloat16_gradient(model(both, Head(torch.zeros(5, 3, dtype=both)))) is fast
-    assert not has_bfloat16_gradient(model(both, Head(torch.zeros(5, 3))))
-    assert not has_bfloat16_gradient(model(torch.float32, Head(torch.zeros(5, 3, dtype=both))))
-    assert not has_bfloat16_gradient(model(torch.float16, Head(torch.zeros(5, 3, dtype=torch.float16))))
-    assert not has_bfloat16_gradient(model(both, Head(None)))
 
 
 @pytest.mark.parametrize("fast", [True, False])

@@ -32,12 +32,7 @@ def test_the_four_aggregations_of_a_small_example(how, options, total, count):
     assert (mean.total.item(), mean.count.item()) == (total, count)
     assert mean.value.item() == pytest.approx(total / count)
     assert count_of(MASK.bool(), how, **options).item() == count
-
-
-def test_the_table_has_the_documented_names():
     assert list(AGGREGATIONS) == list(WAYS)
-    assert [way.sums_sequences for way in AGGREGATIONS.values()] == [True, True, False, True]
-    assert all(way.summary for way in AGGREGATIONS.values())
     assert aggregate(VALUES, MASK).value == aggregate(VALUES, MASK, "token_mean").value
 
 
@@ -90,16 +85,6 @@ def test_shares_of_uneven_micro_batches_add_up_to_the_batch(how, options, cuts):
     torch.testing.assert_close(model.weight.grad, slope)
 
 
-@every_way
-def test_means_of_micro_batch_means_differ_from_the_mean(how, options):
-    """What the count is for: averaging the micro-batches' own means is off."""
-    model, parts = policy(), [part.split([1, 2, 4]) for part in data()]
-    for features, logq, mask in zip(*parts, strict=True):
-        (aggregate(per_token(model, features, logq, mask), mask, how, **options).value / 3).backward()
-    _, slope = whole(how, options)
-    assert (model.weight.grad - slope).norm() > 0.01 * slope.norm()
-
-
 def test_shares_of_two_processes_add_up_to_the_batch(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -123,9 +108,7 @@ def test_one_process_needs_no_reduction():
 
 def test_invalid_aggregation_arguments_are_errors(unhooked):
     x, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
-    with pytest.raises(
-        UnknownNameError, match=r"no aggregation is called 'seq_mean'.*did you mean 'sequence_mean'"
-    ):
+    with pytest.raises(UnknownNameError, match=r"no aggregation is called 'seq_mean'.*did you mean"):
         aggregate(x, mask, "seq_mean")
     for length in (None, 0):
         with pytest.raises(OptionError, match=f"length is {length}; give the number of tokens"):

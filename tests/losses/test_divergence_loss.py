@@ -7,13 +7,7 @@ import torch
 from compiling import compiles
 from every_response import World, error, gradient
 
-from kleash.divergences import (
-    DIVERGENCES,
-    alpha_record,
-    divergence,
-    jensen_shannon_record,
-    skew_kl_record,
-)
+from kleash.divergences import DIVERGENCES, alpha_record, divergence, jensen_shannon_record, skew_kl_record
 from kleash.divergences.table import identity
 from kleash.errors import DetachedError, UnknownNameError
 from kleash.estimators import importance_weights
@@ -104,10 +98,8 @@ def test_value_and_gradients_are_those_of_the_record(record, dtype):
     wide = u.double().requires_grad_()
     f = record.of(wide)
     (slope,) = torch.autograd.grad(f.sum(), wide)
-    tolerance = {
-        "rtol": 1e-4 if dtype == torch.float32 else 1e-10,
-        "atol": 1e-7 if dtype == torch.float32 else 1e-12,
-    }
+    single = dtype == torch.float32
+    tolerance = {"rtol": 1e-4 if single else 1e-10, "atol": 1e-7 if single else 1e-12}
     torch.testing.assert_close(value.double(), f.detach(), **tolerance)
     torch.testing.assert_close(in_p.double(), (f + slope).detach(), **tolerance)
     torch.testing.assert_close(in_q.double(), -slope.detach(), **tolerance)
@@ -125,9 +117,8 @@ def test_large_log_ratios_have_finite_values_and_nonzero_gradients(record):
 @every_record
 def test_the_linear_continuation_is_continuous(record):
     """In float64, where the curve can still be drawn on both sides of float32's limits."""
-    wide = torch.tensor([-699.0, 699.0], dtype=torch.float64) / max(
-        1.0, record.from_p.growth, 1 + record.from_q.growth
-    )
+    growth = max(1.0, record.from_p.growth, 1 + record.from_q.growth)
+    wide = torch.tensor([-699.0, 699.0], dtype=torch.float64) / growth
     inside = record.of(wide)
     assert inside.isfinite().all()
     torch.testing.assert_close(run(wide, divergence=record)[0], inside)
@@ -164,15 +155,6 @@ def test_masked_and_zero_weight_samples_are_not_read():
         one = torch.tensor(1.0)
         assert value[4].item() == pytest.approx(2 * DIVERGENCES[name].of(one).item())
         assert in_p[4].item() == pytest.approx(2 * DIVERGENCES[name].score(one).item())
-
-
-def test_gradcheck_in_q():
-    p = torch.tensor([-1.0, -2.5, -0.3], dtype=torch.float64)
-    q = torch.tensor([-1.5, -0.5, -0.8], dtype=torch.float64, requires_grad=True)
-    for name in DIVERGENCES:
-        assert torch.autograd.gradcheck(
-            lambda x, n=name: divergence_loss(p, x, torch.ones(3, dtype=torch.bool), divergence=n), q
-        )
 
 
 def test_invalid_divergence_loss_arguments_are_errors(unhooked):

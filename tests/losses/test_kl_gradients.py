@@ -19,12 +19,8 @@ EXACT = 1e-12
 def pieces(world, table):
     """log p, log q, mask and the exact KL of each token, with the gradient in ``table``."""
     logq = world.next_logp(world.tables[1])
-    return (
-        world.token_logp(table),
-        world.token_logp(world.tables[1]),
-        world.mask,
-        kl(world.next_logp(table), logq),
-    )
+    token_kl = kl(world.next_logp(table), logq)
+    return world.token_logp(table), world.token_logp(world.tables[1]), world.mask, token_kl
 
 
 def weigh(world, level, cap=None):
@@ -61,9 +57,8 @@ def exact(world, level=None, future=False):
 def check(world, per_token, truth, *, value=True):
     p = world.tables[0]
     if value:
-        torch.testing.assert_close(
-            expected(world, per_token, p.requires_grad_()), truth(p), rtol=1e-12, atol=0
-        )
+        found = expected(world, per_token, p.requires_grad_())
+        torch.testing.assert_close(found, truth(p), rtol=1e-12, atol=0)
     assert error(gradient(lambda x: expected(world, per_token, x), p), gradient(truth, p)) < EXACT
 
 
@@ -137,41 +132,6 @@ def test_token_weights_with_future_kl_give_neither_gradient(world, name):
     assert error(got, gradient(lambda x: world.token_kl(x, behaviour), p)) > 0.01
 
 
-@on_policy
-def test_the_gradient_in_q_is_that_of_maximum_likelihood(world):
-    """The gradient in log q is that of KL(p || q), whatever the estimator, in expectation."""
-    p, q = world.tables[0], world.tables[1]
-    logp, drawn = world.token_logp(p), world.probability(p)
-
-    def truth(table):
-        exact_kl = kl(world.next_logp(p), world.next_logp(table))
-        return (drawn * torch.where(world.mask, exact_kl, 0.0).sum(-1)).sum()
-
-    for name in ESTIMATORS:
-
-        def loss(table, name=name):
-            per_token = kl_loss(logp, world.token_logp(table), world.mask, estimator=name)
-            return (drawn.unsqueeze(-1) * per_token).sum()
-
-        assert error(gradient(loss, q), gradient(truth, q)) < EXACT
-
-
-@off_policy
-def test_the_gradient_in_q_off_policy(world):
-    p, q, mu = world.tables
-    logp, drawn = world.token_logp(p), world.probability(mu)
-
-    def truth(table):
-        exact_kl = kl(world.next_logp(p), world.next_logp(table))
-        return (drawn * torch.where(world.mask, exact_kl, 0.0).sum(-1)).sum()
-
-    def loss(table):
-        logq = world.token_logp(table)
-        return (drawn.unsqueeze(-1) * kl_loss(logp, logq, world.mask, weights=weigh(world, "token"))).sum()
-
-    assert error(gradient(loss, q), gradient(truth, q)) < EXACT
-
-
 @off_policy
 def test_a_cap_has_the_documented_bias(world):
     """E_p[(1 - cap / rho)+ k1] in the value, the same with u * score in the gradient."""
@@ -191,3 +151,26 @@ def test_a_cap_has_the_documented_bias(world):
     short = gradient(lambda x: world.token_kl(x, mu), p) - gradient(capped, p)
     lost = gradient(lambda x: (drawn * rho * missing * world.token_logp(x)).sum(), p)
     torch.testing.assert_close(short, lost, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("world", [*ON, *OFF])
+def test_the_gradient_in_q_is_that_of_maximum_likelihood(world):
+    """The gradient in log q is that of KL(p || q), whatever the estimator, in expectation; also off-policy."""
+    p, q, mu = world.tables
+    is_off = any(world is one for one in OFF)
+    logp, drawn = world.token_logp(p), world.probability(mu if is_off else p)
+    weights = weigh(world, "token") if is_off else None
+
+    def truth(table):
+        exact_kl = kl(world.next_logp(p), world.next_logp(table))
+        return (drawn * torch.where(world.mask, exact_kl, 0.0).sum(-1)).sum()
+
+    for name in ESTIMATORS:
+
+        def loss(table, name=name):
+            logq = world.token_logp(table)
+            return (
+                drawn.unsqueeze(-1) * kl_loss(logp, logq, world.mask, estimator=name, weights=weights)
+            ).sum()
+
+        assert error(gradient(loss, q), gradient(truth, q)) < EXACT

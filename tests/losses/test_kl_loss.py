@@ -4,8 +4,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kleash.estimators import ESTIMATORS, bounded_k3, sampled_kl
 from kleash.losses import extreme_tokens, future_kl_loss, kl_loss
@@ -38,10 +36,7 @@ def test_value_and_gradients_are_as_stated(name, weights):
     torch.testing.assert_close(value, w * sampled_kl(P, Q, name))
     torch.testing.assert_close(in_p, w * (P - Q))
     torch.testing.assert_close(in_q, -w)
-
-
-def test_the_default_estimator_is_k3():
-    torch.testing.assert_close(run(P, Q, ALL)[0], sampled_kl(P, Q, "k3"))
+    assert torch.equal(run(P, Q, ALL)[0], run(P, Q, ALL, estimator="k3")[0])
 
 
 def test_an_estimator_may_be_a_record():
@@ -115,9 +110,8 @@ def test_extreme_tokens_are_counted():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_token_of_probability_zero_under_q_is_infinite(name):
-    value, in_p, in_q = run(
-        torch.tensor([-1.0]), torch.tensor([-torch.inf]), torch.tensor([True]), estimator=name
-    )
+    one, never = torch.tensor([-1.0]), torch.tensor([-torch.inf])
+    value, in_p, in_q = run(one, never, torch.tensor([True]), estimator=name)
     assert value.item() == in_p.item() == torch.inf and in_q.item() == -1
 
 
@@ -144,15 +138,6 @@ def test_mixed_precision_uses_the_wider_dtype():
     assert (value.dtype, in_p.dtype, in_q.dtype) == (torch.float64, torch.float64, torch.float32)
 
 
-@given(st.lists(st.tuples(st.floats(-60, 0), st.floats(-60, 0), st.booleans()), min_size=1, max_size=6))
-def test_masks_select_values_and_gradients(tokens):
-    p, q, mask = (torch.tensor(x) for x in zip(*tokens, strict=True))
-    value, in_p, in_q = run(p, q, mask)
-    torch.testing.assert_close(value, torch.where(mask, sampled_kl(p, q), 0.0), rtol=1e-5, atol=1e-12)
-    torch.testing.assert_close(in_p, torch.where(mask, p - q, 0.0))
-    assert (in_q == -mask.float()).all() and (value >= 0).all()
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("weights", [None, W])
 def test_the_result_may_be_modified_in_place(name, weights):
@@ -168,15 +153,6 @@ def test_the_result_may_be_modified_in_place(name, weights):
     future = future_kl_loss(p, Q, ALL)
     future += 1
     assert torch.equal(q, Q) and future.sum() == 6
-
-
-def test_gradcheck_of_consistent_values_and_gradients():
-    """k2 in p: there the loss is its own primitive. In q, k1."""
-    p, q = P.double().requires_grad_(), Q.double()
-    mask = torch.tensor([[True, False, True], [True, True, False]])
-    assert torch.autograd.gradcheck(lambda x: kl_loss(x, q, mask, estimator="k2", weights=W.double()), p)
-    q, p = q.requires_grad_(), p.detach()
-    assert torch.autograd.gradcheck(lambda x: kl_loss(p, x, mask, estimator="k1", weights=W.double()), q)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -51,9 +51,8 @@ def test_function_transforms_agree_with_autograd():
         return (kl_loss(p, q, mask) + future_kl_loss(p, q, mask)).sum()
 
     p, q = P.clone().requires_grad_(), Q.clone().requires_grad_()
-    expected = torch.autograd.grad(
-        torch.stack([rowwise(*row) for row in zip(p, q, ALL, strict=True)]).sum(), (p, q)
-    )
+    rows = [rowwise(*row) for row in zip(p, q, ALL, strict=True)]
+    expected = torch.autograd.grad(torch.stack(rows).sum(), (p, q))
     inside = torch.vmap(torch.func.grad(rowwise, argnums=(0, 1)))(P, Q, ALL)
     outside = torch.func.grad(lambda a, b: torch.vmap(rowwise)(a, b, ALL).sum(), argnums=(0, 1))(P, Q)
     for got in (inside, outside, torch.func.grad(rowwise, argnums=(0, 1))(P, Q, ALL)):
@@ -73,9 +72,7 @@ def test_kl_loss_compiles_without_graph_breaks(compiler, weights):
     transformed = torch.compile(torch.func.grad(loss), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(transformed(P, Q, ALL), torch.func.grad(loss)(P, Q, ALL))
     p = P.clone().requires_grad_()
-    torch.testing.assert_close(
-        torch.autograd.grad(compiled(p, Q, ALL), p), torch.autograd.grad(loss(p, Q, ALL), p)
-    )
+    torch.testing.assert_close(*(torch.autograd.grad(f(p, Q, ALL), p) for f in (compiled, loss)))
     with torch.no_grad():
         torch.testing.assert_close(compiled(P, Q, ALL), loss(P, Q, ALL))
 
@@ -85,9 +82,8 @@ def test_unsupported_compiled_transforms_are_errors(compiler):
     """torch 2.13 drops the gradient of a function of one's own inside a compiled vmap."""
 
     def mapped(p):
-        return torch.func.grad(lambda x: torch.vmap(lambda a, b, m: kl_loss(a, b, m).sum())(x, Q, ALL).sum())(
-            p
-        )
+        rows = torch.vmap(lambda a, b, m: kl_loss(a, b, m).sum())
+        return torch.func.grad(lambda x: rows(x, Q, ALL).sum())(p)
 
     with pytest.raises(Exception, match=r"compile the inside|Observed exception"):
         torch.compile(mapped, fullgraph=True, backend="aot_eager")(P)

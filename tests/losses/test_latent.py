@@ -68,13 +68,8 @@ def test_cyclical_annealing_values():
     weights = [cyclical_annealing(step, steps=16, cycles=2) for step in range(20)]
     one = [0, 0.25, 0.5, 0.75, 1, 1, 1, 1]
     assert weights == [*one, *one, 1, 1, 1, 1]
-    assert [cyclical_annealing(step, steps=4, cycles=1, rising=1.0) for step in range(5)] == [
-        0,
-        0.25,
-        0.5,
-        0.75,
-        1,
-    ]
+    slow = [cyclical_annealing(step, steps=4, cycles=1, rising=1.0) for step in range(5)]
+    assert slow == [0, 0.25, 0.5, 0.75, 1]
     assert cyclical_annealing(1, steps=8, cycles=2, begin=0.2, end=0.6) == pytest.approx(0.4)
     uneven = [cyclical_annealing(step, steps=10, cycles=4) for step in range(11)]
     assert uneven == pytest.approx([0, 0.8, 1, 0.4, 1, 0, 0.8, 1, 0.4, 1, 1])

@@ -68,16 +68,6 @@ def test_the_optimal_policy_of_a_reward_implies_that_reward(name):
     assert slope.abs().max() > 1e-4
 
 
-def test_the_optimal_policy_under_the_kl_has_a_closed_form():
-    best = torch.tensor(np.log(Q) + REWARD / BETA).log_softmax(-1)
-    implied = implicit_reward(best - torch.tensor(Q).log(), beta=BETA)
-    assert (implied - implied[0]).numpy() == pytest.approx(REWARD - REWARD[0], abs=1e-12)
-    assert implied.dtype == torch.float64
-    logits = best.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(expected_loss(logits, "kl"), logits)
-    assert slope.abs().max() < 1e-15
-
-
 @pytest.mark.parametrize("name", GENERATORS)
 def test_the_reward_is_the_derivative_of_the_generator(name):
     t, step = np.array([0.05, 0.4, 0.999, 1.3, 7.0]), 1e-6
@@ -87,6 +77,7 @@ def test_the_reward_is_the_derivative_of_the_generator(name):
 
 
 def test_every_divergence_implies_a_reward_or_has_a_reason():
+    assert set(DIVERGENCES) - set(NO_REWARD) <= set(GENERATORS)
     u = torch.linspace(-6, 6, 1000, dtype=torch.float64)
     for name, one in DIVERGENCES.items():
         rising = bool((one.score(u).diff() > 0).all())
@@ -96,9 +87,8 @@ def test_every_divergence_implies_a_reward_or_has_a_reason():
                 with pytest.raises(OptionError, match=r"implies no reward: (it|its) "):
                     implicit_reward(u, beta=1.0, divergence=given)
         else:
-            torch.testing.assert_close(
-                implicit_reward(u, beta=2.0, divergence=one), implicit_reward(u, beta=2.0, divergence=name)
-            )
+            rewards = [implicit_reward(u, beta=2.0, divergence=which) for which in (one, name)]
+            torch.testing.assert_close(*rewards)
 
 
 @torch.no_grad()
@@ -139,18 +129,6 @@ def test_infinite_margins():
     assert implicit_reward(torch.tensor([100.0]), beta=1.0, divergence="chi_squared").item() == torch.inf
 
 
-def test_gradients_agree_with_finite_differences():
-    torch.manual_seed(0)
-    ratios = [torch.randn(4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    for name in (*GENERATORS,):
-        assert torch.autograd.gradcheck(
-            lambda a, b, name=name: (
-                dpo_loss(a, b, beta=0.3, divergence=record(name), label_smoothing=0.1).loss
-            ),
-            ratios,
-        )
-
-
 def test_response_log_ratio_sums_unmasked_tokens():
     token_logp = torch.tensor([[torch.nan, -1.0, -2.0, torch.inf], [-1.0, -1.0, -1.0, -1.0]])
     token_logq = torch.tensor([[0.0, -1.5, -2.25, torch.inf], [-2.0, -1.0, -1.0, torch.nan]])
@@ -175,6 +153,7 @@ def test_half_precision_is_summed_in_float32():
 
 
 ONE = torch.zeros(1, requires_grad=True)
+FLAT, ROOT = skew_kl_record(1.0), replace(DIVERGENCES["kl"], finish=torch.sqrt)
 
 
 @pytest.mark.parametrize(
@@ -187,23 +166,11 @@ ONE = torch.zeros(1, requires_grad=True)
         (lambda: dpo_loss(ONE, ONE, beta=1.0, label_smoothing=0.5), OptionError, "label_smoothing is 0.5"),
         (lambda: dpo_loss(ONE, ONE, beta=1.0, label_smoothing=-0.1), OptionError, "from 0 to below 0.5"),
         (lambda: dpo_loss(ONE, ONE, beta=1.0, divergence="kll"), UnknownNameError, "did you mean 'kl'"),
-        (
-            lambda: implicit_reward(ONE, beta=1.0, divergence=skew_kl_record(1.0)),
-            OptionError,
-            "does not rise strictly at a log ratio of -6, so many policies share one reward",
-        ),
-        (
-            lambda: implicit_reward(ONE, beta=1.0, divergence=replace(DIVERGENCES["kl"], finish=torch.sqrt)),
-            OptionError,
-            "a function of a sum, and only the sum has a score",
-        ),
+        (lambda: implicit_reward(ONE, beta=1.0, divergence=FLAT), OptionError, "does not rise strictly at a"),
+        (lambda: implicit_reward(ONE, beta=1.0, divergence=ROOT), OptionError, "a function of a sum, and"),
     ],
 )
 @pytest.mark.usefixtures("unhooked")
 def test_invalid_preference_arguments_are_errors(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-def test_every_divergence_with_a_reward_has_a_generator():
-    assert set(DIVERGENCES) - set(NO_REWARD) <= set(GENERATORS)

@@ -1,5 +1,6 @@
 """Runs that several tests look at."""
 
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -33,23 +34,31 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="session")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of forty prompts."""
-    words = [
-        "the",
-        "sea",
-        "was",
-        "calm",
-        "and",
-        "a",
-        "boat",
-        "went",
-        "out",
-        "before",
-        "dawn",
-        "came",
-        "up",
-        "so",
-        "far",
-    ]
+    text = "the sea was calm and a boat went out before dawn came up so far"
+    words = text.split()
     path = tmp_path_factory.mktemp("source") / "prompts.txt"
     path.write_text("\n".join(f"{words[n % 15]} {words[(3 * n + 1) % 15]} {n}" for n in range(40)))
     return path
+
+
+@pytest.fixture
+def models(pair: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
+    """Copies of the pair, to be changed."""
+    for source, name in zip(pair, ("policy", "reference"), strict=True):
+        shutil.copytree(source, tmp_path / name)
+    return tmp_path / "policy", tmp_path / "reference"
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command that cannot be; returns the one line that it ends with, without its "kleash: "."""
+    from kleash.cli import main
+
+    def run(*words: object) -> str:
+        capsys.readouterr()
+        assert main([*map(str, words), "--quiet"]) == 2
+        line = capsys.readouterr().err
+        assert line.startswith("kleash: ") and line.count("\n") == 1, line
+        return line.removeprefix("kleash: ").strip()
+
+    return run

@@ -3,8 +3,6 @@
 import errno
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,24 +14,14 @@ from kleash.cli import main
 from kleash.errors import OptionError
 from kleash.measuring import compare
 
-Run = Any
-
 
 @pytest.fixture
-def failing(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a measurement that cannot be; returns the one line that it prints, without its "kleash: "."""
+def failing(pair, tmp_path, refused):
+    """Runs a measurement that cannot be; returns the one line that it prints."""
 
-    def run(*words: object, policy: Path | None = None, reference: Path | None = None) -> str:
+    def run(*words, policy=None, reference=None):
         models = ["--policy", policy or pair[0], "--reference", reference or pair[1]]
-        out = [] if "--out" in words else ["--out", tmp_path / "run"]
-        options = [*models, *out, "--max-new-tokens", 4, "--quiet", *words]
-        capsys.readouterr()
-        assert main(["measure", *map(str, options)]) == 2
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        error = captured.err
-        assert error.startswith("kleash: ") and error.count("\n") == 1, error
-        return error.removeprefix("kleash: ").strip()
+        return refused("measure", *models, "--out", tmp_path / "run", "--max-new-tokens", 4, *words)
 
     return run
 
@@ -45,13 +33,13 @@ FORMATS = {
 }
 
 
-def written(path: Path, content: str | bytes) -> Path:
+def written(path, content):
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     return path
 
 
 @pytest.mark.parametrize("option", ["--prompts", "--text", "--responses"])
-def test_missing_empty_and_blank_source_files_raise(option: str, failing: Run, tmp_path: Path) -> None:
+def test_missing_empty_and_blank_source_files_raise(option, failing, tmp_path):
     assert failing(option, tmp_path / "none.jsonl") == f"there is no file {tmp_path / 'none.jsonl'}"
     empty = written(tmp_path / "empty.jsonl", "")
     assert failing(option, empty).startswith(f"{empty} is empty; give a file of {FORMATS[option]}")
@@ -64,48 +52,34 @@ def test_missing_empty_and_blank_source_files_raise(option: str, failing: Run, t
 @pytest.mark.parametrize(
     ("option", "line", "message"),
     [
-        ("--prompts", '{"prompt": "a"', "line 2: expected a JSON object and found"),
-        (
-            "--prompts",
-            '{"question": "a"}',
-            "line 2: expected a field 'prompt' or 'messages' and found 'question'",
-        ),
+        ("--prompts", '{"prompt": "a"', "line 2: expected a JSON object"),
         ("--text", '{"body": "a"}', "line 2: expected a field 'text' and found 'body'"),
         ("--responses", '{"prompt": "a", "response": ""}', "line 2: the response has no tokens"),
         (
             "--responses",
-            '{"prompt": "a", "response_token_ids": [9, 10], "logprobs": [-1]}',
-            "line 2: expected a number in 'logprobs' for each of the 2 response tokens and found 1",
-        ),
-        (
-            "--responses",
-            '{"prompt": "a", "response_token_ids": [99999]}',
+            '{"prompt": "a", "response_token_ids": [999]}',
             "line 2: expected 'response_token_ids'",
         ),
     ],
 )
-def test_a_malformed_line_is_reported_with_its_number(
-    option: str, line: str, message: str, failing: Run, tmp_path: Path
-) -> None:
+def test_a_malformed_line_is_reported_with_its_number(option, line, message, failing, tmp_path):
     good = '{"prompt": "The sea", "response": " was calm", "text": "The sea was calm"}'
     source = written(tmp_path / "source.jsonl", f"{good}\n{line}\n")
     assert f"{source}, {message}" in failing(option, source)
 
 
-def test_bytes_that_are_not_utf8_raise(failing: Run, tmp_path: Path) -> None:
+def test_bytes_that_are_not_utf8_raise(failing, tmp_path):
     source = written(tmp_path / "latin.txt", "The sea\ncaf\xe9".encode("latin-1"))
     assert f"{source}, line 2: expected UTF-8 and found byte 0xe9" in failing("--prompts", source)
 
 
-def test_a_prompt_longer_than_the_context_raises(failing: Run, tmp_path: Path) -> None:
+def test_a_prompt_longer_than_the_context_raises(failing, tmp_path):
     source = written(tmp_path / "long.txt", "short\n" + "sea " * 400)
     message = failing("--prompts", source)
     assert f"{source}, line 2: the prompt is" in message and "the models read at most 128" in message
 
 
-def test_nan_logits_are_reported_with_model_and_prompt(
-    failing: Run, pair: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_nan_logits_are_reported_with_model_and_prompt(failing, pair, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(pair[1], broken)
     weights = load_file(broken / "model.safetensors")
@@ -119,7 +93,7 @@ def test_nan_logits_are_reported_with_model_and_prompt(
     )
 
 
-def test_missing_and_incompatible_models_raise(failing: Run, pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_missing_and_incompatible_models_raise(failing, pair, tmp_path):
     source = written(tmp_path / "p.txt", "The sea")
     assert "there is no folder" in failing("--prompts", source, policy=tmp_path / "no where")
     other = save_tiny(tmp_path / "other")
@@ -132,13 +106,11 @@ def test_missing_and_incompatible_models_raise(failing: Run, pair: tuple[Path, P
     assert "'Ġand'" in message and "'Ġthe'" in message
 
 
-def test_a_full_disk_keeps_the_finished_shards(
-    failing: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: tuple[Path, Path]
-) -> None:
+def test_a_full_disk_keeps_the_finished_shards(failing, tmp_path, monkeypatch, pair):
     source = written(tmp_path / "p.txt", "\n".join(f"The sea {n}" for n in range(8)))
     sync = kleash.store.atomic.os.fsync
 
-    def full(descriptor: int) -> None:
+    def full(descriptor):
         if (tmp_path / "run" / "sequences" / "part-00001.parquet").exists():
             raise OSError(errno.ENOSPC, "No space left on device")
         sync(descriptor)
@@ -155,9 +127,7 @@ def test_a_full_disk_keeps_the_finished_shards(
     assert (tmp_path / "run" / "report.html").exists()
 
 
-def test_a_run_with_a_missing_part_raises(
-    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_with_a_missing_part_raises(pair, tmp_path, capsys):
     source = written(tmp_path / "p.txt", "\n\n".join(f"The sea {n} was calm" for n in range(8)))
     words = ["measure", "--policy", pair[0], "--reference", pair[1], "--text", source, "--quiet"]
     whole, part = tmp_path / "whole", tmp_path / "part"
@@ -170,19 +140,15 @@ def test_a_run_with_a_missing_part_raises(
         assert capsys.readouterr().err.startswith(missing)
 
 
-def test_unusable_output_folders_raise(
-    failing: Run, pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unusable_output_folders_raise(refused, pair, tmp_path, capsys):
     source, long = written(tmp_path / "t.txt", "The sea was calm"), tmp_path / ("x" * 300)
-    assert "xxx cannot be written: File name too long" in failing("--text", source, "--out", long)
+    assert "xxx cannot be written: File name too long" in refused(
+        "measure", "--policy", pair[0], "--text", source, "--out", long
+    )
     for words, expected in (
         (["report", long], "cannot be read: File name too long"),
         (["report", source], "cannot be read as a measurement: Not a directory"),
         (["cache", "--reference", pair[1], "--text", source, "--out", long], "File name too long"),
-        (
-            ["audit", "kleash:sampled_k1", "--quiet", "--out", tmp_path],
-            "is a folder; give the name of a file",
-        ),
         (["audit", "kleash:sampled_k1", "--quiet", "--out", "."], "is a folder; give the name of a file"),
     ):
         assert main([*map(str, words)]) == 2
@@ -190,9 +156,7 @@ def test_unusable_output_folders_raise(
         assert expected in error and error.count("\n") == 1, error
 
 
-def test_a_tilde_is_expanded_in_every_path_option(
-    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tilde_is_expanded_in_every_path_option(pair, tmp_path, monkeypatch):
     """As it does in ``--out=~/run``, and as everybody does from Python."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -207,7 +171,7 @@ def test_a_tilde_is_expanded_in_every_path_option(
     assert entries == {"policy", "t.txt", "run", "compared.html", "audit.html"}
 
 
-def test_report_and_compare_without_runs_raise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_and_compare_without_runs_raise(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
     assert "has no measurement.json; is it a run folder?" in capsys.readouterr().err
     with pytest.raises(OptionError, match="two or more run folders can be compared, not 1; give a list"):

@@ -15,20 +15,13 @@ from kleash.measuring.cluster_sums import (
     token_quantities,
 )
 from kleash.measuring.estimand import estimand_of, weight_warning
-from kleash.measuring.sequence_clusters import (
-    clusters_of,
-    distinct_prompts,
-    mean_of_sequences,
-    sequence_starts,
-    sum_sequences,
-)
 from kleash.records import MeasureJob
 from kleash.store.tables import TOKEN_COLUMNS
 
 X, Y = SumKey("x"), SumKey("y")
 
 
-def test_shards_add_up_within_clusters() -> None:
+def test_shards_add_up_within_clusters():
     rng = np.random.default_rng(0)
     labels = np.sort(rng.integers(0, 1000, 5000))
     values = rng.normal(size=5000)
@@ -41,15 +34,7 @@ def test_shards_add_up_within_clusters() -> None:
     assert Y not in sums and (sums[Y] == 0).all()
 
 
-def test_a_column_that_first_appears_in_a_later_shard_is_0_before_it() -> None:
-    sums = ClusterSums(6)
-    sums.add(np.array([0, 1, 2]), {X: np.ones(3)})
-    sums.add(np.array([2, 5]), {X: np.ones(2), Y: np.ones(2)})
-    assert sums[X].tolist() == [1, 1, 2, 0, 0, 1]
-    assert sums[Y].tolist() == [0, 0, 1, 0, 0, 1]
-
-
-def test_beyond_the_maximum_neighbouring_clusters_share_a_sum() -> None:
+def test_beyond_the_maximum_neighbouring_clusters_share_a_sum():
     count = 3 * MAX_GROUPS + 1
     values = np.random.default_rng(1).normal(size=count)
     sums = ClusterSums(count)
@@ -60,19 +45,7 @@ def test_beyond_the_maximum_neighbouring_clusters_share_a_sum() -> None:
     assert sums[X].sum() == pytest.approx(values.sum())
 
 
-def test_an_empty_shard_has_no_sums_and_no_sequences() -> None:
-    sums = ClusterSums(0)
-    sums.add(np.zeros(0, dtype=np.int64), {X: np.zeros(0)})
-    assert len(sums[X]) == 0
-    assert len(sequence_starts(np.zeros(0), np.zeros(0))) == 0
-
-
-def test_sequences_begin_where_prompt_or_sample_changes() -> None:
-    prompt, sample = np.array([0, 0, 0, 1, 1, 2]), np.array([0, 0, 1, 1, 1, 1])
-    assert sequence_starts(prompt, sample).tolist() == [0, 2, 3, 5]
-
-
-def part_of(rows: int = 400, seed: int = 0) -> dict[str, np.ndarray]:
+def part_of(rows=400, seed=0):
     rng = np.random.default_rng(seed)
     names = ("kl_policy_reference", "kl_reference_policy", "jensen_shannon", "total_variation")
     columns = {name: rng.random(rows).astype(np.float32) for name in names}
@@ -89,7 +62,7 @@ def part_of(rows: int = 400, seed: int = 0) -> dict[str, np.ndarray]:
     return columns | {name: rng.random(rows).astype(np.float32) for name in others}
 
 
-def test_every_token_is_in_one_bin_of_each_binning() -> None:
+def test_every_token_is_in_one_bin_of_each_binning():
     part = part_of()
     columns = token_quantities(part, "unweighted")
     for kind, binning in BINNINGS.items():
@@ -108,7 +81,7 @@ def test_every_token_is_in_one_bin_of_each_binning() -> None:
         assert (count == 1).all()
 
 
-def test_estimators_are_weighted_by_the_ratio_of_policy_to_sampling_probability() -> None:
+def test_estimators_are_weighted_by_the_ratio_of_policy_to_sampling_probability():
     part = part_of()
     p, q, mu = (part[f"logp_{name}"].astype(float) for name in ("policy", "reference", "sampled"))
     plain, weighted = (token_quantities(part, how) for how in ("unweighted", "importance"))
@@ -116,14 +89,13 @@ def test_estimators_are_weighted_by_the_ratio_of_policy_to_sampling_probability(
     np.testing.assert_allclose(plain[SumKey("k3")], np.exp(q - p) - 1 + p - q, rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(weighted[SumKey("k1")], np.exp(p - mu) * (p - q))
     np.testing.assert_allclose(
-        weighted[SumKey("k2", "error")],
-        np.exp(p - mu) * (p - q) ** 2 / 2 - part["kl_policy_reference"],
+        weighted[SumKey("k2", "error")], np.exp(p - mu) * (p - q) ** 2 / 2 - part["kl_policy_reference"]
     )
     assert SumKey("k1") not in token_quantities(part, None)
 
 
 @pytest.mark.parametrize("weighting", ["unweighted", "importance"])
-def test_log_ratio_and_exact_sums_have_the_sequence_kl_as_their_mean(weighting: str) -> None:
+def test_log_ratio_and_exact_sums_have_the_sequence_kl_as_their_mean(weighting):
     """By enumeration: three tokens, three steps, drawn from p or from a third distribution."""
     torch.manual_seed(0)
     vocab, steps = 3, 3
@@ -132,7 +104,7 @@ def test_log_ratio_and_exact_sums_have_the_sequence_kl_as_their_mean(weighting: 
     )
     behaviour = p if weighting == "unweighted" else other
 
-    def rows_of(response: tuple[int, ...]) -> dict[str, np.ndarray]:
+    def rows_of(response):
         before = (0, *response[:-1])
         steps_taken = list(zip(range(steps), before, response, strict=True))
         sequence_columns = {
@@ -163,15 +135,7 @@ def test_log_ratio_and_exact_sums_have_the_sequence_kl_as_their_mean(weighting: 
     assert weights == pytest.approx(1.0)
 
 
-def test_sequence_terms_are_summed_per_sequence() -> None:
-    part = part_of()
-    terms = sequence_terms(part, part["kl_policy_reference"].astype(float), "unweighted")
-    by_hand = part["kl_policy_reference"].astype(float).reshape(20, 20).sum(1)
-    np.testing.assert_allclose(terms.exact, by_hand)
-    assert terms.weight.tolist() == [1.0] * 20
-
-
-def test_an_exact_term_is_weighted_by_the_ratio_of_its_prefix() -> None:
+def test_an_exact_term_is_weighted_by_the_ratio_of_its_prefix():
     """Including its own token in the weight would have the same mean and more variance."""
     part = part_of(3)
     p, mu = (part[f"logp_{name}"].astype(float) for name in ("policy", "sampled"))
@@ -181,7 +145,7 @@ def test_an_exact_term_is_weighted_by_the_ratio_of_its_prefix() -> None:
     assert terms.weight[0] == pytest.approx(ratio[2])
 
 
-def test_overflowing_weights_give_a_warning_with_their_number() -> None:
+def test_overflowing_weights_give_a_warning_with_their_number():
     part = part_of(3)
     part["logp_sampled"] = np.full_like(part["logp_policy"], -400.0)
     terms = sequence_terms(part, part["kl_policy_reference"].astype(float), "importance")
@@ -193,36 +157,10 @@ def test_overflowing_weights_give_a_warning_with_their_number() -> None:
 @pytest.mark.parametrize(
     ("weights", "warned"), [([1.0] * 8, False), ([1.0] * 5 + [3.0], False), ([1.0, 50.0, 1.0], True)]
 )
-def test_a_small_effective_sample_size_is_a_warning(weights: list[float], warned: bool) -> None:
+def test_a_small_effective_sample_size_is_a_warning(weights, warned):
     weighted = estimand_of(MeasureJob(responses="r"), all_have_logprobs=True)
     warning = weight_warning(np.array(weights), weighted)
     assert bool(warning) is warned
     if warned:
         assert "an effective sample size of 1.1 out of 3" in warning
     assert weight_warning(np.array(weights), estimand_of(MeasureJob(responses="r"))) == ""
-
-
-def test_the_running_kl_is_the_mean_over_all_tokens() -> None:
-    shards = []
-    kl = np.random.default_rng(2).lognormal(-20, 1, 60).astype(np.float32)
-    for part in np.array_split(np.arange(60), 4):
-        tokens = {"prompt_id": part // 5, "sample_id": part // 3, "kl_policy_reference": kl[part]}
-        starts = sequence_starts(tokens["prompt_id"], tokens["sample_id"])
-        hashes = [f"{prompt:x}" for prompt in tokens["prompt_id"][starts]]
-        shards.append(sum_sequences(tokens, hashes, "kl_policy_reference"))
-    estimate = mean_of_sequences(shards, on_text=False)
-    assert estimate.value == pytest.approx(kl.astype(float).mean(), rel=1e-9)
-    assert estimate.clusters == 12
-
-
-def test_clusters_are_blocks_of_windows_with_few_documents_and_documents_with_many() -> None:
-    few, many = (
-        distinct_prompts(document, window, np.arange(len(document)), on_text=True)
-        for document, window in ((np.zeros(20), np.arange(20)), (np.arange(60) // 2, np.arange(60) % 2))
-    )
-    few_clusters, many_clusters = (
-        clusters_of(few, np.arange(20), on_text=True),
-        clusters_of(many, np.arange(60) % 2, on_text=True),
-    )
-    assert few_clusters.count == 3 and few_clusters.warnings
-    assert many_clusters.count == 30 and not many_clusters.warnings

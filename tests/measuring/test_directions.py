@@ -3,10 +3,8 @@
 import csv
 import io
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +19,7 @@ from kleash.measuring.progress import ProgressReporter
 from kleash.records import Measurement, Number, RunFolder, summarize
 from kleash.reports.gate_verdicts import describe_sweep_gate, gate_of_sweep
 from kleash.reports.text_formats import model_card
-from kleash.store.sweep import Sweep, SweepCandidate
+from kleash.store.sweep import SweepCandidate
 
 POLICY, REFERENCE = "kl_policy_reference", "kl_reference_policy"
 LABELS = {POLICY: "KL(policy ‖ reference)", REFERENCE: "KL(reference ‖ policy)"}
@@ -32,12 +30,12 @@ class LastKL(ProgressReporter):
 
     kl: Number | None = None
 
-    def update_kl(self, kl: Number) -> None:
+    def update_kl(self, kl):
         self.kl = kl
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory, pair: tuple[Path, Path], prompts: Path) -> Any:
+def jobs(tmp_path_factory, pair, prompts):
     """A run of text and one of prompts, by their headlines."""
     out = tmp_path_factory.mktemp("directions")
     (out / "text.txt").write_text("\n\n".join(f"Boat {n} went out {n * n} times." for n in range(40)))
@@ -49,19 +47,16 @@ def jobs(tmp_path_factory: pytest.TempPathFactory, pair: tuple[Path, Path], prom
 
 
 @pytest.fixture(scope="module")
-def runs(jobs: dict[str, MeasureJob]) -> dict[str, Path]:
+def runs(jobs):
     for name, job in jobs.items():
         reporter = LastKL()
         measured = measure(replace(job, until_relative_error=1e-6), reporter)
-        assert reporter.kl is not None
         assert reporter.kl.value == pytest.approx(measured.per_token[name].value, rel=1e-9)
     return {name: Path(str(job.out)) for name, job in jobs.items()}
 
 
 @pytest.mark.parametrize("name", [POLICY, REFERENCE])
-def test_every_number_of_the_headline_is_of_the_direction_of_the_source(
-    runs: dict[str, Path], name: str
-) -> None:
+def test_every_number_of_the_headline_is_of_the_direction_of_the_source(runs, name):
     measured = Measurement.read(runs[name])
     parts = list(RunFolder(runs[name]).parts("tokens", ["prompt_id", "position", POLICY, REFERENCE]))
     tokens = {key: np.concatenate([part[key] for part in parts]).astype(float) for key in parts[0]}
@@ -82,9 +77,7 @@ def test_every_number_of_the_headline_is_of_the_direction_of_the_source(
 
 
 @pytest.mark.parametrize("name", [POLICY, REFERENCE])
-def test_every_output_begins_with_the_headline_and_has_both_directions(
-    runs: dict[str, Path], name: str, capsys: Any
-) -> None:
+def test_every_output_begins_with_the_headline_and_has_both_directions(runs, name, capsys):
     measured, label = Measurement.read(runs[name]), LABELS[name]
     other = LABELS[REFERENCE if name == POLICY else POLICY]
     assert measured.estimand.startswith(f"{label} in nats per token")
@@ -101,9 +94,7 @@ def test_every_output_begins_with_the_headline_and_has_both_directions(
     assert rows[0]["name"] == name and any(row["name"] == f"{name}_by_position_0_to_1" for row in rows)
 
 
-def test_a_gate_limits_the_headline_or_the_direction_that_is_named(
-    runs: dict[str, Path], tmp_path: Path, capsys: Any
-) -> None:
+def test_a_gate_limits_the_headline_or_the_direction_that_is_named(runs, tmp_path, capsys):
     words = ["report", str(runs[REFERENCE]), "--at-most", "1e-9"]
     for option, name in (
         ([], REFERENCE),
@@ -125,13 +116,11 @@ def test_a_gate_limits_the_headline_or_the_direction_that_is_named(
         result = json.loads(capsys.readouterr().out)
         assert result["headline"] == REFERENCE
         assert result["runs"][1]["gate"]["quantity"] == f"per_token.{name}"
-    assert [table.header[1] for table in summarize(compare([runs[REFERENCE]] * 2)).tables[:2]] == [
-        LABELS[REFERENCE],
-        LABELS[POLICY],
-    ]
+    tables = summarize(compare([runs[REFERENCE]] * 2)).tables
+    assert [table.header[1] for table in tables[:2]] == [LABELS[REFERENCE], LABELS[POLICY]]
 
 
-def test_a_resumed_run_may_name_another_direction(jobs: dict[str, MeasureJob], runs: dict[str, Path]) -> None:
+def test_a_resumed_run_may_name_another_direction(jobs, runs):
     again = replace(jobs[REFERENCE], until_relative_error=1e-6, resume=True, at_most=1.0)
     gates = [measure(replace(again, direction=word)).gate for word in (None, "policy-reference")]
     assert [gate.quantity for gate in gates if gate] == [f"per_token.{name}" for name in (REFERENCE, POLICY)]
@@ -144,14 +133,14 @@ def test_a_resumed_run_may_name_another_direction(jobs: dict[str, MeasureJob], r
         ({"direction": "forward", "at_most": 1.0}, "must be one of policy-reference, reference-policy"),
     ],
 )
-def test_a_direction_without_a_limit_or_a_meaning_is_refused(options: dict[str, Any], message: str) -> None:
+def test_a_direction_without_a_limit_or_a_meaning_is_refused(options, message):
     with pytest.raises(OptionError, match=message):
         MeasureJob(**options)
     with pytest.raises(OptionError, match=message):
         compare(["a", "b"], **options)
 
 
-def limited(points: Sequence[tuple[int | None, float, float]], at_most: float, **changes: Any) -> Sweep:
+def limited(points, at_most, **changes):
     """A sweep of candidates of a size, a KL and an error, with a limit."""
     candidates = tuple(
         SweepCandidate(
@@ -163,7 +152,7 @@ def limited(points: Sequence[tuple[int | None, float, float]], at_most: float, *
         )
         for number, (size, kl, error) in enumerate(points, 1)
     )
-    plain: dict[str, Any] = {"pairs": (), "attributions": (), "rank_by": REFERENCE}
+    plain = {"pairs": (), "attributions": (), "rank_by": REFERENCE}
     sweep = replace(synthetic_sweep(), candidates=candidates, **plain, **changes)
     return gate_of_sweep(sweep, at_most)
 
@@ -181,41 +170,33 @@ def limited(points: Sequence[tuple[int | None, float, float]], at_most: float, *
         ([(None, 0.1, 0.01), (5, 2.0, 0.01)], "passed", 1, ()),
     ],
 )
-def test_the_smallest_candidate_within_a_limit(
-    points: Any, verdict: str, smallest: int | None, undecided: tuple[int, ...]
-) -> None:
+def test_the_smallest_candidate_within_a_limit(points, verdict, smallest, undecided):
     sweep = limited(points, 1.0)
     gate = sweep.gate
-    assert gate is not None and (gate.verdict, gate.smallest, gate.undecided) == (
-        verdict,
-        smallest,
-        undecided,
-    )
+    assert (gate.verdict, gate.smallest, gate.undecided) == (verdict, smallest, undecided)
     assert gate.exit_code == {"passed": 0, "failed": 1, "undecided": 3}[verdict]
     sentence = describe_sweep_gate(sweep)
     assert sentence.startswith(f"{verdict}: ") and LABELS[REFERENCE] in sentence
     assert all(f"q{number} (" in sentence for number in (*undecided, *([smallest] if smallest else [])))
 
 
-def test_the_noise_floor_and_few_clusters_count_in_the_gate_of_a_sweep() -> None:
+def test_the_noise_floor_and_few_clusters_count_in_the_gate_of_a_sweep():
     points = [(9, 0.1, 0.001), (5, 0.5, 0.001)]
-    assert limited(points, 0.51).gate == replace(limited(points, 1.0).gate, at_most=0.51)  # type: ignore[type-var]
+    assert limited(points, 0.51).gate == replace(limited(points, 1.0).gate, at_most=0.51)
     few = limited(points, 1.0, clusters=20).gate
-    assert few is not None and (few.verdict, few.smallest, few.undecided) == ("undecided", None, (2, 1))
+    assert (few.verdict, few.smallest, few.undecided) == ("undecided", None, (2, 1))
     sweep = limited(points, 0.51)
     noisy = replace(sweep, candidates=tuple(replace(c, noise_floor=nats(0.02, 0)) for c in sweep.candidates))
     gate = gate_of_sweep(noisy, 0.51).gate
-    assert gate is not None and (gate.smallest, gate.undecided) == (1, (2,))
+    assert (gate.smallest, gate.undecided) == (1, (2,))
 
 
-def test_the_folder_of_a_sweep_answers_for_another_limit_and_direction(tmp_path: Path, capsys: Any) -> None:
+def test_the_folder_of_a_sweep_answers_for_another_limit_and_direction(tmp_path, capsys):
     write_sweep_folder(tmp_path, replace(limited([(9, 0.1, 0.001), (5, 0.5, 0.001)], 0.01), gate=None))
     words = ["report", str(tmp_path), "--at-most"]
     assert main([*words, "0.6"]) == 0
     output = " ".join(capsys.readouterr().out.split())
-    assert (
-        f"gate: passed: q2 (5 bytes) is the smallest candidate whose {LABELS[REFERENCE]} per token" in output
-    )
+    assert f"gate: passed: q2 (5 bytes) is the smallest candidate whose {LABELS[REFERENCE]}" in output
     assert "Gate passed: q2" in (tmp_path / "sweep.html").read_text()
     assert main([*words, "0.6", "--direction", "policy-reference", "--format", "markdown"]) == 0
     output = capsys.readouterr().out
@@ -226,7 +207,7 @@ def test_the_folder_of_a_sweep_answers_for_another_limit_and_direction(tmp_path:
     assert [each["gate"]["verdict"] for each in result["candidates"]] == ["failed", "failed"]
 
 
-def test_a_sweep_ranks_attributes_and_limits_one_direction() -> None:
+def test_a_sweep_ranks_attributes_and_limits_one_direction():
     job = SweepJob(candidates=("a",), text="t", at_most=1.0)
     assert job.statistic == REFERENCE
     assert replace(job, direction="policy-reference").statistic == POLICY

@@ -2,19 +2,16 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kleash.jobs import SweepJob
 from kleash.measuring import DriftPart, compare, drift_of, measure, sweep
 from kleash.measuring.sequence_clusters import distinct_prompts
 from kleash.models import load_pair
-from kleash.records import MeasureJob, Measurement, RunFolder
+from kleash.records import Measurement, RunFolder
 from kleash.sources.prompts import read_prompts
 from kleash.training.response_metrics import Response, response_metrics
 
@@ -22,12 +19,12 @@ COPIES = 4
 
 
 @pytest.fixture(scope="module")
-def job(pair: tuple[Path, Path]) -> dict[str, Any]:
+def job(pair):
     return {"policy": str(pair[0]), "reference": str(pair[1]), "max_new_tokens": 6}
 
 
 @pytest.fixture(scope="module")
-def eight(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def eight(prompts, tmp_path_factory):
     """A file of eight prompts, and one that holds each of them ``COPIES`` times, in turn."""
     lines = prompts.read_text().split("\n")[:8]
     root = tmp_path_factory.mktemp("eight")
@@ -37,14 +34,12 @@ def eight(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 
 
 @pytest.fixture(scope="module")
-def runs(
-    job: dict[str, Any], eight: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Path]:
+def runs(job, eight, tmp_path_factory):
     """The same responses three times: samples of a prompt, copies of it, and a file with a prompt id for each."""
     root = tmp_path_factory.mktemp("runs")
     samples, copies, responses = root / "samples", root / "copies", root / "responses"
-    measure(MeasureJob(**job, prompts=str(eight[0]), samples_per_prompt=COPIES, out=str(samples)))
-    measure(MeasureJob(**job, prompts=str(eight[1]), out=str(copies)))
+    measure(**job, prompts=eight[0], samples_per_prompt=COPIES, out=samples)
+    measure(**job, prompts=eight[1], out=copies)
     lines = []
     tokens = next(RunFolder(copies).parts("tokens", ["prompt_id", "token_id"]))
     for part in RunFolder(copies).parts("sequences", ["prompt_id", "prompt"]):
@@ -53,14 +48,12 @@ def runs(
             lines.append(json.dumps({"prompt_id": prompt, "prompt": text, "response_token_ids": response}))
     (root / "responses.jsonl").write_text("\n".join(lines))
     models = {name: job[name] for name in ("policy", "reference")}
-    measure(MeasureJob(**models, responses=str(root / "responses.jsonl"), out=str(responses)))
+    measure(**models, responses=root / "responses.jsonl", out=responses)
     return {"samples": samples, "copies": copies, "responses": responses}
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=12),
-)
-def test_sequences_of_one_id_or_one_prompt_belong_together(sequences: list[tuple[int, int]]) -> None:
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=12))
+def test_sequences_of_one_id_or_one_prompt_belong_together(sequences):
     """Against the connected components, joined pair by pair."""
     expected = list(range(len(sequences)))
     for one, (id_one, hash_one) in enumerate(sequences):
@@ -75,14 +68,14 @@ def test_sequences_of_one_id_or_one_prompt_belong_together(sequences: list[tuple
     assert sorted(set(labels.tolist())) == list(range(labels.max() + 1))
 
 
-def test_documents_are_equal_where_all_their_windows_are() -> None:
+def test_documents_are_equal_where_all_their_windows_are():
     documents, windows = np.repeat([0, 1, 2, 3, 4], [2, 2, 2, 1, 2]), np.array([0, 1, 0, 1, 0, 1, 0, 0, 1])
     hashes = np.array([7, -8, 7, -8, -8, 7, 7, 7, 9])
     labels = distinct_prompts(documents, windows, hashes, on_text=True)
     assert labels.tolist() == [0, 0, 0, 0, 1, 1, 2, 3, 3]
 
 
-def test_copies_of_a_prompt_count_as_samples_of_it(runs: dict[str, Path]) -> None:
+def test_copies_of_a_prompt_count_as_samples_of_it(runs):
     measured = {name: Measurement.read(folder) for name, folder in runs.items()}
     expected = measured["samples"]
     assert expected.counts.clusters == 8 and not any("distinct" in note for note in expected.notes)
@@ -96,68 +89,52 @@ def test_copies_of_a_prompt_count_as_samples_of_it(runs: dict[str, Path]) -> Non
         for level, number in expected.quantiles["kl_policy_reference"].items():
             assert one.quantiles["kl_policy_reference"][level].ci95 == pytest.approx(number.ci95, rel=1e-4)
     total, copied = (measured[name].per_sequence for name in ("samples", "copies"))
-    assert total is not None and copied is not None
     assert copied.kl_policy_reference.ci95 == pytest.approx(total.kl_policy_reference.ci95, rel=1e-5)
 
 
-def test_a_measurement_notes_once_what_the_chat_template_leaves_as_it_is(runs: dict[str, Path]) -> None:
+def test_a_measurement_notes_once_what_the_chat_template_leaves_as_it_is(runs):
     for name, count in (("samples", 8), ("copies", 32), ("responses", 32)):
         plain = [note for note in Measurement.read(runs[name]).notes if "are plain text" in note]
         assert len(plain) == 1 and plain[0].startswith(f"the {count} prompts are plain text, read without")
 
 
-def test_copies_are_paired_with_samples(runs: dict[str, Path]) -> None:
+def test_copies_are_paired_with_samples(runs):
     comparison = compare([runs["samples"], runs["copies"], runs["responses"]])
     for difference in comparison.differences:
         assert difference.shared_prompts == 8 and difference.only_here == difference.only_there == 0
         assert difference.differences["kl_policy_reference"].value == pytest.approx(0, abs=1e-6)
 
 
-def test_one_prompt_written_thirty_times_passes_no_gate(
-    job: dict[str, Any], eight: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_one_prompt_written_thirty_times_passes_no_gate(job, eight, tmp_path):
     (tmp_path / "one.txt").write_text("\n".join([eight[0].read_text().split("\n")[0]] * 30))
-    one = measure(
-        MeasureJob(**job, prompts=str(tmp_path / "one.txt"), at_most=5.0, out=str(tmp_path / "run"))
-    )
-    assert one.counts.clusters == 1 and one.gate is not None and one.gate.verdict == "undecided"
+    one = measure(**job, prompts=tmp_path / "one.txt", at_most=5.0, out=tmp_path / "run")
+    assert one.counts.clusters == 1 and one.gate.verdict == "undecided"
 
 
-def test_copies_do_not_end_a_run_by_its_relative_error(
-    job: dict[str, Any], eight: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_copies_do_not_end_a_run_by_its_relative_error(job, eight, tmp_path):
     """64 clusters are needed, and 80 copies of 8 prompts are 8."""
     (tmp_path / "many.txt").write_text("\n".join(eight[0].read_text().split("\n") * 10))
     options = {**job, "max_new_tokens": 2, "batch_tokens": 32, "until_relative_error": 0.9}
-    run = measure(MeasureJob(**options, prompts=str(tmp_path / "many.txt"), out=str(tmp_path / "run")))
+    run = measure(**options, prompts=tmp_path / "many.txt", out=tmp_path / "run")
     assert run.counts.sequences == 80 and run.counts.clusters == 8
 
 
-def test_equal_documents_are_one_cluster_of_a_measurement_and_a_sweep(
-    pair: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_equal_documents_are_one_cluster_of_a_measurement_and_a_sweep(pair, tmp_path):
     documents = [" ".join(f"Boat {n} went out {n * k + k} times;" for k in range(2)) for n in range(34)]
     (tmp_path / "text.txt").write_text("\n\n".join(documents * 2))
     options = {"reference": str(pair[1]), "text": str(tmp_path / "text.txt")}
-    one = measure(MeasureJob(policy=str(pair[0]), out=str(tmp_path / "run"), **options))
+    one = measure(policy=pair[0], out=tmp_path / "run", **options)
     assert one.counts.clusters == one.counts.prompts == 34
     assert any("34 of the 68 documents are distinct" in note for note in one.notes)
-    result = sweep(SweepJob(candidates=(str(pair[0]),), out=str(tmp_path / "sweep"), **options))
+    result = sweep(candidates=(str(pair[0]),), out=tmp_path / "sweep", **options)
     assert result.clusters == 34
 
 
-def test_paddings_of_a_prompt_are_one_prompt(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_paddings_of_a_prompt_are_one_prompt(pair, tmp_path):
     models = load_pair(str(pair[0]), str(pair[1]))
     padding = models.tokenizer.pad_token_id
-    assert padding is not None
-    ids = [
-        [7, 8, 9],
-        [padding, padding, 7, 8, 9],
-        [7, 8, 9, padding],
-        [7, padding, 9],
-        [padding],
-        [padding] * 2,
-    ]
+    ids = [[7, 8, 9], [padding, padding, 7, 8, 9], [7, 8, 9, padding]]
+    ids += [[7, padding, 9], [padding], [padding] * 2]
     lines = [json.dumps({"prompt_token_ids": prompt}) for prompt in ids]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     prompts = read_prompts(str(tmp_path / "prompts.jsonl"), models)
@@ -166,24 +143,21 @@ def test_paddings_of_a_prompt_are_one_prompt(pair: tuple[Path, Path], tmp_path: 
     assert [prompt.copy for prompt in prompts[:3]] == [0, 1, 2]  # other responses are drawn for each
 
 
-def test_a_monitor_of_copies_has_the_error_of_samples() -> None:
+def test_a_monitor_of_copies_has_the_error_of_samples():
     draw = np.random.default_rng(0)
     exact = np.repeat(draw.lognormal(size=8), COPIES) * draw.lognormal(0, 0.1, 8 * COPIES)
     prompts = np.repeat(np.arange(8), COPIES)
     part = DriftPart(prompts, np.full(len(exact), 5), exact, exact)
     assert drift_of([part]).per_token.clusters == 8
+    rest = {"parts": {}, "is_truncated": False, "prompt": "", "response": ""}
+    columns = ("token_kl", "token_logp", "token_logq", "entropy")
     responses = [
         Response(
             index=row,
             prompt_hash=f"{prompt:016x}",
             score=value,
-            parts={},
-            is_truncated=False,
-            tokens={
-                name: np.full(5, value / 5) for name in ("token_kl", "token_logp", "token_logq", "entropy")
-            },
-            prompt="",
-            response="",
+            tokens=dict.fromkeys(columns, np.full(5, value / 5)),
+            **rest,
         )
         for row, (prompt, value) in enumerate(zip(prompts.tolist(), exact.tolist(), strict=True))
     ]

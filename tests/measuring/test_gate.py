@@ -1,8 +1,6 @@
 """The gate --at-most: exit codes of measure, report and compare, and where the verdict stands."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from synthetic_training import write_hostile_run
@@ -15,7 +13,7 @@ from kleash.store.measurement import Gate, exit_code_of
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, pair: tuple[Path, Path], prompts: Path) -> Path:
+def run(tmp_path_factory, pair, prompts):
     """A run of forty prompts with a gate that every KL passes."""
     out = tmp_path_factory.mktemp("gated") / "run"
     models = ["--policy", str(pair[0]), "--reference", str(pair[1]), "--prompts", str(prompts)]
@@ -24,11 +22,11 @@ def run(tmp_path_factory: pytest.TempPathFactory, pair: tuple[Path, Path], promp
     return out
 
 
-def flattened(text: str) -> str:
+def flattened(text):
     return " ".join(text.split())
 
 
-def test_the_verdict_stands_in_the_measurement_and_the_report(run: Path) -> None:
+def test_the_verdict_stands_in_the_measurement_and_the_report(run):
     measurement = Measurement.read(run)
     gate, kl = measurement.gate, measurement.per_token["kl_policy_reference"]
     assert gate is not None and gate.verdict == "passed" and gate.at_most == 1000
@@ -38,9 +36,7 @@ def test_the_verdict_stands_in_the_measurement_and_the_report(run: Path) -> None
     assert "at_most" not in json.loads((run / "run.json").read_text())["settings"]
 
 
-def test_a_resumed_run_may_have_another_limit(
-    run: Path, pair: tuple[Path, Path], prompts: Path, capsys: Any
-) -> None:
+def test_a_resumed_run_may_have_another_limit(run, pair, prompts, capsys):
     models = ["--policy", str(pair[0]), "--reference", str(pair[1]), "--prompts", str(prompts)]
     words = [*models, "--max-new-tokens", "6", "--out", str(run), "--resume", "--at-most"]
     assert main(["measure", *words, "0"]) == 1
@@ -50,7 +46,7 @@ def test_a_resumed_run_may_have_another_limit(
     assert json.loads(capsys.readouterr().out)["gate"]["verdict"] == "passed"
 
 
-def test_report_gives_the_verdict_for_another_limit(run: Path, capsys: Any) -> None:
+def test_report_gives_the_verdict_for_another_limit(run, capsys):
     kl = Measurement.read(run).per_token["kl_policy_reference"]
     before = (run / "measurement.json").read_bytes()
     assert main(["report", str(run), "--at-most", repr(kl.ci95[0] / 2)]) == 1
@@ -66,7 +62,7 @@ def test_report_gives_the_verdict_for_another_limit(run: Path, capsys: Any) -> N
     assert "Gate passed" in (run / "report.html").read_text()
 
 
-def test_compare_gates_every_later_run(run: Path, tmp_path: Path, capsys: Any) -> None:
+def test_compare_gates_every_later_run(run, tmp_path, capsys):
     kl = Measurement.read(run).per_token["kl_policy_reference"]
     words = ["compare", str(run), str(run), "--out", str(tmp_path / "page.html")]
     assert main([*words, "--at-most", repr(2 * kl.ci95[1])]) == 0
@@ -78,8 +74,8 @@ def test_compare_gates_every_later_run(run: Path, tmp_path: Path, capsys: Any) -
     assert all(one.gate is None for one in compare([run, run]).runs)
 
 
-def test_a_failure_outweighs_what_is_undecided() -> None:
-    settings: dict[str, Any] = {"quantity": "x", "at_most": 1.0, "value": 1.0, "ci95": (0.0, 2.0)}
+def test_a_failure_outweighs_what_is_undecided():
+    settings = {"quantity": "x", "at_most": 1.0, "value": 1.0, "ci95": (0.0, 2.0)}
     gates = {
         name: Gate(**settings, noise_floor=None, clusters=3, tokens=9, verdict=name)
         for name in ("passed", "failed", "undecided")
@@ -90,12 +86,8 @@ def test_a_failure_outweighs_what_is_undecided() -> None:
 
 
 @pytest.mark.parametrize("limit", ["-1", "nan", "inf"])
-def test_a_limit_that_means_nothing_is_refused(limit: str, run: Path, capsys: Any) -> None:
-    commands = (
-        ["measure", "--out", "x"],
-        ["report", str(run)],
-        ["compare", str(run), str(run)],
-    )
+def test_a_limit_that_means_nothing_is_refused(limit, run, capsys):
+    commands = (["measure", "--out", "x"], ["report", str(run)], ["compare", str(run), str(run)])
     for words in commands:
         assert main([*words, "--at-most", limit]) == 2
         assert "--at-most must be a number of nats, at least 0; it is" in capsys.readouterr().err
@@ -103,7 +95,7 @@ def test_a_limit_that_means_nothing_is_refused(limit: str, run: Path, capsys: An
         compare([run, run], at_most=float(limit))
 
 
-def test_a_training_folder_has_no_gate(tmp_path: Path, capsys: Any) -> None:
+def test_a_training_folder_has_no_gate(tmp_path, capsys):
     folder = write_hostile_run(tmp_path / "trained")
     assert main(["report", str(folder), "--at-most", "1"]) == 2
     assert "--at-most is for measurements" in capsys.readouterr().err

@@ -2,14 +2,13 @@
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from command_words import words
 from engine_files import sglang_response, write_logps, write_vllm
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny, tiny_tokenizer
@@ -17,9 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from kleash.cli import main
 from kleash.errors import Interrupted
-from kleash.measuring import CacheJob, MeasureJob, Measurement, cache_reference, measure
+from kleash.measuring import CacheJob, cache_reference, measure
 from kleash.measuring.imported_states import ImportedStates
-from kleash.models import TokenSequence
 
 TEXTS = [
     "The sea was calm and the boat went out before the sun had come up over the hills.",
@@ -31,12 +29,12 @@ Pair = tuple[Path, Path]
 
 
 @pytest.fixture(scope="module")
-def requests() -> list[list[int]]:
+def requests():
     return [tiny_tokenizer()(text)["input_ids"] for text in TEXTS]
 
 
 @pytest.fixture(scope="module")
-def responses(requests: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def responses(requests, tmp_path_factory):
     """Rollouts as token ids: the first five tokens of each text are its prompt. One stands twice."""
     path = tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl"
     rows = [{"prompt_token_ids": ids[:5], "response_token_ids": ids[5:]} for ids in [*requests, requests[0]]]
@@ -45,38 +43,33 @@ def responses(requests: list[list[int]], tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture(scope="module")
-def engine(pair: Pair, requests: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def engine(pair, requests, tmp_path_factory):
     folder = write_vllm(tmp_path_factory.mktemp("engine"), pair[1], requests)
     write_logps(folder, pair[1], requests)
     return folder
 
 
 @pytest.fixture
-def files(engine: Path, tmp_path: Path) -> Path:
+def files(engine, tmp_path):
     """A copy of the engine's files to damage."""
     return Path(shutil.copytree(engine, tmp_path / "files"))
 
 
 @pytest.fixture
-def refusal(
-    pair: Pair, responses: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., str]:
+def refusal(pair, responses, tmp_path, refused):
     """Runs ``kleash cache`` on files and returns the one line that it ends with."""
 
-    def run(files: Path, *more: str, layers: str | None = "1,2", reference: Path = pair[1]) -> str:
-        capsys.readouterr()
+    def run(files, *more, layers="1,2", reference=pair[1]):
         out = tmp_path / "cache"
-        words = ["cache", "--reference", reference, "--responses", responses, "--from-hidden-states", files]
-        words += ["--out", out, *(["--layers", layers] if layers else []), *more]
-        assert main([*map(str, words), "--quiet"]) == 2
-        line = capsys.readouterr().err
-        assert line.count("\n") == 1 and not (out / "contents.json").exists(), line
-        return line.removeprefix("kleash: ").strip()
+        given = {"reference": reference, "responses": responses, "from_hidden_states": files}
+        line = refused(*words("cache", **given, out=out, layers=layers), *more)
+        assert not (out / "contents.json").exists(), line
+        return line
 
     return run
 
 
-def edit(files: Path, change: Callable[[torch.Tensor], torch.Tensor], number: int | None = None) -> Path:
+def edit(files, change, number=None):
     """Change the hidden states of all files, or of one; returns the last that was changed."""
     paths = sorted(files.glob("*.safetensors"))
     for path in paths if number is None else [paths[number]]:
@@ -86,17 +79,17 @@ def edit(files: Path, change: Callable[[torch.Tensor], torch.Tensor], number: in
     return path
 
 
-def without_logps(files: Path) -> Path:
+def without_logps(files):
     (files / "logprobs.jsonl").unlink()
     return files
 
 
-def measured(pair: Pair, responses: Path, out: Path, **more: Any) -> Measurement:
+def measured(pair, responses, out, **more):
     job = {"policy": str(pair[0]), "reference": str(pair[1]), "responses": str(responses), **more}
-    return measure(MeasureJob(out=str(out), **job))
+    return measure(out=out, **job)
 
 
-def assert_equal_to_rounding(run: Path, expected: Path, rtol: float = 2e-4, atol: float = 2e-6) -> None:
+def assert_equal_to_rounding(run, expected, rtol=2e-4, atol=2e-6):
     tables = [pq.read_table(folder / "tokens").to_pydict() for folder in (run, expected)]
     assert len(tables[0]["token_id"]) > 50
     for name, values in tables[1].items():
@@ -107,7 +100,7 @@ def assert_equal_to_rounding(run: Path, expected: Path, rtol: float = 2e-4, atol
 
 
 @pytest.fixture(scope="module")
-def plain(pair: Pair, responses: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Measurement]:
+def plain(pair, responses, tmp_path_factory):
     """A measurement with the reference itself."""
     out = tmp_path_factory.mktemp("plain") / "run"
     return out, measured(pair, responses, out)
@@ -115,9 +108,8 @@ def plain(pair: Pair, responses: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.mark.parametrize("kind", ["vLLM", "SGLang"])
 def test_a_cache_of_engine_files_gives_the_same_measurement(
-    kind: str, pair: Pair, requests: list[list[int]], responses: Path, engine: Path, tmp_path: Path,
-    plain: tuple[Path, Measurement], capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    kind, pair, requests, responses, engine, tmp_path, plain, capsys
+):
     layers = ["--layers", "1,2"]
     if kind == "SGLang":
         engine, layers = tmp_path / "sglang", []
@@ -125,8 +117,8 @@ def test_a_cache_of_engine_files_gives_the_same_measurement(
         lines = [json.dumps(sglang_response(pair[1], ids, 5 + n)) for n, ids in enumerate(requests)]
         (engine / "responses.jsonl").write_text("\n".join(lines))
     cache = tmp_path / "cache"
-    words = ["cache", "--reference", pair[1], "--responses", responses, "--out", cache, *layers]
-    assert main([*map(str, words), "--from-hidden-states", str(engine)]) == 0
+    given = {"reference": pair[1], "responses": responses, "from_hidden_states": engine}
+    assert main([*words("cache", **given, out=cache), *layers]) == 0
     assert "--dtype float32" in capsys.readouterr().out
     own = tmp_path / "own"
     cache_reference(CacheJob(reference=str(pair[1]), responses=str(responses), out=str(own)))
@@ -144,20 +136,12 @@ def test_a_cache_of_engine_files_gives_the_same_measurement(
     assert result.noise_floor is not None and abs(result.noise_floor.value) < 1e-9
 
 
-def test_bfloat16_files_are_compared_in_bfloat16(
-    pair: Pair, requests: list[list[int]], responses: Path, tmp_path: Path, refusal: Callable[..., str]
-) -> None:
+def test_bfloat16_files_are_compared_in_bfloat16(pair, requests, responses, tmp_path, refusal):
     files = write_vllm(tmp_path / "files", pair[1], requests, dtype=torch.bfloat16)
     assert "are in bfloat16 and --dtype is float32; leave --dtype out" in refusal(files, "--dtype", "float32")
     out = tmp_path / "cache"
-    job = CacheJob(
-        reference=str(pair[1]),
-        responses=str(responses),
-        out=str(out),
-        from_hidden_states=str(files),
-        layers="1,2",
-    )
-    contents = cache_reference(job)
+    given = {"reference": str(pair[1]), "responses": str(responses), "out": str(out), "layers": "1,2"}
+    contents = cache_reference(CacheJob(**given, from_hidden_states=str(files)))
     assert any("was not verified" in note for note in contents.notes)
     result = measured(pair, responses, tmp_path / "run", reference_cache=str(out), dtype="bfloat16")
     expected = measured(pair, responses, tmp_path / "expected", dtype="bfloat16")
@@ -166,7 +150,7 @@ def test_bfloat16_files_are_compared_in_bfloat16(
     assert result.dtype_gap is not None
 
 
-def test_text_windows_and_other_architectures(tmp_path: Path) -> None:
+def test_text_windows_and_other_architectures(tmp_path):
     """A head with a scale and a softcap, on documents that are sent as they are."""
     reference = save_tiny(tmp_path / "gemma2", "gemma2")
     text = tmp_path / "text.txt"
@@ -184,9 +168,7 @@ def test_text_windows_and_other_architectures(tmp_path: Path) -> None:
         torch.testing.assert_close(hidden, load_file(path)["hidden"], rtol=1e-4, atol=1e-5)
 
 
-def test_states_after_the_norm_in_the_layout_of_vllm_are_refused(
-    pair: Pair, requests: list[list[int]], tmp_path: Path, refusal: Callable[..., str]
-) -> None:
+def test_states_after_the_norm_in_the_layout_of_vllm_are_refused(pair, requests, tmp_path, refusal):
     network = AutoModelForCausalLM.from_pretrained(pair[1])
     with torch.no_grad():
         network.model.norm.weight.uniform_(0.5, 2.0)
@@ -200,16 +182,13 @@ def test_states_after_the_norm_in_the_layout_of_vllm_are_refused(
 
 @pytest.mark.parametrize("column", [-2, 1])
 def test_states_before_the_norm_in_the_layout_of_sglang_are_refused(
-    column: int, pair: Pair, requests: list[list[int]], tmp_path: Path, refusal: Callable[..., str]
-) -> None:
+    column, pair, requests, tmp_path, refusal
+):
     lines = [json.dumps(sglang_response(pair[1], ids, 5, column)) for ids in requests]
     (tmp_path / "responses.jsonl").write_text("\n".join(lines))
     line = refusal(tmp_path, layers=None)
-    assert (
-        f"are not the hidden states of {pair[1]}" in line
-        and "line 1" in line
-        and "after the final norm" in line
-    )
+    assert f"are not the hidden states of {pair[1]}" in line
+    assert "line 1" in line and "after the final norm" in line
 
 
 @pytest.mark.parametrize(
@@ -223,22 +202,17 @@ def test_states_before_the_norm_in_the_layout_of_sglang_are_refused(
         ((1, 2), None, "--layers is not given; it must name"),
     ],
 )
-def test_a_wrong_list_of_layers_is_named(
-    saved: tuple[int, ...], stated: str | None, message: str, pair: Pair, requests: list[list[int]],
-    tmp_path: Path, refusal: Callable[..., str],
-) -> None:  # fmt: skip
+def test_a_wrong_list_of_layers_is_named(saved, stated, message, pair, requests, tmp_path, refusal):
     files = write_vllm(tmp_path / "files", pair[1], requests, layers=saved)
     assert message in refusal(files, layers=stated)
 
 
-def test_shifted_rows_are_refused(files: Path, refusal: Callable[..., str]) -> None:
+def test_shifted_rows_are_refused(files, refusal):
     path = edit(without_logps(files), lambda states: states.roll(1, 0), 2)
     assert f"{path}: " in (line := refusal(files)) and "are not the hidden states of" in line
 
 
-def test_a_shift_in_a_file_that_is_no_probe_is_found_by_the_log_probabilities(
-    files: Path, refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shift_in_a_file_that_is_no_probe_is_found_by_the_log_probabilities(files, refusal, monkeypatch):
     monkeypatch.setattr("kleash.measuring.imported_states.NOISE_SEQUENCES", 1)
     path = edit(files, lambda states: states.roll(1, 0), 2)
     line = refusal(files)
@@ -246,22 +220,18 @@ def test_a_shift_in_a_file_that_is_no_probe_is_found_by_the_log_probabilities(
 
 
 @pytest.mark.parametrize("changes", [{"temperature": 0.7}, {"shift": 1}], ids=str)
-def test_other_log_probabilities_are_refused(
-    changes: dict[str, Any], pair: Pair, requests: list[list[int]], files: Path, refusal: Callable[..., str]
-) -> None:
+def test_other_log_probabilities_are_refused(changes, pair, requests, files, refusal):
     write_logps(files, pair[1], requests, **changes)
     assert "the engine's log-probabilities are not those of" in refusal(files)
 
 
-def test_another_model_is_refused(
-    pair: Pair, requests: list[list[int]], tmp_path: Path, refusal: Callable[..., str]
-) -> None:
+def test_another_model_is_refused(pair, requests, tmp_path, refusal):
     line = refusal(write_vllm(tmp_path / "files", pair[0], requests))
     assert f"rows are not the hidden states of {pair[1]}" in line
 
 
-def test_single_wrong_rows_are_named(files: Path, refusal: Callable[..., str]) -> None:
-    def exchange(states: torch.Tensor) -> torch.Tensor:
+def test_single_wrong_rows_are_named(files, refusal):
+    def exchange(states):
         states[9] += 0.2 * (states[4] - states[9])
         return states
 
@@ -270,7 +240,7 @@ def test_single_wrong_rows_are_named(files: Path, refusal: Callable[..., str]) -
     assert line.startswith(f"{path}: 1 of ") and "the first being row 9" in line
 
 
-def test_single_wrong_log_probabilities_are_named(files: Path, refusal: Callable[..., str]) -> None:
+def test_single_wrong_log_probabilities_are_named(files, refusal):
     lines = [json.loads(line) for line in (files / "logprobs.jsonl").read_text().splitlines()]
     lines[3]["logprobs"][8] -= 2.0
     (files / "logprobs.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -278,23 +248,20 @@ def test_single_wrong_log_probabilities_are_named(files: Path, refusal: Callable
     assert "by up to 2 nats (response token 3 of prompt 3, sample 0" in line
 
 
-def set_row(states: torch.Tensor, value: float) -> torch.Tensor:
-    states[7, -1, 3] = value
-    return states
+def test_non_finite_rows_are_named(files, refusal):
+    def spoil(states):
+        states[7, -1, 3] = float("inf")
+        return states
 
-
-def test_non_finite_rows_are_named(files: Path, refusal: Callable[..., str]) -> None:
-    path = edit(files, lambda states: set_row(states, float("inf")), 1)
+    path = edit(files, spoil, 1)
     assert f"{path} holds NaN, infinities or only zeros in row 7" in refusal(files)
 
 
-def test_a_row_of_zeros_is_named_in_any_file(
-    files: Path, refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_of_zeros_is_named_in_any_file(files, refusal, monkeypatch):
     """A buffer that was not filled; its logits would be those of a uniform distribution."""
     monkeypatch.setattr("kleash.measuring.imported_states.NOISE_SEQUENCES", 1)
 
-    def clear(states: torch.Tensor) -> torch.Tensor:
+    def clear(states):
         states[11] = 0.0
         return states
 
@@ -302,7 +269,11 @@ def test_a_row_of_zeros_is_named_in_any_file(
     assert f"{path} holds NaN, infinities or only zeros in row 11" in refusal(files)
 
 
-def save(path: Path, states: torch.Tensor, tokens: torch.Tensor, **more: torch.Tensor) -> None:
+def write_logprobs(path, logprobs):
+    (path.parent / "a.jsonl").write_text(f'{{"token_ids": [1, 2], "logprobs": {logprobs}}}')
+
+
+def save(path, states, tokens, **more):
     save_file({"hidden_states": states, "token_ids": tokens, **more}, path)
 
 
@@ -321,19 +292,11 @@ def save(path: Path, states: torch.Tensor, tokens: torch.Tensor, **more: torch.T
         (lambda p: save_file({"states": torch.zeros(2)}, p), "is no whole file of vLLM"),
         (lambda p: (p.parent / "a.jsonl").write_text("{"), "a.jsonl, line 1 is no response of SGLang"),
         (lambda p: (p.parent / "a.jsonl").write_text("{}"), "has neither 'meta_info'"),
-        (
-            lambda p: (p.parent / "a.jsonl").write_text('{"token_ids": [1, 2], "logprobs": [null]}'),
-            "a.jsonl, line 1 is no response of SGLang",
-        ),
-        (
-            lambda p: (p.parent / "a.jsonl").write_text('{"token_ids": [1, 2], "logprobs": [null, NaN]}'),
-            "has nan as the log-probability of token 1",
-        ),
+        (lambda p: write_logprobs(p, "[null]"), "a.jsonl, line 1 is no response of SGLang"),
+        (lambda p: write_logprobs(p, "[null, NaN]"), "has nan as the log-probability of token 1"),
     ],
 )  # fmt: skip
-def test_damaged_files_are_named(
-    damage: Callable[[Path], Any], message: str, files: Path, refusal: Callable[..., str]
-) -> None:
+def test_damaged_files_are_named(damage, message, files, refusal):
     path = files / "cmpl-002.safetensors"
     damage(path)
     line = refusal(files)
@@ -358,10 +321,7 @@ def test_damaged_files_are_named(
         (lambda r: r["output_ids"].__setitem__(0, "x"), "token ids that are not a list of whole numbers"),
     ],
 )
-def test_damaged_responses_of_sglang_are_named(
-    change: Callable[[dict[str, Any]], Any], message: str, pair: Pair, requests: list[list[int]],
-    tmp_path: Path, refusal: Callable[..., str],
-) -> None:  # fmt: skip
+def test_damaged_responses_of_sglang_are_named(change, message, pair, requests, tmp_path, refusal):
     responses = [sglang_response(pair[1], ids, 5) for ids in requests]
     change(responses[1])
     (tmp_path / "responses.jsonl").write_text("\n".join(map(json.dumps, responses)))
@@ -369,9 +329,7 @@ def test_damaged_responses_of_sglang_are_named(
     assert message in line and "responses.jsonl, line 2" in line
 
 
-def test_folders_without_the_source_are_named(
-    pair: Pair, requests: list[list[int]], files: Path, tmp_path: Path, refusal: Callable[..., str]
-) -> None:
+def test_folders_without_the_source_are_named(pair, requests, files, tmp_path, refusal):
     assert "none holds no hidden states" in refusal(tmp_path / "none")
     (tmp_path / "empty").mkdir()
     assert "holds no hidden states: expected *.safetensors" in refusal(tmp_path / "empty")
@@ -381,27 +339,18 @@ def test_folders_without_the_source_are_named(
     (files / "cmpl-003.safetensors").unlink()
     line = refusal(files)
     assert "no hidden states of 1 of the 5 sequences" in line and "the first being prompt 3, sample 0" in line
-    assert "--layers says what the files of --from-hidden-states hold" in refusal_without_files(
-        tmp_path, pair
-    )
-
-
-def refusal_without_files(tmp_path: Path, pair: Pair) -> str:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="--layers says what the files of --from-hidden-states hold"):
         CacheJob(reference=str(pair[1]), text=str(tmp_path), layers="1,2")
-    return str(error.value)
 
 
-def test_copies_must_agree(files: Path, refusal: Callable[..., str]) -> None:
+def test_copies_must_agree(files, refusal):
     shutil.copy(files / "cmpl-001.safetensors", files / "copy.safetensors")
     edit(files, lambda states: 1.2 * states + 1, 4)
     line = refusal(files)
     assert "cmpl-001.safetensors and" in line and "copy.safetensors hold the same tokens" in line
 
 
-def test_a_cache_is_of_an_engine_or_of_kleash(
-    pair: Pair, responses: Path, engine: Path, tmp_path: Path, refusal: Callable[..., str]
-) -> None:
+def test_a_cache_is_of_an_engine_or_of_kleash(pair, responses, engine, tmp_path, refusal):
     job = {"reference": str(pair[1]), "responses": str(responses), "out": str(tmp_path / "cache")}
     cache_reference(CacheJob(**job))
     (tmp_path / "cache" / "contents.json").unlink()
@@ -409,15 +358,13 @@ def test_a_cache_is_of_an_engine_or_of_kleash(
     assert "holds hidden states that kleash computed and would get some that an engine saved" in line
 
 
-def test_an_interrupted_import_resumes(
-    pair: Pair, responses: Path, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_import_resumes(pair, responses, engine, tmp_path, monkeypatch):
     out = tmp_path / "cache"
     job = {"reference": str(pair[1]), "responses": str(responses), "batch_tokens": 16, "out": str(out)}
     job |= {"from_hidden_states": str(engine), "layers": "1,2"}
     read, sequences_read = ImportedStates.read, []
 
-    def read_or_stop(self: ImportedStates, batch: Sequence[TokenSequence]) -> torch.Tensor:
+    def read_or_stop(self, batch):
         if len(sequences_read) == 2:
             raise KeyboardInterrupt
         sequences_read.extend(batch)

@@ -1,10 +1,8 @@
 """What a resumed run and a cache depend on is compared to the last byte."""
 
 import json
-import shutil
 from pathlib import Path
 
-import pytest
 from safetensors.torch import load_file, save_file
 
 from kleash.cli import main
@@ -13,16 +11,7 @@ from kleash.store.checksums import record_checksums
 SOURCE = "The sea was calm and a boat went out before dawn.\n\nIt came back.\n"
 
 
-@pytest.fixture
-def models(pair: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
-    """Copies of the pair, to be changed."""
-    policy, reference = tmp_path / "policy", tmp_path / "reference"
-    for source, copy in zip(pair, (policy, reference), strict=True):
-        shutil.copytree(source, copy)
-    return policy, reference
-
-
-def changed_between_samples(folder: Path) -> None:
+def changed_between_samples(folder):
     """Change weights that the old fingerprints did not look at: neither the first, the middle nor the last bytes."""
     path = folder / "model.safetensors"
     tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
@@ -32,13 +21,13 @@ def changed_between_samples(folder: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def changed_json(folder: Path, name: str, **changes: object) -> None:
+def changed_json(folder, name, **changes):
     path = folder / name
     settings = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**settings, **changes}))
 
 
-def command(models: tuple[Path, Path], kind: str, source: Path, out: Path, *more: object) -> list[str]:
+def command(models, kind, source, out, *more):
     words = ["measure", "--policy", models[0], "--reference", models[1], f"--{kind}", source, "--out", out]
     return [str(word) for word in [*words, "--max-new-tokens", 4, "--quiet", *more]]
 
@@ -58,9 +47,7 @@ CHANGES = {
 }
 
 
-def test_resume_refuses_any_changed_byte_of_a_model(
-    models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resume_refuses_any_changed_byte_of_a_model(models, tmp_path, capsys):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("The sea was calm\nIt came back\n")
     assert main(command(models, "prompts", prompts, tmp_path / "run")) == 0
@@ -82,9 +69,7 @@ def test_resume_refuses_any_changed_byte_of_a_model(
     assert main(command(models, "prompts", prompts, tmp_path / "run", "--resume")) == 0
 
 
-def test_a_run_of_another_schema_is_refused(
-    models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_another_schema_is_refused(models, tmp_path, capsys):
     text, run = tmp_path / "text.txt", tmp_path / "run"
     text.write_text(SOURCE)
     assert main(command(models, "text", text, run)) == 0
@@ -99,9 +84,7 @@ def test_a_run_of_another_schema_is_refused(
         assert "has schema 1" in capsys.readouterr().err
 
 
-def test_a_cache_refuses_any_changed_byte_of_its_reference(
-    models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cache_refuses_any_changed_byte_of_its_reference(models, tmp_path, capsys):
     text, cache = tmp_path / "text.txt", tmp_path / "cache"
     text.write_text(SOURCE)
     words = ["cache", "--reference", models[1], "--text", text, "--out", cache, "--quiet"]
@@ -115,9 +98,7 @@ def test_a_cache_refuses_any_changed_byte_of_its_reference(
         assert "holds hidden states of" in capsys.readouterr().err
 
 
-def test_a_path_that_is_not_utf8_works(
-    models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_path_that_is_not_utf8_works(models, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text(SOURCE)
     out = f"{tmp_path}/run-\udcff"

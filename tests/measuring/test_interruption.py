@@ -4,25 +4,19 @@ import json
 import os
 import platform
 import signal
-import subprocess
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
-from pathlib import Path
-from typing import Any
 
 import pytest
-from command_forks import CommandFork, CommandForks
 
 from kleash.cli import entry
 from kleash.measuring.run import resumable
 from kleash.store.locks import claim, wait_for_parts
 
-Kleash = Callable[..., subprocess.CompletedProcess[str]]
 OPTIONS = ["--max-new-tokens", "6", "--batch-tokens", "8", "--quiet"]
 
 
-def words(pair: tuple[Path, Path], prompts: Path, out: Path) -> list[str]:
+def words(pair, prompts, out):
     policy, reference = pair
     return [
         *("measure", "--policy", str(policy), "--reference", str(reference), "--prompts", str(prompts)),
@@ -30,12 +24,12 @@ def words(pair: tuple[Path, Path], prompts: Path, out: Path) -> list[str]:
     ]
 
 
-def result(out: Path) -> dict[str, Any]:
+def result(out):
     measured = json.loads((out / "measurement.json").read_text())
     return {name: value for name, value in measured.items() if name not in ("seconds", "finished")}
 
 
-def wait_for(path: Path, process: CommandFork) -> None:
+def wait_for(path, process):
     for _ in range(24_000):
         if path.exists():
             return
@@ -45,22 +39,15 @@ def wait_for(path: Path, process: CommandFork) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(
-    pair: tuple[Path, Path], prompts: Path, kleash: Kleash, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def undisturbed(pair, prompts, kleash, tmp_path_factory):
     out = tmp_path_factory.mktemp("undisturbed") / "run"
     kleash(*words(pair, prompts, out))
     return out
 
 
 def test_a_run_killed_twice_resumes_to_the_same_result(
-    pair: tuple[Path, Path],
-    prompts: Path,
-    kleash: Kleash,
-    command_forks: CommandForks,
-    undisturbed: Path,
-    tmp_path: Path,
-) -> None:
+    pair, prompts, kleash, command_forks, undisturbed, tmp_path
+):
     out = tmp_path / "run"
     shards = len(list((undisturbed / "sequences").iterdir()))
     assert shards >= 8
@@ -83,9 +70,7 @@ def test_a_run_killed_twice_resumes_to_the_same_result(
     assert (out / "alternatives.parquet").read_bytes() == (undisturbed / "alternatives.parquet").read_bytes()
 
 
-def test_sigterm_prints_the_options_that_resume(
-    pair: tuple[Path, Path], prompts: Path, command_forks: CommandForks, tmp_path: Path
-) -> None:
+def test_sigterm_prints_the_options_that_resume(pair, prompts, command_forks, tmp_path):
     """As Ctrl-C does, whose handler is tested below."""
     out = tmp_path / "run"
     long = ["--samples-per-prompt", "40"]  # it must not be done before the signal arrives
@@ -103,16 +88,10 @@ def test_sigterm_prints_the_options_that_resume(
     ("number", "cause"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated by SIGTERM")]
 )
 @pytest.mark.parametrize("out", [None, "run"])
-def test_an_interruption_whose_message_a_library_drops_is_described(
-    number: signal.Signals,
-    cause: str,
-    out: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_interruption_whose_message_a_library_drops_is_described(number, cause, out, monkeypatch, capsys):
     """As Ray does while it waits for workers: it raises a KeyboardInterrupt without a message."""
 
-    def interrupted(_: list[str]) -> int:
+    def interrupted(_):
         with suppress(KeyboardInterrupt):
             signal.raise_signal(number)
         with nullcontext() if out is None else resumable(out):
@@ -132,24 +111,13 @@ def test_an_interruption_whose_message_a_library_drops_is_described(
     assert capsys.readouterr().err == f"kleash: {expected}\n"
 
 
-def test_resume_with_other_settings_raises_with_their_names(
-    pair: tuple[Path, Path], prompts: Path, kleash: Kleash, undisturbed: Path
-) -> None:
-    process = kleash(*words(pair, prompts, undisturbed), "--resume", "--seed", "7", expect=2)
-    assert process.stderr.strip() == (
-        f"kleash: {undisturbed} holds another run: --seed was 0 and is now 7; give another --out"
-    )
-    process = kleash(*words(pair, prompts, undisturbed), expect=2)
-    assert "holds a run already; go on with it with --resume, or give another --out" in process.stderr
-
-
-def test_a_process_that_hangs_is_waited_for_by_name(tmp_path: Path) -> None:
+def test_a_process_that_hangs_is_waited_for_by_name(tmp_path):
     """Its claim is freed at last, as when it is killed, and the other one does its part."""
     missing, notes = {"shard-00000"}, list[str]()
     with ExitStack() as stack:
         assert stack.enter_context(claim(tmp_path, "shard-00000"))
 
-        def note(sentence: str) -> None:
+        def note(sentence):
             notes.append(sentence)
             stack.close()
 

@@ -72,10 +72,8 @@ def test_the_reference_of_an_adapter_in_memory_is_its_base(pair, tokenizer, tmp_
     base = AutoModelForCausalLM.from_pretrained(pair[1]).eval()
     expected = mean_kl(adapted, base, tokenizer, TEXTS)
     assert measured.per_token["kl_policy_reference"].value == pytest.approx(expected, rel=1e-5)
-    assert [model.path.split("in memory")[1] for model in measured.models.values()] == [
-        ", adapter default",
-        ", without its adapters",
-    ]
+    paths = [model.path.split("in memory")[1] for model in measured.models.values()]
+    assert paths == [", adapter default", ", without its adapters"]
 
 
 def test_a_policy_by_name_is_loaded_beside_a_reference_in_memory_of_two_bytes(pair, tokenizer, tmp_path):
@@ -147,14 +145,9 @@ def numbers(measurement):
 def test_prompts_in_memory_give_the_numbers_of_a_file(pair, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
+    both = {"policy": pair[0], "reference": pair[1]}
     of_file, of_list = (
-        kleash.measure(
-            policy=pair[0],
-            reference=pair[1],
-            prompts=prompts,
-            max_new_tokens=4,
-            out=tmp_path / f"run-{place}",
-        )
+        kleash.measure(**both, prompts=prompts, max_new_tokens=4, out=tmp_path / f"run-{place}")
         for place, prompts in enumerate([path, TEXTS])
     )
     assert numbers(of_list) == pytest.approx(numbers(of_file), nan_ok=True)

@@ -1,7 +1,5 @@
 """The tokens, sequences and prompts with the largest KL, against sorting all of them."""
 
-from pathlib import Path
-
 import numpy as np
 
 from kleash.measuring.largest_drift import MAX_TEXT, MAX_TOKENS, Largest, LargestDrift, shorten_text
@@ -12,7 +10,7 @@ from kleash.store.tables import SEQUENCE_COLUMNS, TOKEN_COLUMNS
 SEQUENCES, LENGTH, PER_SHARD = 300, 7, 60
 
 
-def rows(kl: np.ndarray, shard: int) -> dict[str, object]:
+def rows(kl, shard):
     sequence = np.arange(shard * PER_SHARD, (shard + 1) * PER_SHARD).repeat(LENGTH)
     part = kl[shard * PER_SHARD : (shard + 1) * PER_SHARD].ravel().astype(np.float32)
     return {
@@ -24,7 +22,7 @@ def rows(kl: np.ndarray, shard: int) -> dict[str, object]:
     }
 
 
-def test_top_entries_do_not_depend_on_the_order() -> None:
+def test_top_entries_do_not_depend_on_the_order():
     """Of equal KLs the first of the run stay, though its shards are scored in any order."""
     draw = np.random.default_rng(0)
     kl, ids = draw.integers(0, 20, 1000).astype(float), np.arange(1000)
@@ -35,7 +33,7 @@ def test_top_entries_do_not_depend_on_the_order() -> None:
     assert [(-row.kl, row.prompt_id, row.sample_id) for row in largest.drifted()] == expected
 
 
-def test_largest_tokens_sequences_and_prompts_equal_a_full_sort(tmp_path: Path) -> None:
+def test_largest_tokens_sequences_and_prompts_equal_a_full_sort(tmp_path):
     kl = np.random.default_rng(0).lognormal(-2, 2, (SEQUENCES, LENGTH)).astype(np.float32)
     largest = LargestDrift()
     folder = RunFolder(tmp_path)
@@ -45,7 +43,7 @@ def test_largest_tokens_sequences_and_prompts_equal_a_full_sort(tmp_path: Path) 
             part = rows(kl, shard)
             largest.add(part)
             tokens = {name: part.get(name, np.zeros(PER_SHARD * LENGTH)) for name in TOKEN_COLUMNS}
-            sequences: dict[str, object] = dict.fromkeys(SEQUENCE_COLUMNS, [""] * PER_SHARD)
+            sequences = dict.fromkeys(SEQUENCE_COLUMNS, [""] * PER_SHARD)
             ids = np.arange(shard * PER_SHARD, (shard + 1) * PER_SHARD)
             sequences |= {"prompt_id": ids // 2, "sample_id": ids % 2, "tokens": [LENGTH] * PER_SHARD}
             sequences |= {"prompt": [f"prompt {n // 2}" for n in ids], "response": [" read on"] * PER_SHARD}
@@ -60,9 +58,8 @@ def test_largest_tokens_sequences_and_prompts_equal_a_full_sort(tmp_path: Path) 
     assert first.text == f"t{kl.max():.3f}"
     totals = kl.astype(float).sum(1)
     order = np.argsort(-totals)
-    assert [(each.prompt_id, each.sample_id) for each in largest.sequences.drifted()] == [
-        (n // 2, n % 2) for n in order[:50]
-    ]
+    sequences = [(each.prompt_id, each.sample_id) for each in largest.sequences.drifted()]
+    assert sequences == [(n // 2, n % 2) for n in order[:50]]
     prompts = largest.worst_prompts(folder, on_text=False)
     means = kl.astype(float).reshape(SEQUENCES // 2, -1).mean(1)
     assert [each.prompt_id for each in prompts] == np.argsort(-means).tolist()
@@ -78,7 +75,7 @@ def test_largest_tokens_sequences_and_prompts_equal_a_full_sort(tmp_path: Path) 
     assert documents[0].prompt == f"prompt {top.prompt_id} read on"
 
 
-def test_infinite_kl_ranks_first_and_nan_last() -> None:
+def test_infinite_kl_ranks_first_and_nan_last():
     kl = np.array([[0.5, np.inf, np.nan, 0.1, 0.2, 0.3, 0.4]])
     largest = LargestDrift()
     largest.add({name: values[:LENGTH] for name, values in rows(np.repeat(kl, PER_SHARD, 0), 0).items()})
@@ -86,6 +83,6 @@ def test_infinite_kl_ranks_first_and_nan_last() -> None:
     assert kls[:2] == [np.inf, 0.5] and kls[-1] == -np.inf
 
 
-def test_long_prompts_are_cut_with_an_ellipsis() -> None:
+def test_long_prompts_are_cut_with_an_ellipsis():
     assert shorten_text("a" * MAX_TEXT) == "a" * MAX_TEXT
     assert shorten_text("a" * (MAX_TEXT + 1)) == "a" * (MAX_TEXT - 1) + "…"

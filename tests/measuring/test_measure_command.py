@@ -1,17 +1,13 @@
 """``kleash measure`` as a process, against a brute-force computation in float64 over the whole vocabulary."""
 
 import json
-import subprocess
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from command_words import words
 from tiny_models import double_logits, tiny_pair, tiny_tokenizer
-
-Kleash = Callable[..., subprocess.CompletedProcess[str]]
 
 PROMPTS = [
     "The sea was calm",
@@ -27,12 +23,12 @@ DOCUMENTS = [
 ]
 
 
-def read(folder: Path, kind: str) -> dict[str, np.ndarray]:
+def read(folder, kind):
     table = pq.read_table(folder / kind)
     return {name: table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names}
 
 
-def brute_force(logits_p: torch.Tensor, logits_q: torch.Tensor, token: int) -> dict[str, float]:
+def brute_force(logits_p, logits_q, token):
     """Every column of one position from both models' logits, by the textbook sums, in float64."""
     p, q = torch.softmax(logits_p, -1), torch.softmax(logits_q, -1)
     logp, logq = torch.log_softmax(logits_p, -1), torch.log_softmax(logits_q, -1)
@@ -54,19 +50,11 @@ def brute_force(logits_p: torch.Tensor, logits_q: torch.Tensor, token: int) -> d
     }
 
 
-def check_every_column(
-    out: Path,
-    policy: Path,
-    reference: Path,
-    contexts: dict[tuple[int, int], list[int]],
-    temperature: float,
-    *,
-    on_text: bool = False,
-) -> None:
+def check_every_column(out, policy, reference, contexts, temperature, *, on_text=False):
     """Compare the run's tokens with brute force; ``contexts`` gives what stood before each sequence."""
     tokens = read(out, "tokens")
     assert len(tokens["position"]) > 30
-    acceptance: dict[int, list[float]] = {}
+    acceptance = {}
     for (prompt, sample), context in contexts.items():
         rows = np.flatnonzero((tokens["prompt_id"] == prompt) & (tokens["sample_id"] == sample))
         assert len(rows)
@@ -78,14 +66,9 @@ def check_every_column(
             p, q = (torch.softmax(each, -1) for each in logits)
             # Speculative sampling draws x from p and accepts it with probability min(1, q(x) / p(x)).
             acceptance.setdefault(prompt, []).append((p * torch.clamp(q / p, max=1)).sum().item())
-            expected = brute_force(*logits, ids[place])
-            for name, value in expected.items():
-                assert tokens[name][row] == pytest.approx(value, rel=2e-4, abs=2e-5), (
-                    name,
-                    prompt,
-                    sample,
-                    place,
-                )
+            for name, value in brute_force(*logits, ids[place]).items():
+                where = (name, prompt, sample, place)
+                assert tokens[name][row] == pytest.approx(value, rel=2e-4, abs=2e-5), where
     assert sum(map(len, acceptance.values())) == len(tokens["position"])
     reported = json.loads((out / "measurement.json").read_text())["per_token"]
     rate = reported["acceptance_rate"]
@@ -100,26 +83,21 @@ def check_every_column(
 
 
 @pytest.mark.parametrize(("architecture", "temperature"), [("llama", 1.0), ("gpt2", 0.7), ("gemma2", 1.3)])
-def test_every_column_and_mean_agrees_with_float64(
-    architecture: str, temperature: float, tmp_path: Path, kleash: Kleash
-) -> None:
+def test_every_column_and_mean_agrees_with_float64(architecture, temperature, tmp_path, kleash):
     policy, reference = tiny_pair(tmp_path, architecture)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(PROMPTS))
     out = tmp_path / "run"
-    kleash(
-        *("measure", "--policy", policy, "--reference", reference, "--prompts", prompts, "--out", out),
-        *("--samples-per-prompt", "2", "--max-new-tokens", "9", "--temperature", temperature, "--quiet"),
-    )
+    models = {"policy": policy, "reference": reference, "prompts": prompts, "temperature": temperature}
+    kleash(*words("measure", out=out, **models, samples_per_prompt=2, max_new_tokens=9, quiet=True))
     prompt_ids = [tiny_tokenizer()(text)["input_ids"] for text in PROMPTS]
     contexts = {(prompt, sample): prompt_ids[prompt] for prompt in range(len(PROMPTS)) for sample in (0, 1)}
     check_every_column(out, policy, reference, contexts, temperature)
     tokens, measured = read(out, "tokens"), json.loads((out / "measurement.json").read_text())
     np.testing.assert_allclose(tokens["logp_sampled"], tokens["logp_policy"], atol=1e-4)
     for name in ("kl_policy_reference", "jensen_shannon", "entropy_reference", "logp_policy"):
-        assert measured["per_token"][name]["value"] == pytest.approx(
-            tokens[name].astype(float).mean(), rel=1e-9
-        )
+        mean = tokens[name].astype(float).mean()
+        assert measured["per_token"][name]["value"] == pytest.approx(mean, rel=1e-9)
     u = tokens["logp_policy"].astype(float) - tokens["logp_reference"]
     exact = tokens["kl_policy_reference"].astype(float)
     for name, values in {"k1": u, "abs": abs(u), "k2": u**2 / 2, "k3": np.exp(-u) - 1 + u}.items():
@@ -129,9 +107,8 @@ def test_every_column_and_mean_agrees_with_float64(
         assert record["spread"] == pytest.approx((values - exact).std(), rel=1e-6)
     p, q = np.exp(tokens["logp_policy"].astype(float)), np.exp(tokens["logp_reference"].astype(float))
     assert measured["probability_change"]["mean"]["value"] == pytest.approx((p - q).mean(), rel=1e-6)
-    assert measured["probability_change"]["rms"]["value"] == pytest.approx(
-        ((p - q) ** 2).mean() ** 0.5, rel=1e-6
-    )
+    rms = ((p - q) ** 2).mean() ** 0.5
+    assert measured["probability_change"]["rms"]["value"] == pytest.approx(rms, rel=1e-6)
     assert measured["perplexity"]["policy"]["value"] == pytest.approx(np.exp(-np.log(p).mean()), rel=1e-6)
     assert measured["perplexity"]["reference"]["value"] == pytest.approx(np.exp(-np.log(q).mean()), rel=1e-6)
     assert measured["perplexity"]["ratio"]["value"] == pytest.approx(np.exp(-u.mean()), rel=1e-6)
@@ -139,18 +116,16 @@ def test_every_column_and_mean_agrees_with_float64(
     assert measured["top1_agreement"]["value"] == pytest.approx(agreement)
 
 
-def test_every_token_of_a_text_is_scored_once_in_its_window(tmp_path: Path, kleash: Kleash) -> None:
+def test_every_token_of_a_text_is_scored_once_in_its_window(tmp_path, kleash):
     policy, reference = tiny_pair(tmp_path, "llama")
     source = tmp_path / "text.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
     out = tmp_path / "run"
-    kleash(
-        *("measure", "--policy", policy, "--reference", reference, "--text", source, "--out", out),
-        *("--window", 24, "--stride", 16, "--batch-tokens", 64, "--quiet"),
-    )
+    models = {"policy": policy, "reference": reference, "text": source}
+    kleash(*words("measure", out=out, **models, window=24, stride=16, batch_tokens=64, quiet=True))
     ids = [tiny_tokenizer()(text)["input_ids"] for text in DOCUMENTS]
     tokens = read(out, "tokens")
-    contexts: dict[tuple[int, int], list[int]] = {}
+    contexts = {}
     for document, whole in enumerate(ids):
         scored = tokens["token_id"][tokens["prompt_id"] == document].tolist()
         assert scored == whole[1:]
@@ -165,14 +140,12 @@ def test_every_token_of_a_text_is_scored_once_in_its_window(tmp_path: Path, klea
     assert "averages over tokens that the policy drew" in measured["estimators_note"]
 
 
-def test_a_model_compared_with_itself_is_exactly_0(tmp_path: Path, kleash: Kleash) -> None:
+def test_a_model_compared_with_itself_is_exactly_0(tmp_path, kleash):
     _, reference = tiny_pair(tmp_path, "gemma2")
     source = tmp_path / "text.txt"
     source.write_text("\n\n".join(DOCUMENTS))
     out = tmp_path / "run"
-    kleash(
-        "measure", "--policy", reference, "--reference", reference, "--text", source, "--out", out, "--quiet"
-    )
+    kleash(*words("measure", policy=reference, reference=reference, text=source, out=out, quiet=True))
     tokens = read(out, "tokens")
     for name in ("kl_policy_reference", "kl_reference_policy", "jensen_shannon", "total_variation"):
         assert (tokens[name] == 0).all()
@@ -180,17 +153,10 @@ def test_a_model_compared_with_itself_is_exactly_0(tmp_path: Path, kleash: Kleas
     assert measured["per_token"]["kl_policy_reference"]["value"] == 0
     assert measured["top1_agreement"]["value"] == 1 == measured["per_token"]["acceptance_rate"]["value"]
     by_position = [part["kl"] for part in measured["by_position"]]
-    numbers = [
-        *(
-            measured["per_token"][name]
-            for name in ("kl_policy_reference", "jensen_shannon", "total_variation", "acceptance_rate")
-        )
-    ]
-    numbers += [
-        measured["top1_agreement"],
-        measured["perplexity"]["ratio"],
-        measured["probability_change"]["rms"],
-    ]
+    names = ("kl_policy_reference", "jensen_shannon", "total_variation", "acceptance_rate")
+    numbers = [measured["per_token"][name] for name in names]
+    numbers += [measured["perplexity"]["ratio"], measured["probability_change"]["rms"]]
+    numbers.append(measured["top1_agreement"])
     for number in (*numbers, *by_position, *measured["quantiles"]["kl_policy_reference"].values()):
         assert number["standard_error"] == 0
         assert all(warning.startswith("rows of a head that are no tokens") for warning in number["warnings"])
@@ -198,25 +164,12 @@ def test_a_model_compared_with_itself_is_exactly_0(tmp_path: Path, kleash: Kleas
     assert measured["per_token"]["entropy_policy"]["warnings"], "few clusters are said of what is not known"
 
 
-def test_json_prints_only_measurement_json(tmp_path: Path, kleash: Kleash) -> None:
+def test_json_prints_only_measurement_json(tmp_path, kleash):
     policy, reference = tiny_pair(tmp_path, "llama")
     source = tmp_path / "text.txt"
     source.write_text("\n\n".join(DOCUMENTS))
     out = tmp_path / "run"
-    process = kleash(
-        *(
-            "measure",
-            "--policy",
-            policy,
-            "--reference",
-            reference,
-            "--text",
-            source,
-            "--out",
-            out,
-            "--json",
-            "--quiet",
-        )
-    )
+    models = {"policy": policy, "reference": reference, "text": source}
+    process = kleash(*words("measure", out=out, **models, json=True, quiet=True))
     assert process.stdout == (out / "measurement.json").read_text()
     assert process.stderr == ""

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from scipy.special import log_softmax, rel_entr
 from tiny_models import double_logits, save_tiny, tiny_tokenizer
 
 from kleash.measuring import cache_reference, measure, sweep
-from kleash.records import CacheJob, MeasureJob, SweepJob
+from kleash.records import CacheJob, RunFolder
 from kleash.reports.text_formats import card_section
 from kleash.store.summary import summarize
 
@@ -20,7 +19,7 @@ ROWS = "rows of a head that are no tokens have"
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tmp_path_factory):
     """A reference of 320 rows for 300 tokens, a policy that differs in the other 20, and one without them."""
     root = tmp_path_factory.mktemp("padding")
     reference = save_tiny(root / "reference")
@@ -39,7 +38,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def expected(models: dict[str, Path]) -> dict[str, float]:
+def expected(models):
     """Means over the text's tokens, in float64."""
     ids = tiny_tokenizer()(TEXT)["input_ids"]
     p, q = (
@@ -52,14 +51,12 @@ def expected(models: dict[str, Path]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def test_a_measurement_has_both_numbers_everywhere(
-    models: dict[str, Path], expected: dict[str, float]
-) -> None:
-    job = MeasureJob(
-        policy=str(models["policy"]), reference=str(models["reference"]), text=str(models["text"]),
-        out=str(models["root"] / "run"),
-    )  # fmt: skip
-    measurement = measure(job)
+def both(models):
+    return {role: models[role] for role in ("policy", "reference")}
+
+
+def test_a_measurement_has_both_numbers_everywhere(models, expected):
+    measurement = measure(**both(models), text=models["text"], out=models["root"] / "run")
     numbers = measurement.statistics()
     for role in ("policy", "reference"):
         assert numbers[f"padding_probability_{role}"].value == pytest.approx(expected[role], rel=1e-5)
@@ -77,38 +74,29 @@ def test_a_measurement_has_both_numbers_everywhere(
     assert note in found and warning in found
     assert "all 320 rows of the heads, of which 20 are no tokens" in measurement.estimand
     summary = summarize(measurement)
-    assert (
-        any(label == "note" and note in text for label, text in summary.facts) and found in summary.warnings
-    )
+    assert any(label == "note" and note in text for label, text in summary.facts)
+    assert found in summary.warnings
     page = (models["root"] / "run" / "report.html").read_text()
     assert card_section(measurement).count(f"R{note[1:]}") == 2
     assert f"ows of a head that are no tokens have {expected['policy']:.3g} of the policy" in page
 
 
-def test_generation_says_how_many_draws_are_no_tokens(models: dict[str, Path]) -> None:
-    job = MeasureJob(
-        policy=str(models["policy"]), reference=str(models["reference"]), prompts=str(models["text"]),
-        out=str(models["root"] / "drawn"), samples_per_prompt=20, max_new_tokens=8,
-    )  # fmt: skip
-    measurement = measure(job)
-    from kleash.store import RunFolder
-
-    ids = np.concatenate(
-        [part["token_id"] for part in RunFolder(models["root"] / "drawn").parts("tokens", ["token_id"])]
-    )
+def test_generation_says_how_many_draws_are_no_tokens(models):
+    out = models["root"] / "drawn"
+    sampling = {"samples_per_prompt": 20, "max_new_tokens": 8}
+    measurement = measure(**both(models), prompts=models["text"], out=out, **sampling)
+    ids = np.concatenate([part["token_id"] for part in RunFolder(out).parts("tokens", ["token_id"])])
     drawn = int((ids >= 300).sum())
     assert drawn > 0
     (note,) = (each for each in measurement.notes if ROWS in each)
     assert f"; {drawn} of the {len(ids):,} scored tokens are such rows" in note
 
 
-def test_a_cache_and_a_sweep_say_it_too(models: dict[str, Path], expected: dict[str, float]) -> None:
+def test_a_cache_and_a_sweep_say_it_too(models, expected):
     root = models["root"]
-    job = SweepJob(
-        candidates=(str(models["policy"]), str(models["narrow"])), reference=str(models["reference"]),
-        text=str(models["text"]), out=str(root / "sweep"),
-    )  # fmt: skip
-    result = sweep(job)
+    candidates = (str(models["policy"]), str(models["narrow"]))
+    options = {"reference": models["reference"], "text": models["text"]}
+    result = sweep(candidates=candidates, out=root / "sweep", **options)
     stored = json.loads((root / "sweep" / "sweep.json").read_text())
     first, second = stored["candidates"]
     note = (
@@ -131,7 +119,7 @@ def test_a_cache_and_a_sweep_say_it_too(models: dict[str, Path], expected: dict[
 
 
 @pytest.mark.parametrize("base", ["narrow", "reference"])
-def test_base_logits_say_it_too(models: dict[str, Path], base: str) -> None:
+def test_base_logits_say_it_too(models, base):
     root = models["root"]
     text = root / "long.txt"
     text.write_text(f"{TEXT} " * 12)
@@ -139,22 +127,15 @@ def test_base_logits_say_it_too(models: dict[str, Path], base: str) -> None:
     options = {"reference": str(models[base]), "text": str(text), "window": 32, "limit": 3}
     written = cache_reference(CacheJob(format="llama.cpp", out=str(path), **options))
     assert any(ROWS in note for note in written.notes) == (base == "reference")
-    result = measure(
-        MeasureJob(reference_cache=str(path), policy=str(models["policy"]), out=str(root / f"against-{base}"))
-    )
+    result = measure(reference_cache=path, policy=models["policy"], out=root / f"against-{base}")
     ids = [*tiny_tokenizer()(f"{TEXT} " * 12, add_special_tokens=False)["input_ids"]]
     ids = np.array([0, *ids])[: 32 * 3].reshape(3, 32)
-    p, q = (
-        np.concatenate(
-            [
-                np.exp(
-                    log_softmax(double_logits(models[name], [0, *row[1:].tolist()]).numpy()[16:31], axis=-1)
-                )
-                for row in ids
-            ]
-        )
-        for name in (base, "policy")
-    )
+
+    def probabilities(name):
+        rows = [double_logits(models[name], [0, *row[1:].tolist()]).numpy()[16:31] for row in ids]
+        return np.exp(log_softmax(np.concatenate(rows), axis=-1))
+
+    p, q = probabilities(base), probabilities("policy")
     p = np.pad(p, ((0, 0), (0, 320 - p.shape[1])))
     of_base, of_policy = (x[:, 300:].sum(-1).mean() for x in (p, q))
     (note,) = (each for each in result.notes if ROWS in each)

@@ -3,10 +3,8 @@
 import json
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +19,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def cluster():
     """This process, connected to a cluster of two CPUs; a run uses it and leaves it connected."""
     import ray
 
@@ -35,17 +33,11 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def job(pair: tuple[Path, Path], prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> MeasureJob:
+def job(pair, prompts, tmp_path_factory):
     """About a dozen shards, measured by this process."""
-    policy, reference = map(str, pair)
-    job = MeasureJob(
-        policy=policy,
-        reference=reference,
-        prompts=str(prompts),
-        max_new_tokens=6,
-        batch_tokens=8,
-        out=str(tmp_path_factory.mktemp("alone") / "run"),
-    )
+    models = {"policy": str(pair[0]), "reference": str(pair[1]), "prompts": str(prompts)}
+    out = str(tmp_path_factory.mktemp("alone") / "run")
+    job = MeasureJob(**models, max_new_tokens=6, batch_tokens=8, out=out)
     measure(job)
     return job
 
@@ -53,20 +45,20 @@ def job(pair: tuple[Path, Path], prompts: Path, tmp_path_factory: pytest.TempPat
 class KillingReporter(ProgressReporter):
     """Keeps the notes of a run, and kills one of its workers as soon as a shard is on disk."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.sentences: list[str] = []
         self.has_killed = False
 
-    def note(self, sentence: str) -> None:
+    def note(self, sentence):
         self.sentences.append(sentence)
 
-    def add_scored(self, sequences: int, tokens: int) -> None:
+    def add_scored(self, sequences, tokens):
         if not self.has_killed:
             os.kill(workers_of_this_process()[0], signal.SIGKILL)
         self.has_killed = True
 
 
-def workers_of_this_process() -> list[int]:
+def workers_of_this_process():
     """The process ids of the workers that descend from this process."""
     from psutil import Process
 
@@ -74,13 +66,13 @@ def workers_of_this_process() -> list[int]:
     return [child.pid for child in children if "ray::ShardWorker" in " ".join(child.cmdline())]
 
 
-def numbers(folder: Path) -> dict[str, Any]:
+def numbers(folder):
     """Everything but the time."""
     measured = json.loads((folder / "measurement.json").read_text())
     return {name: value for name, value in measured.items() if name not in ("seconds", "finished")}
 
 
-def require_same_files(out: Path, expected: Path) -> None:
+def require_same_files(out, expected):
     for kind in ("tokens", "sequences"):
         names = sorted(path.name for path in (expected / kind).iterdir())
         assert sorted(path.name for path in (out / kind).iterdir()) == names
@@ -89,9 +81,7 @@ def require_same_files(out: Path, expected: Path) -> None:
     assert (out / "alternatives.parquet").read_bytes() == (expected / "alternatives.parquet").read_bytes()
 
 
-def test_workers_measure_what_one_process_measures_although_one_is_killed(
-    cluster: Any, job: MeasureJob, tmp_path: Path
-) -> None:
+def test_workers_measure_what_one_process_measures_although_one_is_killed(cluster, job, tmp_path):
     """The first worker is killed as soon as a shard is on disk; the rest is measured by others."""
     out, reporter = tmp_path / "run", KillingReporter()
     measure(replace(job, engine="ray", workers=2, out=str(out)), reporter)

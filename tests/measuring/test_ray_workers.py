@@ -1,10 +1,7 @@
 """Workers of Ray: what they answer, and differences between them."""
 
-import pickle
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -15,27 +12,12 @@ from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.ray_workers import (
     LoadedModels,
     RayEngine,
-    WorkerResult,
     connected_cluster,
     reserved,
     start_actors,
-    without_networks,
 )
-from kleash.models import Pair, load_pair
 from kleash.records import MeasureJob
 from kleash.store.job_folder import RunHeader
-
-
-def test_a_described_pair_says_whether_both_are_one_model() -> None:
-    """Without weights and tokenizers, so that it can be sent; what is compared of networks is whether they are one."""
-    pair = load_pair("shipped:policy", "shipped:reference")
-    described = pickle.loads(pickle.dumps(without_networks(pair)))
-    assert not described.is_one_model and described.policy.record() == pair.policy.record()
-    assert described.context_length == pair.context_length and described.notes == pair.notes
-    same = SimpleNamespace(**{**vars(pair), "reference": pair.policy})
-    assert pickle.loads(pickle.dumps(without_networks(Pair(**vars(same))))).is_one_model
-    assert len(pickle.dumps(without_networks(pair))) < 10_000
-
 
 HEADER = RunHeader(kleash="1", settings={}, source_sha256="", fingerprints={"policy": "p"})
 
@@ -45,28 +27,26 @@ class StandInRay:
 
     exceptions = SimpleNamespace(RayTaskError=ZeroDivisionError, RayError=ZeroDivisionError)
 
-    def wait(self, calls: list[Callable[[], Any]], num_returns: int, timeout: float | None = None) -> Any:
+    def wait(self, calls, num_returns, timeout=None):
         return calls[:1], calls[1:]
 
-    def get(self, call: Callable[[], Any]) -> Any:
+    def get(self, call):
         return call()
 
 
-def actor(header: RunHeader) -> Any:
+def actor(header):
     """A worker that loads nothing."""
-    result: Any = SimpleNamespace(sequences={"tokens": [2, 3]})
+    result = SimpleNamespace(sequences={"tokens": [2, 3]})
     loaded = LoadedModels(header, None, EngineTraits())  # pyright: ignore[reportArgumentType]
 
-    def remote(answer: Any) -> Any:
+    def remote(answer):
         return SimpleNamespace(remote=lambda *_: lambda: answer)
 
-    return SimpleNamespace(
-        __ray_ready__=remote(True), describe=remote(loaded), run=remote(WorkerResult(header, result))
-    )
+    return SimpleNamespace(__ray_ready__=remote(True), describe=remote(loaded), run=remote((header, result)))
 
 
-def engine_of(*headers: RunHeader) -> RayEngine:
-    pair: Any = None
+def engine_of(*headers):
+    pair = None
     return RayEngine(
         ray=StandInRay(),  # pyright: ignore[reportArgumentType]
         actors=[actor(header) for header in headers],
@@ -76,15 +56,15 @@ def engine_of(*headers: RunHeader) -> RayEngine:
     )
 
 
-def test_every_shard_is_scored_once_and_few_are_read_ahead() -> None:
-    read: list[int] = []
+def test_every_shard_is_scored_once_and_few_are_read_ahead():
+    read = []
 
-    def shards() -> Any:
+    def shards():
         for index in range(9):
             read.append(index)
             yield Shard(index=index)
 
-    scored: list[int] = []
+    scored = []
     for shard, _ in engine_of(HEADER, HEADER).results(shards()):
         scored.append(shard.index)
         assert len(read) - len(scored) < 4, "two workers with two shards each"
@@ -94,12 +74,12 @@ def test_every_shard_is_scored_once_and_few_are_read_ahead() -> None:
 @pytest.mark.parametrize(
     "change", [{"fingerprints": {"policy": "q"}}, {"environment": {"the version of torch": "1"}}]
 )
-def test_a_worker_with_other_weights_or_versions_gets_no_shard(change: dict[str, Any]) -> None:
+def test_a_worker_with_other_weights_or_versions_gets_no_shard(change):
     with pytest.raises(ClusterError, match="measure different things"):
         list(engine_of(HEADER, replace(HEADER, **change)).results(iter([Shard(index=0)])))
 
 
-def test_a_worker_without_room_is_refused_and_memory_counts() -> None:
+def test_a_worker_without_room_is_refused_and_memory_counts():
     job = MeasureJob(engine="ray", resources_per_worker="cpu=2,memory=1e9")
     assert reserved(job, has_gpus=True) == {"CPU": 2.0, "memory": 1e9}
     assert reserved(MeasureJob(engine="ray"), has_gpus=True) == {"CPU": 1.0, "GPU": 1.0}
@@ -109,7 +89,7 @@ def test_a_worker_without_room_is_refused_and_memory_counts() -> None:
 
 
 @pytest.mark.peers("ray")
-def test_an_address_at_which_nothing_answers_is_refused_at_once() -> None:
+def test_an_address_at_which_nothing_answers_is_refused_at_once():
     with (
         pytest.raises(ClusterError, match=r"127\.0\.0\.1:9"),
         connected_cluster(MeasureJob(engine="ray", address="127.0.0.1:9")),

@@ -2,8 +2,6 @@
 
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,26 +14,26 @@ from kleash.linear import log_probabilities
 from kleash.measuring import compare, measure
 from kleash.measuring.rescoring import noise_sequences, noise_tokens, shortened_to
 from kleash.measuring.shards import source_sequences
-from kleash.models import Model, Pair, TokenSequence, load_pair
+from kleash.models import Model, TokenSequence, load_pair
 from kleash.models.tokenizers import token_texts
 from kleash.records import STATISTICS, MeasureJob, Measurement, RunFolder
 from kleash.uncertainty import quantiles
 
 
 @pytest.fixture(scope="module")
-def job(pair: tuple[Path, Path], prompts: Path) -> dict[str, Any]:
+def job(pair, prompts):
     return {"policy": str(pair[0]), "reference": str(pair[1]), "prompts": str(prompts), "max_new_tokens": 12}
 
 
 @pytest.fixture(scope="module")
-def own(job: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def own(job, tmp_path_factory):
     """A run over the policy's own responses."""
     out = tmp_path_factory.mktemp("own") / "run"
-    measure(MeasureJob(**job, samples_per_prompt=4, out=str(out)))
+    measure(**job, samples_per_prompt=4, out=out)
     return out
 
 
-def as_responses(run: Path, path: Path, **changes: Any) -> Path:
+def as_responses(run, path, **changes):
     """The responses of a run as a file of responses with their log-probabilities."""
     tokens = next(RunFolder(run).parts("tokens", ["prompt_id", "sample_id", "token_id", "logp_sampled"]))
     prompts = {}
@@ -56,28 +54,25 @@ def as_responses(run: Path, path: Path, **changes: Any) -> Path:
     return path
 
 
-def test_exact_and_sampled_estimates_agree_on_policy(own: Path) -> None:
+def test_exact_and_sampled_estimates_agree_on_policy(own):
     measured = json.loads((own / "measurement.json").read_text())
     exact, total = measured["per_token"]["kl_policy_reference"], measured["per_sequence"]
     for name in ("k1", "k3"):
         bias = measured["estimators"][name]["bias"]
         assert abs(bias["value"]) < 4 * bias["standard_error"]
     assert measured["estimators"]["k2"]["bias"]["value"] > 0
-    assert (
-        measured["estimators"]["abs"]["bias"]["value"]
-        > 10 * measured["estimators"]["abs"]["bias"]["standard_error"]
-    )
+    bias = measured["estimators"]["abs"]["bias"]
+    assert bias["value"] > 10 * bias["standard_error"]
     assert total["exact_terms"]["value"] == pytest.approx(12 * exact["value"], rel=0.05)
-    assert total["kl_policy_reference"]["standard_error"] <= 1.05 * min(
-        total["monte_carlo"]["standard_error"], total["exact_terms"]["standard_error"]
-    )
+    errors = [total[name]["standard_error"] for name in ("monte_carlo", "exact_terms")]
+    assert total["kl_policy_reference"]["standard_error"] <= 1.05 * min(errors)
     assert all("rows of a head that are no tokens" in warning for warning in measured["warnings"])
     ends = next(RunFolder(own).parts("sequences", ["finish_reason"]))["finish_reason"]
     assert measured["counts"]["truncated_sequences"] == ends.count("length") > 0
     assert measured["counts"]["clusters"] == 40 and measured["counts"]["sequences"] == 160
 
 
-def test_shares_and_bins_add_up_to_the_whole(own: Path) -> None:
+def test_shares_and_bins_add_up_to_the_whole(own):
     measured = json.loads((own / "measurement.json").read_text())
     for kind in ("by_position", "by_confidence"):
         assert sum(part["share_of_kl"] for part in measured[kind]) == pytest.approx(1.0)
@@ -92,14 +87,13 @@ def test_shares_and_bins_add_up_to_the_whole(own: Path) -> None:
     for rung in ("50", "90", "99.9"):
         expected = np.quantile(kl, float(rung) / 100, method="inverted_cdf")
         assert ladder[rung]["value"] == pytest.approx(float(expected))
-    assert measured["convergence"][-1]["mean"] == pytest.approx(
-        measured["per_token"]["kl_policy_reference"]["value"]
-    )
+    mean = measured["per_token"]["kl_policy_reference"]["value"]
+    assert measured["convergence"][-1]["mean"] == pytest.approx(mean)
 
 
-def test_quantiles_over_many_shards_have_clustered_errors(job: dict[str, Any], tmp_path: Path) -> None:
+def test_quantiles_over_many_shards_have_clustered_errors(job, tmp_path):
     out = tmp_path / "run"
-    measured = measure(MeasureJob(**{**job, "batch_tokens": 96}, samples_per_prompt=2, out=str(out)))
+    measured = measure(**{**job, "batch_tokens": 96}, samples_per_prompt=2, out=out)
     assert measured.counts.shards > 3
     parts = list(RunFolder(out).parts("tokens", ["prompt_id", "kl_policy_reference"]))
     prompt, kl = (
@@ -114,30 +108,26 @@ def test_quantiles_over_many_shards_have_clustered_errors(job: dict[str, Any], t
         assert quantile.ci95[0] < quantile.value < quantile.ci95[1]
 
 
-def test_the_same_responses_from_a_file_give_the_same_numbers(
-    job: dict[str, Any], own: Path, tmp_path: Path
-) -> None:
+def test_the_same_responses_from_a_file_give_the_same_numbers(job, own, tmp_path):
     source = as_responses(own, tmp_path / "responses.jsonl")
     settings = {**job, "prompts": None, "responses": str(source)}
-    measured = measure(MeasureJob(**settings, out=str(tmp_path / "run")))
+    measured = measure(**settings, out=tmp_path / "run")
     expected = json.loads((own / "measurement.json").read_text())
     value = measured.per_token["kl_policy_reference"].value
     assert value == pytest.approx(expected["per_token"]["kl_policy_reference"]["value"], rel=1e-5)
-    assert measured.per_sequence is not None
-    assert measured.per_sequence.kl_policy_reference.value == pytest.approx(
-        expected["per_sequence"]["kl_policy_reference"]["value"], rel=1e-4
-    )
+    total = expected["per_sequence"]["kl_policy_reference"]["value"]
+    assert measured.per_sequence.kl_policy_reference.value == pytest.approx(total, rel=1e-4)
     assert measured.estimators["k3"].value == pytest.approx(expected["estimators"]["k3"]["value"], rel=1e-4)
     assert all("rows of a head that are no tokens" in warning for warning in measured.warnings)
 
 
-def test_importance_weights_correct_another_temperature(job: dict[str, Any], tmp_path: Path) -> None:
+def test_importance_weights_correct_another_temperature(job, tmp_path):
     """Responses drawn at 1.5 and scored at 1: weighted k1 is unbiased there, unweighted is found out."""
     hot = {**job, "temperature": 1.5, "samples_per_prompt": 8, "max_new_tokens": 6}
-    measure(MeasureJob(**hot, out=str(tmp_path / "hot")))
+    measure(**hot, out=tmp_path / "hot")
     source = as_responses(tmp_path / "hot", tmp_path / "hot.jsonl", temperature=1.5)
     settings = {**job, "prompts": None, "responses": str(source)}
-    weighted = measure(MeasureJob(**settings, out=str(tmp_path / "weighted")))
+    weighted = measure(**settings, out=tmp_path / "weighted")
     bias = weighted.estimators["k1"].bias
     assert abs(bias.value) < 4 * bias.standard_error
     assert any(
@@ -149,15 +139,15 @@ def test_importance_weights_correct_another_temperature(job: dict[str, Any], tmp
     trusted.write_text(
         "\n".join(json.dumps({**line, "logprobs": None, "temperature": None}) for line in bare)
     )
-    blind = measure(MeasureJob(**{**settings, "responses": str(trusted)}, out=str(tmp_path / "blind")))
+    blind = measure(**{**settings, "responses": str(trusted)}, out=tmp_path / "blind")
     assert blind.per_sequence is None
     assert any("it cannot be checked" in warning for warning in blind.warnings)
     assert any("do not look drawn from the policy" in warning for warning in blind.warnings)
 
 
-def test_truncated_and_greedy_runs_leave_out_estimators(job: dict[str, Any], tmp_path: Path) -> None:
+def test_truncated_and_greedy_runs_leave_out_estimators(job, tmp_path):
     for name, options in {"cut": {"top_k": 3}, "greedy": {"temperature": 0.0}}.items():
-        measured = measure(MeasureJob(**job, **options, limit=6, out=str(tmp_path / name)))
+        measured = measure(**job, **options, limit=6, out=tmp_path / name)
         assert measured.per_sequence is None and measured.estimators == {}
         assert "left out, as is the KL between responses" in measured.estimators_note
         tokens = next(
@@ -171,56 +161,44 @@ def test_truncated_and_greedy_runs_leave_out_estimators(job: dict[str, Any], tmp
             assert (tokens["logp_sampled"] > tokens["logp_policy"]).all()
 
 
-def test_until_relative_error_stops_at_the_end_of_a_shard(job: dict[str, Any], tmp_path: Path) -> None:
+def test_until_relative_error_stops_at_the_end_of_a_shard(job, tmp_path):
     lines = tmp_path / "many.txt"
     lines.write_text("\n".join(f"The sea {n}" for n in range(200)))
     options = {**job, "prompts": str(lines), "until_relative_error": 0.05, "batch_tokens": 64}
-    measured = measure(MeasureJob(**options, out=str(tmp_path / "run")))
+    measured = measure(**options, out=tmp_path / "run")
     number = measured.per_token["kl_policy_reference"]
     assert number.standard_error <= 0.05 * number.value
     assert 64 <= measured.counts.clusters < 200
 
 
-def test_few_documents_are_clustered_in_blocks_with_a_warning(job: dict[str, Any], tmp_path: Path) -> None:
+def test_few_documents_are_clustered_in_blocks_with_a_warning(job, tmp_path):
     text = tmp_path / "text.txt"
     documents = ("The sea was calm and the boat went out. ", "The boat was out and the sea went calm. ")
     text.write_text("\n\n".join(document * 40 for document in documents))
     options = {**job, "prompts": None, "text": str(text), "window": 16}
-    measured = measure(MeasureJob(**options, out=str(tmp_path / "run")))
+    measured = measure(**options, out=tmp_path / "run")
     assert measured.counts.prompts == 2 < measured.counts.clusters
     assert any("blocks of 8 neighbouring windows" in warning for warning in measured.warnings)
 
 
-def test_a_model_compared_with_itself_has_a_summary_without_shares(
-    job: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [
-        "--reference",
-        job["reference"],
-        "--prompts",
-        job["prompts"],
-        "--max-new-tokens",
-        "4",
-        "--limit",
-        "1",
-    ]
-    assert main(["measure", "--policy", job["reference"], *words, "--out", str(tmp_path / "run")]) == 0
+def test_a_model_compared_with_itself_has_a_summary_without_shares(job, tmp_path, capsys):
+    words = ["--reference", job["reference"], "--prompts", job["prompts"], "--max-new-tokens", "4"]
+    out = str(tmp_path / "run")
+    assert main(["measure", "--policy", job["reference"], *words, "--limit", "1", "--out", out]) == 0
     assert "largest 0 nats\n" in capsys.readouterr().out
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     body = page[page.index("<body") :]
     assert "of the whole KL" not in body and "from NaN" not in body
 
 
-def test_report_and_compare_need_only_the_files(
-    job: dict[str, Any], own: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_and_compare_need_only_the_files(job, own, prompts, tmp_path, capsys):
     before = (own / "report.html").read_text()
     (own / "report.html").unlink()
     assert main(["report", str(own)]) == 0
     assert capsys.readouterr().out.strip() == str(own / "report.html")
     assert (own / "report.html").read_text() == before
     other = tmp_path / "itself"
-    measure(MeasureJob(**{**job, "policy": job["reference"], "limit": 30}, out=str(other)))
+    measure(**{**job, "policy": job["reference"], "limit": 30}, out=other)
     comparison = compare([own, other])
     difference = comparison.differences[0]
     assert (difference.shared_prompts, difference.only_here, difference.only_there) == (30, 0, 10)
@@ -250,14 +228,12 @@ def test_report_and_compare_need_only_the_files(
     assert re.search(rf"^ *{label} +\d", capsys.readouterr().out, flags=re.MULTILINE)
 
 
-def test_draws_do_not_depend_on_the_order_of_prompts(
-    job: dict[str, Any], own: Path, prompts: Path, tmp_path: Path
-) -> None:
+def test_draws_do_not_depend_on_the_order_of_prompts(job, own, prompts, tmp_path):
     """Draws depend on seed, prompt and sample alone, and runs are paired by prompt, not by place."""
     turned = tmp_path / "turned.txt"
     turned.write_text("\n".join(reversed(prompts.read_text().splitlines())))
     options = {**job, "prompts": str(turned), "samples_per_prompt": 4, "limit": 10, "batch_tokens": 100}
-    measure(MeasureJob(**options, out=str(tmp_path / "run")))
+    measure(**options, out=tmp_path / "run")
     difference = compare([own, tmp_path / "run"]).differences[0]
     assert (difference.shared_prompts, difference.only_here, difference.only_there) == (10, 0, 30)
     assert difference.differences["kl_policy_reference"].value == pytest.approx(0, abs=1e-6)
@@ -265,16 +241,16 @@ def test_draws_do_not_depend_on_the_order_of_prompts(
     assert any("share only 10 prompts" in warning for warning in difference.warnings)
 
 
-def test_seed_and_sampling_options_change_the_draws(job: dict[str, Any], tmp_path: Path) -> None:
+def test_seed_and_sampling_options_change_the_draws(job, tmp_path):
     responses = {}
     for name, options in {"a": {}, "seed": {"seed": 1}, "cool": {"temperature": 0.5}}.items():
-        measure(MeasureJob(**{**job, "limit": 3, **options}, out=str(tmp_path / name)))
+        measure(**{**job, "limit": 3, **options}, out=tmp_path / name)
         responses[name] = next(RunFolder(tmp_path / name).parts("tokens", ["token_id"]))["token_id"].tolist()
     assert responses["a"] != responses["seed"] and responses["a"] != responses["cool"]
 
 
-def test_alternatives_have_the_probabilities_at_the_temperature(job: dict[str, Any], tmp_path: Path) -> None:
-    measure(MeasureJob(**{**job, "limit": 3, "temperature": 0.5}, out=str(tmp_path / "run")))
+def test_alternatives_have_the_probabilities_at_the_temperature(job, tmp_path):
+    measure(**{**job, "limit": 3, "temperature": 0.5}, out=tmp_path / "run")
     names = ["prompt_id", "position", "top1_policy", "top1_probability_policy", "top1_probability_reference"]
     tokens = next(RunFolder(tmp_path / "run").parts("tokens", names))
     likeliest = {
@@ -292,11 +268,11 @@ def test_alternatives_have_the_probabilities_at_the_temperature(job: dict[str, A
         )
 
 
-def likeliest_tokens(pair: Pair, sequence: TokenSequence) -> dict[str, Any]:
+def likeliest_tokens(pair, sequence):
     """The five likeliest tokens of both models at each position, from hidden states of this sequence alone."""
     ids = torch.tensor([[*sequence.prompt_ids, *sequence.response_ids]])
     positions = len(sequence.response_ids)
-    columns: dict[str, Any] = {
+    columns = {
         "position": np.repeat(np.arange(positions), 5).tolist(),
         "place": np.tile(np.arange(5), positions).tolist(),
     }
@@ -309,19 +285,16 @@ def likeliest_tokens(pair: Pair, sequence: TokenSequence) -> dict[str, Any]:
     return columns
 
 
-def test_alternatives_agree_with_scoring_the_sequences_again(job: dict[str, Any], own: Path) -> None:
+def test_alternatives_agree_with_scoring_the_sequences_again(job, own):
     """160 sequences in several shards, of which 50 are kept: as if both models had read these once more."""
     table = RunFolder(own).alternatives()
     worst = json.loads((own / "measurement.json").read_text())["worst_sequences"]
     order = dict.fromkeys(zip(table["prompt_id"].tolist(), table["sample_id"].tolist(), strict=True))
-    assert (
-        list(order) == [(sequence["prompt_id"], sequence["sample_id"]) for sequence in worst]
-        and len(order) == 50
-    )
+    assert list(order) == [(sequence["prompt_id"], sequence["sample_id"]) for sequence in worst]
+    assert len(order) == 50
     pair = load_pair(job["policy"], job["reference"])
-    source = source_sequences(
-        MeasureJob(**{**job, "prompts": None}, responses=str(as_responses(own, own / "r.jsonl"))), pair
-    )
+    responses = str(as_responses(own, own / "r.jsonl"))
+    source = source_sequences(MeasureJob(**{**job, "prompts": None}, responses=responses), pair)
     for sequence in [
         sequence for sequence in source if (sequence.prompt_id, sequence.sample_id) in list(order)[::9]
     ]:
@@ -335,14 +308,12 @@ def test_alternatives_agree_with_scoring_the_sequences_again(job: dict[str, Any]
                 assert stored == list(values), name
 
 
-def test_rescoring_reads_a_small_share_of_the_tokens(
-    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rescoring_reads_a_small_share_of_the_tokens(pair, tmp_path, monkeypatch):
     """Both models read each token once, and the reference a small share of them twice more for the noise floor."""
-    read: list[int] = []
+    read = []
     hidden = Model.hidden_states
 
-    def counted(self: Model, input_ids: Any, attention_mask: Any = None) -> Any:
+    def counted(self, input_ids, attention_mask=None):
         read.append(input_ids.numel())
         return hidden(self, input_ids, attention_mask)
 
@@ -352,57 +323,36 @@ def test_rescoring_reads_a_small_share_of_the_tokens(
         "\n\n".join(f"{number} the sea was calm and a boat went out " * 12 for number in range(70))
     )
     options = {"policy": str(pair[0]), "reference": str(pair[1]), "text": str(path), "batch_tokens": 512}
-    measured = measure(MeasureJob(**options, out=str(tmp_path / "run")))
+    measured = measure(**options, out=tmp_path / "run")
     assert measured.counts.tokens > 8000 and len(measured.worst_sequences) == 50
     assert measured.noise_floor is not None
     assert 2 * measured.counts.tokens <= sum(read) <= 2.15 * measured.counts.tokens
 
 
-def test_noise_sequences_are_cut_from_the_first_sequences(pair: tuple[Path, Path]) -> None:
-    def sequence(number: int, prompt: int, response: int) -> TokenSequence:
-        ids = tuple(range(prompt + response))
-        texts = {"prompt_text": "", "response_text": ""}
-        return TokenSequence(
-            prompt_id=number, sample_id=0, prompt_ids=ids[:prompt], response_ids=ids[prompt:], **texts
-        )
+def test_noise_sequences_are_cut_from_the_first_sequences():
+    def sequence(prompt, response):
+        ids, texts = tuple(range(prompt + response)), {"prompt_text": "", "response_text": ""}
+        parts = {"prompt_ids": ids[:prompt], "response_ids": ids[prompt:]}
+        return TokenSequence(prompt_id=0, sample_id=0, **parts, **texts)
 
-    for prompt, response in ((1, 5000), (5000, 1), (700, 700), (3, 3), (2000, 40)):
-        whole = sequence(0, prompt, response)
-        for length in (1, 2, 32, 100):
-            piece = shortened_to(whole, length)
-            assert piece.num_input_tokens <= length or piece is whole
-            assert piece.prompt_ids and piece.response_ids
+    for prompt, response in ((1, 5000), (5000, 1), (700, 700), (3, 3)):
+        for length in (2, 32, 100):
+            piece = shortened_to(sequence(prompt, response), length)
+            assert piece.num_input_tokens <= length or prompt == 3
             joined = (*piece.prompt_ids, *piece.response_ids)
             assert joined == tuple(range(joined[0], joined[0] + len(joined)))
-            assert piece.response_ids[0] == prompt
+            assert piece.prompt_ids and piece.response_ids[0] == prompt
     for scored, budget in ((10, 256), (50_000, 1000), (10**7, 8192)):
         assert noise_tokens(scored) == budget
-        chosen = noise_sequences((sequence(number, 1, 3000) for number in range(10**6)), scored)
-        assert len(chosen) == 8 and abs(sum(sequence.num_input_tokens for sequence in chosen) - budget) <= 8
-    assert len(noise_sequences((sequence(number, 2, 3) for number in range(10**6)), 10)) == 64
+        chosen = noise_sequences((sequence(1, 3000) for _ in range(10**6)), scored)
+        assert len(chosen) == 8 and abs(sum(each.num_input_tokens for each in chosen) - budget) <= 8
 
 
-def test_responses_end_at_the_shorter_context_of_both_models(job: dict[str, Any], tmp_path: Path) -> None:
+def test_responses_end_at_the_shorter_context_of_both_models(job, tmp_path):
     short = save_tiny(tmp_path / "short", max_position_embeddings=24)
     options = {**job, "reference": str(short), "max_new_tokens": 60, "limit": 4}
-    measure(MeasureJob(**options, out=str(tmp_path / "run")))
+    measure(**options, out=tmp_path / "run")
     tokens = next(RunFolder(tmp_path / "run").parts("sequences", ["tokens", "prompt", "finish_reason"]))
     for prompt, count, end in zip(tokens["prompt"], tokens["tokens"], tokens["finish_reason"], strict=True):
         read = len(tiny_tokenizer()(prompt)["input_ids"]) + count - 1
         assert read == 24 if end == "length" else read <= 24
-
-
-def test_chat_template_and_token_ids_of_a_source_are_used(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    source = tmp_path / "chat.jsonl"
-    source.write_text(json.dumps({"messages": [{"role": "user", "content": "The sea?"}]}) + "\n")
-    out = tmp_path / "run"
-    measure(
-        MeasureJob(
-            policy=str(pair[0]), reference=str(pair[1]), prompts=str(source), max_new_tokens=3, out=str(out)
-        )
-    )
-    sequences = next(RunFolder(out).parts("sequences", ["prompt", "prompt_hash"]))
-    text = tiny_tokenizer().apply_chat_template(
-        [{"role": "user", "content": "The sea?"}], add_generation_prompt=True, tokenize=False
-    )
-    assert sequences["prompt"] == [text]

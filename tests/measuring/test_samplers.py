@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,25 +9,16 @@ from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny
 
 from kleash.measuring import compare, measure
-from kleash.records import MeasureJob, Measurement
 from kleash.reports.text_formats import model_card
 from kleash.store.summary import summarize
 
 PROMPTS = "The sea was calm\nShe counted the birds\nA long road\n"
-CONFIGURATION = {
-    "do_sample": True,
-    "repetition_penalty": 1.1,
-    "presence_penalty": 1.0,
-    "temperature": 0.7,
-    "top_k": 20,
-    "top_p": 1.0,
-    "no_repeat_ngram_size": 0,
-    "bad_words_ids": [[5]],
-    "max_new_tokens": 7,
-}
+CONFIGURATION = {"repetition_penalty": 1.1, "presence_penalty": 1.0, "temperature": 0.7, "top_k": 20}
+CONFIGURATION |= {"top_p": 1.0, "no_repeat_ngram_size": 0, "bad_words_ids": [[5]]}
+CONFIGURATION |= {"do_sample": True, "max_new_tokens": 7}
 
 
-def with_bias_alone(folder: Path, probabilities: dict[int, float]) -> Path:
+def with_bias_alone(folder, probabilities):
     """A GPT-J with a head of which only the bias is not 0."""
     from transformers import AutoModelForCausalLM, GPTJConfig
 
@@ -49,14 +38,11 @@ def with_bias_alone(folder: Path, probabilities: dict[int, float]) -> Path:
     return folder
 
 
-def measured(folder: Path, policy: Path, reference: Path, **options: Any) -> Measurement:
+def measured(folder, policy, reference, **options):
     prompts = folder / "prompts.txt"
     prompts.write_text(PROMPTS)
-    job = MeasureJob(
-        policy=str(policy), reference=str(reference), prompts=str(prompts), out=str(folder / "run"),
-        max_new_tokens=12, **options,
-    )  # fmt: skip
-    return measure(job)
+    models = {"policy": policy, "reference": reference}
+    return measure(**models, prompts=prompts, out=folder / "run", max_new_tokens=12, **options)
 
 
 Q = {10: 0.5, 11: 0.3, 12: 0.15, 13: 0.05}
@@ -74,9 +60,7 @@ FAR = {10: 0.15, 11: 0.3, 12: 0.5, 13: 0.05}
     ],
     ids=str,
 )
-def test_the_acceptance_rate_is_also_that_of_the_sampler(
-    tmp_path: Path, policy: dict[int, float], options: dict[str, float], whole: float, sampler: float | None
-) -> None:
+def test_the_acceptance_rate_is_also_that_of_the_sampler(tmp_path, policy, options, whole, sampler):
     """Means over tokens of distributions that are the same everywhere: sums over four tokens by hand."""
     models = [with_bias_alone(tmp_path / name, each) for name, each in (("p", policy), ("q", Q))]
     measurement = measured(tmp_path, *models, **options)
@@ -92,9 +76,9 @@ def test_the_acceptance_rate_is_also_that_of_the_sampler(
     assert label in rows and label in model_card(measurement)
 
 
-def test_compare_has_the_rate_of_the_sampler_of_runs_that_have_one(tmp_path: Path) -> None:
+def test_compare_has_the_rate_of_the_sampler_of_runs_that_have_one(tmp_path):
     q = with_bias_alone(tmp_path / "q", Q)
-    folders: list[Path] = []
+    folders = []
     for name, policy, options in (("a", P, {"top_k": 2}), ("b", FAR, {"top_k": 2}), ("c", P, {})):
         (tmp_path / name).mkdir()
         measured(tmp_path / name, with_bias_alone(tmp_path / name / "model", policy), q, **options)
@@ -105,7 +89,7 @@ def test_compare_has_the_rate_of_the_sampler_of_runs_that_have_one(tmp_path: Pat
     assert "acceptance_rate_of_sampler" not in third.differences and "acceptance_rate" in third.differences
 
 
-def test_a_generation_configuration_changes_no_draw_and_is_named(tmp_path: Path) -> None:
+def test_a_generation_configuration_changes_no_draw_and_is_named(tmp_path):
     plain = save_tiny(tmp_path / "model")
     reference = save_tiny(tmp_path / "reference")
     before = measured(tmp_path, plain, reference)
@@ -116,13 +100,8 @@ def test_a_generation_configuration_changes_no_draw_and_is_named(tmp_path: Path)
     assert after.statistics() == before.statistics() and after.counts == before.counts
     (note,) = (note for note in after.notes if "generation configuration" in note)
     assert not any("generation configuration" in note for note in before.notes)
-    for part in (
-        "repetition_penalty 1.1",
-        "presence_penalty 1",
-        "temperature 0.7",
-        "top_k 20",
-        "bad_words_ids",
-    ):
+    named = ("repetition_penalty 1.1", "presence_penalty 1", "temperature 0.7", "top_k 20", "bad_words_ids")
+    for part in named:
         assert part in note
     for part in ("top_p", "no_repeat", "max_new_tokens", "do_sample"):
         assert part not in note.split(")")[0]
@@ -133,7 +112,7 @@ def test_a_generation_configuration_changes_no_draw_and_is_named(tmp_path: Path)
     assert "presence_penalty 1" in page
 
 
-def test_settings_that_the_run_has_too_are_not_named(tmp_path: Path) -> None:
+def test_settings_that_the_run_has_too_are_not_named(tmp_path):
     model = save_tiny(tmp_path / "model")
     path = model / "generation_config.json"
     path.write_text(

@@ -4,96 +4,77 @@ import json
 import random
 import shutil
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from threading import Barrier
-from typing import Any
 
 import numpy as np
 import pytest
-from command_forks import CommandForks
+from command_words import words
 from single_loads import load_one_at_a_time
 
 from kleash.cli import main
-from kleash.engines import LocalEngine, Shard, ShardResult
-from kleash.errors import OptionError, RunFolderError
+from kleash.engines import LocalEngine
+from kleash.errors import CannotRunError, OptionError, RunFolderError
 from kleash.measuring import Measurement, measure, model_pair, shard_scoring
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.run import measure_together, on_device_of_rank
 from kleash.measuring.sequence_clusters import SequenceSums, mean_of_sequences
 from kleash.measuring.shard_scoring import OpenRun, RunningKL, run_shards
-from kleash.models import Pair, load_pair
+from kleash.models import load_pair
 from kleash.records import MeasureJob, RunFolder
 from kleash.store.checksums import write_checked
 from kleash.store.job_folder import RunHeader
 from kleash.store.tables import TOKEN_COLUMNS, encode_table, read_columns
-from kleash.uncertainty import Estimate
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore"
-)  # filters belong to the process, and some processes are threads here
+# Filters belong to the process, and some processes are threads here.
+pytestmark = pytest.mark.filterwarnings("ignore")
 HEADER = RunHeader(kleash="1", settings={}, source_sha256="a" * 64, fingerprints={})
 
 
 @pytest.fixture(scope="module")
-def job(pair: tuple[Path, Path], prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> MeasureJob:
+def job(pair, prompts, tmp_path_factory):
     """About a dozen shards."""
-    policy, reference = map(str, pair)
-    return MeasureJob(
-        policy=policy,
-        reference=reference,
-        prompts=str(prompts),
-        max_new_tokens=6,
-        batch_tokens=8,
-        out=str(tmp_path_factory.mktemp("alone") / "run"),
-    )
+    models = {"policy": str(pair[0]), "reference": str(pair[1]), "prompts": str(prompts)}
+    out = str(tmp_path_factory.mktemp("alone") / "run")
+    return MeasureJob(**models, max_new_tokens=6, batch_tokens=8, out=out)
 
 
 @pytest.fixture(scope="module")
-def alone(job: MeasureJob) -> Measurement:
+def alone(job):
     """The measurement of one process."""
     return measure(job)
 
 
 @pytest.fixture(scope="module")
-def models(job: MeasureJob) -> Pair:
+def models(job):
     return load_pair(job.policy, job.reference)
 
 
-def numbers(measurement: Measurement) -> dict[str, Any]:
+def numbers(measurement):
     """Everything but the time."""
-    return {
-        name: value
-        for name, value in json.loads(measurement.to_json()).items()
-        if name not in ("seconds", "finished")
-    }
+    told = json.loads(measurement.to_json())
+    return {name: value for name, value in told.items() if name not in ("seconds", "finished")}
 
 
-def opened(job: MeasureJob, models: Pair, folder: RunFolder) -> OpenRun:
+def opened(job, models, folder):
     return OpenRun(job=job, pair=models, folder=folder, reporter=ProgressReporter(), source_sha256="")
 
 
-def score_together(
-    job: MeasureJob,
-    models: Pair,
-    out: Path,
-    processes: int,
-    delay: Callable[[int, Shard], None] = lambda process, shard: None,
-) -> list[Future[Any]]:
+def score_together(job, models, out, processes, delay=lambda process, shard: None):
     """``run_shards`` of several processes, which are threads: a claim belongs to an open file, not to a process."""
 
     class DelayedEngine(LocalEngine):
-        def run(self, shard: Shard) -> ShardResult:
+        def run(self, shard):
             delay(process_of[id(self)], shard)
             return super().run(shard)
 
-    process_of: dict[int, int] = {}
+    process_of = {}
     begin = Barrier(processes)
 
-    def work(process: int) -> Any:
+    def work(process):
         engine = DelayedEngine(pair=models, job=job)
         process_of[id(engine)] = process
         with RunFolder(out).writing(HEADER, resume=True) as folder:
@@ -104,26 +85,24 @@ def score_together(
         return [threads.submit(work, process) for process in range(processes)]
 
 
-def parts(out: Path, kind: str, count: int | None = None) -> dict[str, bytes]:
+def parts(out, kind, count=None):
     return {path.name: path.read_bytes() for path in sorted((out / kind).glob("part-*"))[:count]}
 
 
-def require_same_parts(out: Path, reference: Path, count: int | None = None) -> None:
+def require_same_parts(out, reference, count=None):
     for kind in ("tokens", "sequences"):
         assert parts(out, kind, count) == parts(reference, kind, count)
 
 
-def copy_shards(source: Path, folder: RunFolder, indices: list[int]) -> None:
+def copy_shards(source, folder, indices):
     for index in indices:
         for kind in ("tokens", "sequences"):
             name = f"{kind}/part-{index:05d}.parquet"
             write_checked(folder.root, folder.root / name, (source / name).read_bytes())
 
 
-def test_processes_write_the_shards_of_one(
-    job: MeasureJob, alone: Measurement, models: Pair, tmp_path: Path
-) -> None:
-    scored: list[int] = []
+def test_processes_write_the_shards_of_one(job, alone, models, tmp_path):
+    scored = []
     for future in score_together(job, models, tmp_path, 3, lambda _, shard: scored.append(shard.index)):
         future.result()
     assert sorted(scored) == list(range(alone.counts.shards)), "each is scored once"
@@ -131,24 +110,20 @@ def test_processes_write_the_shards_of_one(
     assert not (tmp_path / ".claims").exists()
 
 
-def test_what_is_missing_is_scored_and_nothing_else(
-    job: MeasureJob, alone: Measurement, models: Pair, tmp_path: Path
-) -> None:
+def test_what_is_missing_is_scored_and_nothing_else(job, alone, models, tmp_path):
     draw, source = random.Random(0), Path(str(job.out))
     on_disk = draw.sample(range(alone.counts.shards), draw.randint(1, alone.counts.shards - 1))
     with RunFolder(tmp_path).writing(HEADER, resume=False) as folder:
         copy_shards(source, folder, on_disk)
-    scored: list[int] = []
+    scored = []
     futures = score_together(job, models, tmp_path, 2, lambda _, shard: scored.append(shard.index))
     assert [future.exception() for future in futures] == [None, None]
     assert sorted([*scored, *on_disk]) == list(range(alone.counts.shards))
     require_same_parts(tmp_path, source)
 
 
-def test_a_process_that_fails_leaves_its_shards_to_the_others(
-    job: MeasureJob, alone: Measurement, models: Pair, tmp_path: Path
-) -> None:
-    def fail(process: int, shard: Shard) -> None:
+def test_a_process_that_fails_leaves_its_shards_to_the_others(job, alone, models, tmp_path):
+    def fail(process, shard):
         if process == 1 and shard.index > 2:
             raise RunFolderError("no space is left to write part-00003.parquet")
         time.sleep(0.02)
@@ -160,9 +135,7 @@ def test_a_process_that_fails_leaves_its_shards_to_the_others(
 
 @pytest.mark.parametrize("processes", [1, 3])
 @pytest.mark.usefixtures("alone")
-def test_until_relative_error_stops_at_the_same_shard(
-    job: MeasureJob, models: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
-) -> None:
+def test_until_relative_error_stops_at_the_same_shard(job, models, tmp_path, monkeypatch, processes):
     """Also if processes have scored beyond it, and if the run goes on with shards beyond it on disk."""
     monkeypatch.setattr(shard_scoring, "MIN_CLUSTERS", 8)
     stopping = replace(job, until_relative_error=0.2)
@@ -172,7 +145,7 @@ def test_until_relative_error_stops_at_the_same_shard(
     assert stop is not None and 2 <= stop < 10
     out = tmp_path / "several"
 
-    def delay(process: int, shard: Shard) -> None:
+    def delay(process, shard):
         time.sleep(0.3 if process == 0 and processes > 1 else 0.0)
 
     for again in range(2):
@@ -185,13 +158,11 @@ def test_until_relative_error_stops_at_the_same_shard(
                 copy_shards(Path(str(job.out)), folder, [stop + 1])
 
 
-def test_until_relative_error_is_decided_seldom_in_a_run_of_many_shards(
-    job: MeasureJob, models: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_until_relative_error_is_decided_seldom_in_a_run_of_many_shards(job, models, tmp_path, monkeypatch):
     """A decision reads the sums of all sequences: one after each of n shards would take a time of order n²."""
-    decisions: list[int] = []
+    decisions = []
 
-    def counted(shards: list[SequenceSums], **named: Any) -> Estimate:
+    def counted(shards, **named):
         decisions.append(len(shards))
         return mean_of_sequences(shards, **named)
 
@@ -209,27 +180,12 @@ def test_until_relative_error_is_decided_seldom_in_a_run_of_many_shards(
     assert all(later <= 1.01 * earlier + 1 for earlier, later in pairwise(decisions))
 
 
-def words_of(job: MeasureJob, out: Path) -> list[str]:
-    options = {
-        "--policy": job.policy,
-        "--reference": job.reference,
-        "--prompts": str(job.prompts),
-        "--out": str(out),
-    }
-    numbers = {"--max-new-tokens": job.max_new_tokens, "--batch-tokens": job.batch_tokens}
-    return [
-        "measure",
-        *(word for name, value in {**options, **numbers}.items() for word in (name, str(value))),
-    ]
-
-
-def test_three_commands_measure_what_one_measures_though_one_is_killed(
-    job: MeasureJob, alone: Measurement, command_forks: CommandForks, tmp_path: Path
-) -> None:
+def test_three_commands_measure_what_one_measures_though_one_is_killed(job, alone, command_forks, tmp_path):
     """One prints the result and owns the exit code of the gate, another one ends with 0."""
     out = tmp_path / "run"
-    words = [*words_of(job, out), "--at-most", "1e-9"]
-    processes = [command_forks.start(words) for _ in range(3)]
+    options = {name: getattr(job, name) for name in ("prompts", "max_new_tokens", "batch_tokens")}
+    line = words("measure", policy=job.policy, reference=job.reference, out=out, at_most=1e-9, **options)
+    processes = [command_forks.start(line) for _ in range(3)]
     while not any((out / "sequences").glob("part-*")):
         assert any(process.poll() is None for process in processes)
         time.sleep(0.005)
@@ -244,15 +200,13 @@ def test_three_commands_measure_what_one_measures_though_one_is_killed(
     require_same_parts(out, Path(str(job.out)))
 
 
-def test_a_second_process_needs_no_resume_and_returns_the_same(
-    job: MeasureJob, alone: Measurement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_process_needs_no_resume_and_returns_the_same(job, alone, tmp_path, monkeypatch):
     load_one_at_a_time(monkeypatch)
     job = replace(job, out=str(tmp_path / "run"))
     begin = Barrier(2)
 
     class Reporter(ProgressReporter):
-        def set_total(self, sequences: int | None) -> None:
+        def set_total(self, sequences):
             begin.wait(60)
 
     with ThreadPoolExecutor(2) as threads:
@@ -269,8 +223,8 @@ def test_a_second_process_needs_no_resume_and_returns_the_same(
 
 @pytest.mark.parametrize("change", ["seed", "source", "package"])
 def test_a_process_that_measures_something_else_is_refused_before_its_first_shard(
-    job: MeasureJob, alone: Measurement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
+    job, alone, tmp_path, monkeypatch, change
+):
     out = shutil.copytree(Path(str(job.out)), tmp_path / "run")
     shutil.rmtree(out / "sequences")
     (out / "sequences").mkdir()
@@ -292,23 +246,16 @@ def test_a_process_that_measures_something_else_is_refused_before_its_first_shar
     assert len(list((out / "sequences").iterdir())) == 1
 
 
-def test_several_launched_processes_need_the_name_of_a_folder(
-    job: MeasureJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_launched_processes_need_the_name_of_a_folder(job, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(OptionError, match="give --out"):
         measure(replace(job, out=None))
 
 
-@pytest.mark.parametrize(
-    ("words", "advice"),
-    [(["measure", "--shard", "3/8"], "in every array task"), (["merge", "run"], "in every array task")],
-)
-def test_what_is_gone_is_refused_with_what_to_use_instead(
-    words: list[str], advice: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("words", [["measure", "--shard", "3/8"], ["merge", "run"]])
+def test_what_is_gone_is_refused_with_what_to_use_instead(words, capsys):
     assert main(words) == 2
-    assert advice in capsys.readouterr().err
+    assert "in every array task" in capsys.readouterr().err
     with pytest.raises(ImportError, match="call measure with one job"):
         from kleash.measuring import merge  # noqa: F401
 
@@ -323,9 +270,7 @@ def test_what_is_gone_is_refused_with_what_to_use_instead(
         ("cuda", "1", "cuda"),
     ],
 )
-def test_the_processes_of_a_machine_take_its_gpus_in_turn(
-    job: MeasureJob, monkeypatch: pytest.MonkeyPatch, device: str, local: str, expected: str
-) -> None:
+def test_the_processes_of_a_machine_take_its_gpus_in_turn(job, monkeypatch, device, local, expected):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     for name, value in {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": local}.items():
@@ -334,29 +279,21 @@ def test_the_processes_of_a_machine_take_its_gpus_in_turn(
 
 
 @pytest.mark.parametrize("stop", [None, 0.9])
-def test_warnings_about_responses_are_about_those_that_were_scored(
-    job: MeasureJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: float | None
-) -> None:
+def test_warnings_about_responses_are_about_those_that_were_scored(job, tmp_path, monkeypatch, stop):
     monkeypatch.setattr(shard_scoring, "MIN_CLUSTERS", 8)
-    records: list[dict[str, Any]] = [
-        {"prompt": f"number {number}", "response": "a boat"} for number in range(24)
-    ]
+    records = [{"prompt": f"number {number}", "response": "a boat"} for number in range(24)]
     records[-1]["temperature"] = 0.7
     file = tmp_path / "responses.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    given = replace(
-        job, prompts=None, responses=str(file), out=str(tmp_path / "run"), until_relative_error=stop
-    )
-    measurement = measure(given)
+    options = {"prompts": None, "responses": str(file), "until_relative_error": stop}
+    measurement = measure(replace(job, out=str(tmp_path / "run"), **options))
     sequences = measurement.counts.sequences
     assert (sequences == len(records)) is (stop is None)
     assert ("temperature 0.7" in " ".join(measurement.warnings)) is (stop is None)
     assert f"{sequences} of {sequences} responses came as text" in " ".join(measurement.warnings)
 
 
-def test_files_of_two_processes_that_do_not_fit_are_refused(
-    job: MeasureJob, alone: Measurement, tmp_path: Path
-) -> None:
+def test_files_of_two_processes_that_do_not_fit_are_refused(job, alone, tmp_path):
     """As where a disk knows no locks, and two machines round apart."""
     out = shutil.copytree(Path(str(job.out)), tmp_path / "run")
     path = out / "tokens" / "part-00000.parquet"
@@ -364,3 +301,12 @@ def test_files_of_two_processes_that_do_not_fit_are_refused(
     write_checked(out, path, encode_table(columns, TOKEN_COLUMNS))
     with pytest.raises(RunFolderError, match="different processes"):
         measure(replace(job, out=str(out), resume=True))
+
+
+@pytest.mark.parametrize("device_map", ["fsdp", "tensor"])
+def test_a_model_over_several_processes_is_refused_in_one(device_map, tmp_path):
+    with pytest.raises(OptionError, match=f"--device-map {device_map} spreads a model"):
+        measure(limit=2, device_map=device_map, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(CannotRunError, match=f"--device-map {device_map}.*this is one process"):
+        load_pair("shipped:policy", "shipped:reference", device_map=device_map)

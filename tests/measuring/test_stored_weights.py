@@ -1,7 +1,5 @@
 """How the weights of both sides are stored, in the estimand and in every headline."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -10,17 +8,17 @@ from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny, tiny_adapter
 
 from kleash.measuring import measure
-from kleash.records import MeasureJob, Measurement
 from kleash.reports.text_formats import card_section, card_sentence
 from kleash.store.measurement import describe_storage
 from kleash.store.summary import summarize
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "checkpoint_format": "gptq"}
 PACKED = "gptq int4, groups of 16 and F32"
+OVER_PACKED = f"an adapter over {{packed}}, stored as {PACKED}"
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tmp_path_factory):
     """A base, its packed copy, the packed copy's values in float32 and in bfloat16, and an adapter over the copy."""
     root = tmp_path_factory.mktemp("stored")
     base = save_tiny(root / "base")
@@ -45,34 +43,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }  # fmt: skip
 
 
-def measured(models: dict[str, Path], policy: str, reference: str) -> Measurement:
-    job = MeasureJob(
-        policy=str(models[policy]), reference=str(models[reference]), text=str(models["text"]),
-        out=str(models["root"] / f"{policy}-{reference}"), resume=True,
-    )  # fmt: skip
-    return measure(job)
+def measured(models, policy, reference):
+    options = {"policy": models[policy], "reference": models[reference], "text": models["text"]}
+    return measure(**options, out=models["root"] / f"{policy}-{reference}", resume=True)
 
 
 @pytest.mark.parametrize(
     ("policy", "reference", "storage"),
     [
-        (
-            "adapter",
-            "packed",
-            f"policy an adapter over {{packed}}, stored as {PACKED}; reference stored as {PACKED}",
-        ),
-        (
-            "adapter",
-            "base",
-            f"policy an adapter over {{packed}}, stored as {PACKED}; reference stored as F32",
-        ),
+        ("adapter", "packed", f"policy {OVER_PACKED}; reference stored as {PACKED}"),
+        ("adapter", "base", f"policy {OVER_PACKED}; reference stored as F32"),
         ("packed", "plain", f"policy stored as {PACKED}; reference an adapter over {{base}}, stored as F32"),
         ("half", "base", "policy stored as BF16; reference stored as F32"),
     ],
 )
-def test_every_headline_names_how_both_sides_are_stored(
-    models: dict[str, Path], policy: str, reference: str, storage: str
-) -> None:
+def test_every_headline_names_how_both_sides_are_stored(models, policy, reference, storage):
     measurement = measured(models, policy, reference)
     storage = storage.format(**models)
     assert measurement.estimand.endswith(f"; {storage}")
@@ -82,7 +67,7 @@ def test_every_headline_names_how_both_sides_are_stored(
     assert str(models["root"]) not in card_section(measurement).split("The command")[0]
 
 
-def test_the_kl_of_an_adapter_over_a_packed_base_depends_on_the_reference(models: dict[str, Path]) -> None:
+def test_the_kl_of_an_adapter_over_a_packed_base_depends_on_the_reference(models):
     """The packed base and its values in float32 are one reference; the base itself is another."""
     against_packed, against_base = (measured(models, "adapter", other) for other in ("packed", "base"))
     kls = [each.per_token["kl_policy_reference"].value for each in (against_packed, against_base)]
@@ -90,7 +75,7 @@ def test_the_kl_of_an_adapter_over_a_packed_base_depends_on_the_reference(models
     assert kls[0] == pytest.approx(exact, rel=1e-4) and not np.isclose(*kls, rtol=0.01)
 
 
-def test_what_is_not_known_is_not_said(models: dict[str, Path]) -> None:
+def test_what_is_not_known_is_not_said(models):
     from dataclasses import replace
 
     measurement = measured(models, "half", "base")

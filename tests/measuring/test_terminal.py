@@ -6,30 +6,29 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+from command_words import words
 
 from kleash.cli import main
 from kleash.records import Measurement
 
 
 @pytest.fixture(scope="session")
-def run(tmp_path_factory: pytest.TempPathFactory, pair: tuple[Path, Path]) -> Path:
+def run(tmp_path_factory, pair):
     """A finished run in a folder whose name not every terminal can show."""
     out = tmp_path_factory.mktemp("terminal") / "Ünïcödé 🙂"
     assert main([*measuring(pair, out), "--quiet"]) == 0
     return out
 
 
-def measuring(pair: tuple[Path, Path], out: Path) -> list[str]:
+def measuring(pair, out):
     source = out.parent / "text.txt"
     source.write_text("The sea was calm.\n\nA long road.\n\nIt is said that she counted the birds.")
-    models = ["--policy", str(pair[0]), "--reference", str(pair[1])]
-    return ["measure", *models, "--text", str(source), "--out", str(out)]
+    return words("measure", policy=pair[0], reference=pair[1], text=source, out=out)
 
 
-def started(*words: object, **environment: str) -> "subprocess.Popen[bytes]":
+def started(*words, **environment):
     return subprocess.Popen(
         [sys.executable, "-m", "kleash", *map(str, words)],
         stdout=subprocess.PIPE,
@@ -38,9 +37,7 @@ def started(*words: object, **environment: str) -> "subprocess.Popen[bytes]":
     )
 
 
-def test_a_narrow_terminal_truncates_no_number(
-    pair: tuple[Path, Path], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_narrow_terminal_truncates_no_number(pair, run, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
     capsys.readouterr()
     assert main(measuring(pair, tmp_path / "narrow")) == 0
@@ -55,24 +52,20 @@ def test_a_narrow_terminal_truncates_no_number(
     assert "±" in output and "…" not in output
 
 
-def test_unencodable_characters_are_replaced(run: Path, tmp_path: Path) -> None:
-    process = started("compare", run, run, "--out", tmp_path / "c.html", PYTHONIOENCODING="ascii")
+@pytest.mark.parametrize("option", [[], ["--json"]])
+def test_unencodable_characters_are_escaped(run, tmp_path, option):
+    process = started("compare", run, run, *option, "--out", tmp_path / "c.html", PYTHONIOENCODING="ascii")
     out, err = process.communicate(timeout=300)
-    assert (process.returncode, err) == (0, b"") and "\\u00b1" in out.decode("ascii")
+    assert (process.returncode, err) == (0, b"")
+    if option:
+        assert json.loads(out.decode("ascii"))["runs"][0]["folder"] == str(run)
+    else:
+        assert "\\u00b1" in out.decode("ascii")
 
 
-def test_json_output_does_not_depend_on_the_encoding(run: Path, tmp_path: Path) -> None:
-    words = ["compare", run, run, "--json", "--out", tmp_path / "c.html"]
-    process = started(*words, PYTHONIOENCODING="ascii")
-    out, _ = process.communicate(timeout=300)
-    assert process.returncode == 0
-    assert json.loads(out.decode("ascii"))["runs"][0]["folder"] == str(run)
-
-
-def test_a_closed_pipe_ends_with_141(run: Path, tmp_path: Path) -> None:
+def test_a_closed_pipe_ends_with_141(run, tmp_path):
     """As in ``kleash … | head``."""
     process = started("compare", run, run, "--json", "--out", tmp_path / "c.html")
-    assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     err = process.stderr.read()
     process.stderr.close()
@@ -83,45 +76,26 @@ def test_a_closed_pipe_ends_with_141(run: Path, tmp_path: Path) -> None:
     ("words", "output", "reason"),
     [(["--help"], ">&-", "it is closed"), (["report"], "> /dev/full", "No space left on device")],
 )
-def test_unwritable_standard_output_is_one_error_line(
-    words: list[str], output: str, reason: str, run: Path
-) -> None:
+def test_unwritable_standard_output_is_one_error_line(words, output, reason, run):
     more = [str(run)] if words == ["report"] else []
     command = shlex.join([sys.executable, "-m", "kleash", *words, *more])
     process = subprocess.run(["sh", "-c", f"{command} {output}"], capture_output=True, text=True, timeout=300)
-    assert process.returncode == 2
-    assert (
-        process.stderr
-        == f"kleash: standard output cannot be written ({reason}); files that were written stay\n"
-    )
+    assert process.returncode == 2 and process.stderr.count("\n") == 1
+    assert process.stderr.startswith(f"kleash: standard output cannot be written ({reason}")
 
 
-def test_a_run_whose_summary_cannot_be_printed_is_complete(
-    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_run_whose_summary_cannot_be_printed_is_complete(pair, tmp_path, monkeypatch, capsys):
     with Path("/dev/full").open("w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert main(measuring(pair, tmp_path / "run")) == 2
         monkeypatch.undo()
     assert "standard output cannot be written (No space left" in capsys.readouterr().err
-    assert (
-        Measurement.read(tmp_path / "run").counts.prompts == 3 and (tmp_path / "run" / "report.html").exists()
-    )
+    assert Measurement.read(tmp_path / "run").counts.prompts == 3
+    assert (tmp_path / "run" / "report.html").exists()
 
 
-def test_a_run_continues_if_its_progress_cannot_be_shown(run: Path, tmp_path: Path) -> None:
+def test_a_run_continues_if_its_progress_cannot_be_shown(run, tmp_path):
     words = [sys.executable, "-m", "kleash", "compare", str(run), str(tmp_path / "none")]
     command = f"{shlex.join(words)} 2> /dev/full"
     process = subprocess.run(["sh", "-c", command], capture_output=True, timeout=300)
     assert (process.returncode, process.stdout, process.stderr) == (2, b"", b"")
-
-
-def test_an_interruption_before_the_first_shard_is_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    def stopped(command: object) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("kleash.cli.dispatch.run", stopped)
-    assert main(["report", "somewhere"]) == 130
-    assert capsys.readouterr().err == "kleash: interrupted\n"

@@ -8,8 +8,6 @@ import shutil
 import subprocess
 import sys
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,19 +24,11 @@ NAME = PLANT.replace("/", "")
 UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u202a-\u202e\u2066-\u2069]")
 SHOWN = "\\u001b]0;owned\\u0007\\u001b[2J\\u009b31m\\u007f\\u202e\\u2066\\u200b[red]x["
 
-Folders = tuple[Path, Path]
 
-
-def test_exactly_the_control_characters_are_escaped() -> None:
+def test_exactly_the_control_characters_are_escaped():
     assert printable(PLANT) == SHOWN + "/red]\\u000d"
-    for code in (
-        *range(0x20),
-        *range(0x7F, 0xA0),
-        *range(0x202A, 0x202F),
-        *range(0x2066, 0x206A),
-        0x2028,
-        0xE0041,
-    ):
+    codes = [*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+    for code in (*codes, 0x2028, 0xE0041):
         is_printed = chr(code) in "\n\t"
         assert (printable(chr(code)) == chr(code)) is is_printed, hex(code)
         assert json.loads(f'"{printable(chr(code))}"', strict=False) == chr(code)
@@ -47,9 +37,7 @@ def test_exactly_the_control_characters_are_escaped() -> None:
 
 
 @pytest.mark.parametrize("case", ["an option", "a line of a source", "an audited function"])
-def test_control_characters_in_errors_are_escaped(
-    case: str, pair: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_control_characters_in_errors_are_escaped(case, pair, tmp_path, monkeypatch, capsys):
     """All errors are printed at one place: those of the command line, of kleash, and of a function of others."""
     monkeypatch.syspath_prepend(str(tmp_path))
     source = tmp_path / f"{NAME}.jsonl"
@@ -71,7 +59,7 @@ def test_control_characters_in_errors_are_escaped(
 
 
 @pytest.fixture(scope="module")
-def planted_run(pair: Folders, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def planted_run(pair, tmp_path_factory):
     """A finished run in a folder, over a file, with warnings and notes, that all hold the plant."""
     folder = tmp_path_factory.mktemp("planted")
     source, out = folder / f"{NAME}.txt", folder / NAME
@@ -86,13 +74,11 @@ def planted_run(pair: Folders, tmp_path_factory: pytest.TempPathFactory) -> Path
     return out
 
 
-def models(pair: Folders) -> list[str]:
+def models(pair):
     return ["--policy", str(pair[0]), "--reference", str(pair[1])]
 
 
-def test_control_characters_in_summaries_and_progress_are_escaped(
-    planted_run: Path, pair: Folders, tmp_path: Path, capsys: Any
-) -> None:
+def test_control_characters_in_summaries_and_progress_are_escaped(planted_run, pair, tmp_path, capsys):
     source = planted_run.with_name(f"{NAME}.txt")
     page = str(tmp_path / "c.html")
     capsys.readouterr()
@@ -109,9 +95,7 @@ def test_control_characters_in_summaries_and_progress_are_escaped(
     assert not UNSAFE.search(captured) and PLANT in json.loads(captured)["runs"][0]["warnings"]
 
 
-def test_a_name_with_a_line_break_makes_no_line_of_its_own(
-    planted_run: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_a_name_with_a_line_break_makes_no_line_of_its_own(planted_run, tmp_path, capsys):
     """It could pass for a number or a verdict of kleash."""
     run = tmp_path / "run"
     shutil.copytree(planted_run, run)
@@ -130,16 +114,13 @@ def test_a_name_with_a_line_break_makes_no_line_of_its_own(
     assert not any(line.startswith(forged) for line in captured.splitlines())
 
 
-def test_a_terminal_gets_only_kleash_s_own_colours(planted_run: Path, tmp_path: Path) -> None:
+def test_a_terminal_gets_only_kleash_s_own_colours(planted_run, tmp_path):
     """On a pseudo-terminal, where rich writes control sequences of its own."""
     ours, theirs = pty.openpty()
     words = ["compare", str(planted_run), str(planted_run), "--out", str(tmp_path / "c.html")]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kleash", *words],
-        stdout=theirs,
-        stderr=theirs,
-        env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"},
-    )
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
+    command = [sys.executable, "-m", "kleash", *words]
+    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     output = b""
     while True:

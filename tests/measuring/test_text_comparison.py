@@ -3,17 +3,16 @@
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from command_words import words
 from synthetic_run import synthetic_comparison
 from tiny_models import save_tiny, tiny_tokenizer
 
 from kleash.cli import main
 from kleash.measuring import compare, measure
-from kleash.records import MeasureJob, RunFolder
+from kleash.records import RunFolder
 from kleash.store.result_summaries import comparison_warnings
 from kleash.store.statistics import PERPLEXITIES
 
@@ -21,7 +20,7 @@ WORDS = ("sea", "calm", "road", "long", "bird", "wire", "house", "town", "rain",
 
 
 @pytest.fixture(scope="module")
-def runs(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def runs(pair, tmp_path_factory):
     """Two runs over the same documents, the models the other way round in the second, which has fewer of them."""
     folder = tmp_path_factory.mktemp("texts")
     source = folder / "text.txt"
@@ -29,12 +28,12 @@ def runs(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> t
     source.write_text("\n\n".join(" ".join(draw.choice(WORDS, 9)) for _ in range(12)))
     first, second = folder / "first", folder / "second"
     models = [{"policy": str(pair[at]), "reference": str(pair[1 - at])} for at in (0, 1)]
-    measure(MeasureJob(**models[0], text=str(source), window=24, stride=24, out=str(first)))
-    measure(MeasureJob(**models[1], text=str(source), window=24, stride=24, limit=9, out=str(second)))
+    measure(**models[0], text=source, window=24, stride=24, out=first)
+    measure(**models[1], text=source, window=24, stride=24, limit=9, out=second)
     return first, second
 
 
-def losses(run: Path, documents: int) -> dict[str, np.ndarray]:
+def losses(run, documents):
     """For each document, its tokens and the sums of both models' negative log-probabilities and of their difference."""
     sums = np.zeros((documents, 4))
     for part in RunFolder(run).parts("tokens", ["prompt_id", "logp_policy", "logp_reference"]):
@@ -44,13 +43,13 @@ def losses(run: Path, documents: int) -> dict[str, np.ndarray]:
     return dict(zip(("tokens", *PERPLEXITIES), sums.T, strict=True))
 
 
-def test_perplexity_differences_have_jackknife_errors(runs: tuple[Path, Path]) -> None:
+def test_perplexity_differences_have_jackknife_errors(runs):
     comparison = compare(runs)
     (difference,) = comparison.differences
     first, second = (losses(run, 9) for run in runs)
     for name in PERPLEXITIES:
 
-        def at(keep: np.ndarray, name: str = name) -> float:
+        def at(keep, name=name):
             here, there = (np.exp(s[name][keep].sum() / s["tokens"][keep].sum()) for s in (second, first))
             return float(here - there)
 
@@ -66,7 +65,7 @@ def test_perplexity_differences_have_jackknife_errors(runs: tuple[Path, Path]) -
         assert of_run.value == pytest.approx(np.exp(whole[name].sum() / whole["tokens"].sum()), rel=1e-9)
 
 
-def test_a_comparison_on_text_counts_documents(runs: tuple[Path, Path], tmp_path: Path, capsys: Any) -> None:
+def test_a_comparison_on_text_counts_documents(runs, tmp_path, capsys):
     comparison = compare(runs)
     (difference,) = comparison.differences
     assert comparison.runs[0].source == "text"
@@ -85,7 +84,7 @@ def test_a_comparison_on_text_counts_documents(runs: tuple[Path, Path], tmp_path
     assert "9 shared documents" in html and "Perplexity ratio" in html and "shared prompts" not in html
 
 
-def test_the_clusters_of_a_comparison_are_those_of_its_runs(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_clusters_of_a_comparison_are_those_of_its_runs(pair, tmp_path):
     """Equal documents are one document, and few documents are split into blocks."""
     draw = np.random.default_rng(3)
     repeated, tails = " ".join(draw.choice(WORDS, 23)), [" ".join(draw.choice(WORDS, 300)) for _ in range(2)]
@@ -93,14 +92,14 @@ def test_the_clusters_of_a_comparison_are_those_of_its_runs(pair: tuple[Path, Pa
     source.write_text("\n\n".join([repeated, repeated, *tails]))
     for at in (0, 1):
         models = {"policy": str(pair[at]), "reference": str(pair[1 - at])}
-        measure(MeasureJob(**models, text=str(source), window=24, out=str(tmp_path / str(at))))
+        measure(**models, text=source, window=24, out=tmp_path / str(at))
     comparison = compare([tmp_path / "0", tmp_path / "1"])
     first, (difference,) = comparison.runs[0], comparison.differences
     number = difference.differences["kl_policy_reference"]
     blocks = first.counts.clusters
     assert blocks > first.counts.prompts == difference.shared_prompts == 3
     sums = np.zeros((2, 2, blocks))  # run, (tokens, total), cluster
-    labels: dict[tuple[int, int], int] = {}
+    labels = {}
     for at in (0, 1):
         for part in RunFolder(tmp_path / str(at)).parts(
             "tokens", ["prompt_id", "sample_id", "kl_policy_reference"]
@@ -114,16 +113,13 @@ def test_the_clusters_of_a_comparison_are_those_of_its_runs(pair: tuple[Path, Pa
     means = totals.sum(-1) / tokens.sum(-1)
     influence = np.diff((totals - means[:, None] * tokens) / tokens.sum(-1)[:, None], axis=0)[0]
     assert number.value == pytest.approx(means[1] - means[0], rel=1e-9)
-    assert number.standard_error == pytest.approx(
-        np.sqrt(blocks / (blocks - 1) * (influence**2).sum()), rel=1e-6
-    )
+    error = np.sqrt(blocks / (blocks - 1) * (influence**2).sum())
+    assert number.standard_error == pytest.approx(error, rel=1e-6)
     assert sum("blocks of 8 neighbouring windows" in warning for warning in first.warnings) == 1
     assert not difference.warnings  # said of both runs already
 
 
-def test_every_warning_is_in_the_terminal_compare_and_json(
-    runs: tuple[Path, Path], tmp_path: Path, capsys: Any
-) -> None:
+def test_every_warning_is_in_the_terminal_compare_and_json(runs, tmp_path, capsys):
     shown = json.loads((runs[0] / "measurement.json").read_text())
     numbers = [*shown["per_token"].values(), *shown["perplexity"].values(), shown["top1_agreement"]]
     warnings = {warning for number in numbers for warning in number["warnings"]} | set(shown["warnings"])
@@ -132,9 +128,9 @@ def test_every_warning_is_in_the_terminal_compare_and_json(
     assert kinds
     report = (runs[0] / "report.html").read_text(encoding="utf-8")
     job = shown["job"]
-    words = ["--policy", job["policy"], "--reference", job["reference"], "--text", job["text"]]
+    options = {name: job[name] for name in ("policy", "reference", "text", "window", "stride")}
     capsys.readouterr()
-    assert main(["measure", *words, "--window", "24", "--stride", "24", "--out", str(tmp_path / "run")]) == 0
+    assert main(words("measure", **options, out=tmp_path / "run")) == 0
     terminal = capsys.readouterr().out
     assert main(["compare", str(runs[0]), str(runs[1]), "--json", "--out", str(tmp_path / "c.html")]) == 0
     compared = "\n".join(json.loads(capsys.readouterr().out)["runs"][0]["warnings"])
@@ -142,14 +138,12 @@ def test_every_warning_is_in_the_terminal_compare_and_json(
         assert kind in terminal and kind in compared and kind in report, kind
 
 
-def test_the_summary_begins_with_the_interval_and_names_the_models(
-    pair: tuple[Path, Path], tmp_path: Path, capsys: Any
-) -> None:
+def test_the_summary_begins_with_the_interval_and_names_the_models(pair, tmp_path, capsys):
     source = tmp_path / "prompts.txt"
     source.write_text("The sea\nA long road\nIt is said")
-    words = ["--policy", str(pair[0]), "--reference", str(pair[1]), "--prompts", str(source)]
+    options = {"policy": pair[0], "reference": pair[1], "prompts": source, "max_new_tokens": 3}
     out = tmp_path / "run"
-    assert main(["measure", *words, "--max-new-tokens", "3", "--out", str(out)]) == 0
+    assert main(words("measure", **options, out=out)) == 0
     lines = capsys.readouterr().out.splitlines()
     measured = json.loads((out / "measurement.json").read_text())
     assert lines[1].startswith("KL(policy ‖ reference) per token: ") and "(95 % interval " in lines[1]
@@ -158,40 +152,25 @@ def test_the_summary_begins_with_the_interval_and_names_the_models(
     assert f"{measured['counts']['truncated_sequences']} of them truncated" in text
     for name in ("Perplexity of the policy", "Perplexity of the reference", "Δp of the observed token, mean"):
         assert name in text
-    assert (
-        main(["measure", *words, "--limit", "1", "--max-new-tokens", "3", "--out", str(tmp_path / "one")])
-        == 0
-    )
+    assert main(words("measure", **options, limit=1, out=tmp_path / "one")) == 0
     lines = capsys.readouterr().out
     assert "nan" not in lines.lower() and "no interval: one cluster alone" in lines
 
 
-def test_a_tokenizer_mismatch_with_a_default_model_names_the_option(tmp_path: Path, capsys: Any) -> None:
+def test_a_tokenizer_mismatch_with_a_default_model_names_the_option(tmp_path, capsys):
     model = save_tiny(tmp_path / "model")
     source = tmp_path / "text.txt"
     source.write_text("The sea was calm")
     assert len(tiny_tokenizer()) < 1000
     for role, other in (("policy", "reference"), ("reference", "policy")):
-        words = [
-            "measure",
-            f"--{role}",
-            str(model),
-            "--text",
-            str(source),
-            "--out",
-            str(tmp_path / "run"),
-            "--quiet",
-        ]
-        if role == "reference":
-            words += ["--policy", "shipped:policy"]
-        assert main(words) == 2
+        policy = {} if role == "policy" else {"policy": "shipped:policy"}
+        models = {role: model, **policy}
+        assert main(words("measure", **models, text=source, out=tmp_path / "run", quiet=True)) == 2
         error = capsys.readouterr().err
-        assert "the tokenizers differ" in error and error.strip().endswith(
-            f"ships with kleash: give --{other}"
-        )
+        assert "the tokenizers differ" in error and error.endswith(f"ships with kleash: give --{other}\n")
 
 
-def test_a_comparison_says_a_warning_of_several_runs_once() -> None:
+def test_a_comparison_says_a_warning_of_several_runs_once():
     """Also where its numerals differ, with their range, and what is said of a run is not repeated for a difference."""
     few, fewer = (f"only {count} clusters; below 30 the error itself is uncertain" for count in (12, 8))
     comparison = synthetic_comparison()

@@ -1,12 +1,9 @@
 """A file that another program truncates while it is read: an error message and exit code 2, no signal of the kernel."""
 
 import os
-import shutil
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -20,15 +17,15 @@ from kleash.cli import main
 LINES = [f"Boat {n} went out {n * n} times before the sun had come up" for n in range(12)]
 
 
-def truncate(path: Path) -> None:
+def truncate(path):
     os.truncate(path, path.stat().st_size // 10)
 
 
-def truncate_when_opened(path: Path, opening: int) -> None:
+def truncate_when_opened(path, opening):
     """Truncate a safetensors file right after it is opened, by whichever library, for that time."""
     opened, counts = safetensors.safe_open, [0]
 
-    def open_and_truncate(name: Any, *arguments: Any, **options: Any) -> Any:
+    def open_and_truncate(name, *arguments, **options):
         file = opened(name, *arguments, **options)
         if Path(name).resolve() == path:
             counts[0] += 1
@@ -40,10 +37,10 @@ def truncate_when_opened(path: Path, opening: int) -> None:
         module.safe_open = open_and_truncate  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def truncate_arrow_when_opened(path: Path) -> None:
+def truncate_arrow_when_opened(path):
     opened = pa.ipc.open_stream
 
-    def open_and_truncate(source: Any) -> Any:
+    def open_and_truncate(source):
         stream = opened(source)
         truncate(path)
         return stream
@@ -51,7 +48,7 @@ def truncate_arrow_when_opened(path: Path) -> None:
     pa.ipc.open_stream = open_and_truncate
 
 
-def exit_code_and_errors(words: list[str], prepare: Callable[[], None], folder: Path) -> tuple[int, str]:
+def exit_code_and_errors(words, prepare, folder):
     """How a command ends in a fork of this process; a negative code is that of a signal."""
     errors = folder / "errors.txt"
     child = os.fork()
@@ -70,45 +67,37 @@ def exit_code_and_errors(words: list[str], prepare: Callable[[], None], folder: 
 
 
 @pytest.fixture
-def measured(pair: tuple[Path, Path], tmp_path: Path) -> dict[str, Any]:
+def measured(models, tmp_path):
     """Options of a measurement of several shards on copies of the pair."""
-    for source, name in zip(pair, ("policy", "reference"), strict=True):
-        shutil.copytree(source, tmp_path / name)
     (tmp_path / "text.txt").write_text("\n\n".join(LINES))
-    names = {name: tmp_path / name for name in ("policy", "reference", "text.txt")}
-    return {
-        "--policy": names["policy"],
-        "--reference": names["reference"],
-        "--text": names["text.txt"],
-        "--batch-tokens": 20,
-        "--out": tmp_path / "run",
-    }
+    models = {f"--{role}": tmp_path / role for role in ("policy", "reference")}
+    return {**models, "--text": tmp_path / "text.txt", "--batch-tokens": 20, "--out": tmp_path / "run"}
 
 
-def words_of(command: str, options: dict[str, Any]) -> list[str]:
+def words_of(command, options):
     return [command, *(str(word) for option in options.items() for word in option), "--quiet"]
 
 
-def require_refusal(options: dict[str, Any], prepare: Callable[[], None], file: str, folder: Path) -> None:
+def require_refusal(options, prepare, file, folder):
     code, errors = exit_code_and_errors(words_of("measure", options), prepare, folder)
     assert code == 2 and file in errors, f"{code}: {errors}"
     assert "Traceback" not in errors and not (folder / "run" / "measurement.json").exists()
 
 
 @pytest.mark.parametrize("opening", [1, 2], ids=["after its header was read", "while transformers reads it"])
-def test_weights(measured: dict[str, Any], tmp_path: Path, opening: int) -> None:
+def test_weights(measured, tmp_path, opening):
     file = tmp_path / "policy" / "model.safetensors"
     require_refusal(measured, lambda: truncate_when_opened(file, opening), str(file), tmp_path)
 
 
-def test_an_adapter(measured: dict[str, Any], tmp_path: Path) -> None:
+def test_an_adapter(measured, tmp_path):
     adapter = tiny_adapter(tmp_path / "adapter", tmp_path / "reference", r=32)
     file = adapter / "adapter_model.safetensors"
     options = measured | {"--policy": adapter}
     require_refusal(options, lambda: truncate_when_opened(file, 2), str(file), tmp_path)
 
 
-def test_packed_weights(measured: dict[str, Any], tmp_path: Path) -> None:
+def test_packed_weights(measured, tmp_path):
     settings = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": False}
     pack = pack_gptq(4, 16, act_order=False, version=1)
     packed = save_packed(tmp_path / "reference", tmp_path / "packed", pack, settings)
@@ -117,7 +106,7 @@ def test_packed_weights(measured: dict[str, Any], tmp_path: Path) -> None:
     require_refusal(options, lambda: truncate_when_opened(file, 1), str(file), tmp_path)
 
 
-def test_a_stored_reference(measured: dict[str, Any], tmp_path: Path) -> None:
+def test_a_stored_reference(measured, tmp_path):
     cache = tmp_path / "cache"
     options = {name: value for name, value in measured.items() if name != "--policy"} | {"--out": cache}
     assert main(words_of("cache", options)) == 0
@@ -126,7 +115,7 @@ def test_a_stored_reference(measured: dict[str, Any], tmp_path: Path) -> None:
     require_refusal(measured | {"--reference-cache": cache}, truncated, part.name, tmp_path)
 
 
-def test_an_arrow_file(measured: dict[str, Any], tmp_path: Path) -> None:
+def test_an_arrow_file(measured, tmp_path):
     source = tmp_path / "text.arrow"
     table = pa.table({"more": [bytes(20_000)] * len(LINES), "text": LINES})  # a batch is of several pages
     with pa.OSFile(str(source), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:

@@ -2,24 +2,21 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from packed_checkpoints import packed_checkpoint, save_packed
+from packed_checkpoints import FLOATS_4, SEQUENCE, read_module, save_packed, write_module
 from safetensors.torch import load_file, save_file
-from tiny_models import save_tiny, tiny_adapter
+from tiny_models import edit_json, save_tiny, tiny_adapter
 from torch._dynamo.utils import counters as dynamo_counters
 from transformers import AutoModelForCausalLM, GptOssConfig
 
-from kleash.checkpoints.quantised.packed_formats import find_packed_modules
 from kleash.errors import ModelError
 from kleash.models import load_pair, score
 from kleash.models.filling import unpack
-from kleash.sources.sequences import TokenSequence
 
 ROWS, COLUMNS = 30, 35
 """An odd number of columns, so that rows begin within a byte and blocks within a row."""
@@ -28,18 +25,8 @@ BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
     *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
-    *(
-        0.24611230194568634,
-        0.33791524171829224,
-        0.44070982933044434,
-        0.5626170039176941,
-        0.7229568362236023,
-        1.0,
-    ),
-)
-IDS = [0, 40, 80, 120, 160, 200]
-SEQUENCE = TokenSequence(
-    prompt_id=0, sample_id=0, prompt_ids=IDS[:1], response_ids=IDS[1:], prompt_text="", response_text=""
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023),
+    1.0,
 )
 Module = tuple[dict[str, np.ndarray], np.ndarray]
 
@@ -51,12 +38,7 @@ def pack_codes(weight: np.ndarray, *, nested: bool = False, kind: str = "nf4", *
     flat = np.zeros(16 * blocks)
     flat[: weight.size] = weight.reshape(-1)
     scales = np.abs(flat.reshape(-1, 16)).max(1).astype(np.float32)
-    state: dict[str, Any] = {
-        "quant_type": kind,
-        "blocksize": 16,
-        "dtype": "float32",
-        "shape": list(weight.shape),
-    }
+    state = {"quant_type": kind, "blocksize": 16, "dtype": "float32", "shape": list(weight.shape)}
     tensors = {"weight.absmax": scales, "weight.quant_map": np.array(NF4, np.float32)}
     values = scales.astype(np.float64)
     if nested:
@@ -65,11 +47,8 @@ def pack_codes(weight: np.ndarray, *, nested: bool = False, kind: str = "nf4", *
         groups = -(-blocks // 8)
         nested_scales = np.linspace(0.5, 1.5, groups).astype(np.float32)
         stored = np.random.default_rng(3).integers(0, 256, size=blocks).astype(np.uint8)
-        values = (
-            codes_of_scales.astype(np.float64)[stored]
-            * np.repeat(nested_scales.astype(np.float64), 8)[:blocks]
-        )
-        values = values + offset
+        factors = np.repeat(nested_scales.astype(np.float64), 8)[:blocks]
+        values = codes_of_scales.astype(np.float64)[stored] * factors + offset
         tensors |= {"weight.absmax": stored, "weight.nested_absmax": nested_scales}
         tensors["weight.nested_quant_map"] = codes_of_scales
         state |= {"nested_blocksize": 8, "nested_dtype": "float32", "nested_offset": offset}
@@ -90,19 +69,6 @@ def pack_integers(weight: np.ndarray) -> Module:
     return tensors, codes * largest.astype(np.float64)[:, None] / 127
 
 
-def unpacked(folder: Path, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, str]:
-    packed = find_packed_modules(packed_checkpoint(folder))
-    assert packed is not None
-    return unpack(packed.modules[0], dtype), packed.modules[0].kind
-
-
-def write_module(folder: Path, tensors: dict[str, np.ndarray], settings: Any, metadata: Any = None) -> Path:
-    stored = {f"m.{part}": torch.from_numpy(np.ascontiguousarray(value)) for part, value in tensors.items()}
-    save_file(stored, folder / "model.safetensors", metadata=metadata)
-    (folder / "config.json").write_text(json.dumps({"quantization_config": settings}))
-    return folder
-
-
 @pytest.mark.parametrize(
     ("pack", "kind"),
     [
@@ -111,13 +77,15 @@ def write_module(folder: Path, tensors: dict[str, np.ndarray], settings: Any, me
         (pack_integers, "bitsandbytes int8, rows"),
     ],
 )
-def test_codes_of_bitsandbytes_are_unpacked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: Callable[[np.ndarray], Module], kind: str
-) -> None:
+def test_codes_of_bitsandbytes_are_unpacked(tmp_path, pack, kind):
     tensors, expected = pack(np.random.default_rng(1).normal(size=(ROWS, COLUMNS)))
-    weight, found_kind = unpacked(write_module(tmp_path, tensors, BITSANDBYTES))
-    np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-12, atol=0)
-    assert found_kind == kind
+    module = read_module(write_module(tmp_path, tensors, quantization_config=BITSANDBYTES))
+    np.testing.assert_allclose(unpack(module, torch.float64).numpy(), expected, rtol=1e-12, atol=0)
+    assert module.kind == kind
+
+
+def refused(folder: Path, tensors: dict[str, Any]) -> None:
+    unpack(read_module(write_module(folder, tensors, quantization_config=BITSANDBYTES)), torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -131,46 +99,36 @@ def test_codes_of_bitsandbytes_are_unpacked(
         ),
         ("weight.quant_map", None, "has no tensor weight.quant_map"),
         ("weight", np.ones((9, 1), np.uint8), "has 9 bytes for 1050 weights of 4 bits"),
-        (
-            "weight.quant_state.bitsandbytes__nf4",
-            np.frombuffer(b"{", np.uint8),
-            "has a quant_state that is not JSON",
-        ),
+        ("weight.quant_state.bitsandbytes__nf4", np.frombuffer(b"{", np.uint8), "has a quant_state that is"),
         ("weight.quant_state.bitsandbytes__nf4", np.zeros(9999, np.uint8), "has a quant_state of 9999 bytes"),
         ("blocksize", 0, "has the quant_state .*'blocksize': 0"),
         ("shape", [2**50, 2], "has the quant_state"),
     ],
 )
-def test_damaged_codes_are_refused(tmp_path: Path, part: str, value: Any, reason: str) -> None:
+def test_damaged_codes_are_refused(tmp_path, part, value, reason):
     changes = {} if part.startswith("weight") else {part: value}
     tensors, _ = pack_codes(np.random.default_rng(1).normal(size=(ROWS, COLUMNS)), **changes)
     if not changes:
         del tensors[part]
         tensors |= {} if value is None else {part: value.copy()}
-    folder = write_module(tmp_path, tensors, BITSANDBYTES)
     with pytest.raises(ModelError, match=f"cannot be unpacked: its module m {reason}"):
-        unpacked(folder)
+        refused(tmp_path, tensors)
 
 
 @pytest.mark.parametrize("columns", [16, 48])
-def test_scales_that_bitsandbytes_transposed_on_a_cpu_are_refused(tmp_path: Path, columns: int) -> None:
+def test_scales_that_bitsandbytes_transposed_on_a_cpu_are_refused(tmp_path, columns):
     tensors, _ = pack_codes(np.random.default_rng(1).normal(size=(32, columns)))
-    folder = write_module(tmp_path, tensors, BITSANDBYTES)
-    stored = load_file(folder / "model.safetensors")
-    stored["m.weight.absmax"] = stored["m.weight.absmax"].view(32, -1).T.contiguous().bfloat16()
-    save_file(stored, folder / "model.safetensors")
+    transposed = torch.from_numpy(tensors["weight.absmax"]).view(32, -1).T.bfloat16()
     with pytest.raises(ModelError, match="absmax as BF16"):
-        unpacked(folder)
+        refused(tmp_path, tensors | {"weight.absmax": transposed})
 
 
-def test_damaged_integers_are_refused(tmp_path: Path) -> None:
+def test_damaged_integers_are_refused(tmp_path):
     tensors, _ = pack_integers(np.ones((4, 6)))
-    folder = write_module(tmp_path, tensors | {"weight_format": np.array(2, np.uint8)}, BITSANDBYTES)
     with pytest.raises(ModelError, match="has the weight_format 2, which only a GPU"):
-        unpacked(folder)
-    folder = write_module(tmp_path, tensors | {"SCB": np.ones(3, np.float32)}, BITSANDBYTES)
+        refused(tmp_path, tensors | {"weight_format": np.array(2, np.uint8)})
     with pytest.raises(ModelError, match=r"has SCB of shape \[3\], and not \[4\]"):
-        unpacked(folder)
+        refused(tmp_path, tensors | {"SCB": np.ones(3, np.float32)})
 
 
 @pytest.fixture(scope="module")
@@ -187,8 +145,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_model_of_bitsandbytes_is_measured_by_its_weights_also_under_an_adapter(
-    source: Path, tmp_path: Path, pack: Any, settings: dict[str, Any]
-) -> None:
+    source, tmp_path, pack, settings
+):
     dense = tmp_path / "dense"
     folder = save_packed(source, tmp_path / "packed", pack, settings, dense=dense)
     pair = load_pair(str(folder), str(dense), dtype="float64")
@@ -204,7 +162,7 @@ def test_a_model_of_bitsandbytes_is_measured_by_its_weights_also_under_an_adapte
     assert score(adapted, [SEQUENCE])["kl_policy_reference"].min() > 1e-4
 
 
-def test_experts_of_gpt_oss_in_mxfp4_are_decoded_by_transformers(tmp_path: Path) -> None:
+def test_experts_of_gpt_oss_in_mxfp4_are_decoded_by_transformers(tmp_path):
     source = save_tiny(tmp_path / "source")
     torch.manual_seed(0)
     config = GptOssConfig(
@@ -214,16 +172,14 @@ def test_experts_of_gpt_oss_in_mxfp4_are_decoded_by_transformers(tmp_path: Path)
     )  # fmt: skip
     dense, packed = tmp_path / "dense", tmp_path / "packed"
     network = AutoModelForCausalLM.from_config(config)
-    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    table = torch.from_numpy(FLOATS_4)
     tensors: dict[str, torch.Tensor] = {}
     state = network.state_dict()
     for name, weight in state.items():
         if not name.endswith(("gate_up_proj", "down_proj")):
             tensors[name] = weight
             continue
-        experts, inputs, outputs = (
-            weight.shape
-        )  # the files have outputs before inputs, in blocks of 32 inputs
+        experts, inputs, outputs = weight.shape  # files have outputs before inputs, in blocks of 32 inputs
         codes = torch.randint(16, (experts, outputs, inputs // 32, 32))
         exponents = torch.randint(121, 126, (experts, outputs, inputs // 32))
         tensors[f"{name}_blocks"] = (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8)
@@ -235,16 +191,14 @@ def test_experts_of_gpt_oss_in_mxfp4_are_decoded_by_transformers(tmp_path: Path)
         for path in source.glob("*token*"):
             (folder / path.name).write_bytes(path.read_bytes())
     save_file(tensors, packed / "model.safetensors", metadata={"format": "pt"})
-    settings = json.loads((packed / "config.json").read_text())
-    settings["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (packed / "config.json").write_text(json.dumps(settings))
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    edit_json(packed / "config.json", quantization_config=settings)
     pair = load_pair(str(packed), str(dense))
     for name, weight in pair.policy.network.state_dict().items():
         assert torch.equal(weight, pair.reference.network.state_dict()[name]), name
     assert np.all(score(pair, [SEQUENCE])["kl_policy_reference"] == 0)
     assert any("is quantised (mxfp4), and its weights were decoded" in note for note in pair.notes)
     weights = pair.policy.record().weights
-    assert weights is not None
     assert weights.modules["model.layers.0.mlp.experts.gate_up_proj_blocks"] == "mxfp4 (U8)"
     codes, scales = (f"model.layers.0.mlp.experts.gate_up_proj_{part}" for part in ("blocks", "scales"))
     for damaged in (
@@ -258,7 +212,7 @@ def test_experts_of_gpt_oss_in_mxfp4_are_decoded_by_transformers(tmp_path: Path)
 
 
 @pytest.mark.parametrize("method", ["hqq", "torchao", "exl3"])
-def test_a_format_that_cannot_be_loaded_is_named(source: Path, tmp_path: Path, method: str) -> None:
+def test_a_format_that_cannot_be_loaded_is_named(source, tmp_path, method):
     def pack(weight: np.ndarray) -> Module:
         return {"codes": weight.astype(np.float32)}, weight
 
@@ -270,28 +224,23 @@ def test_a_format_that_cannot_be_loaded_is_named(source: Path, tmp_path: Path, m
 @pytest.mark.parametrize(
     ("settings", "dtype"), [(None, torch.int8), ({"quant_method": "ptpc_fp8"}, torch.float8_e4m3fn)]
 )
-def test_codes_that_nothing_decodes_are_no_weights(
-    source: Path, tmp_path: Path, settings: dict[str, Any] | None, dtype: torch.dtype
-) -> None:
+def test_codes_that_nothing_decodes_are_no_weights(source, tmp_path, settings, dtype):
     folder = shutil.copytree(source, tmp_path / "codes")
     tensors = load_file(source / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
     scale = tensors[name].abs().amax(1, keepdim=True) / 100
     tensors |= {name: (tensors[name] / scale).to(dtype), f"{name}_scale": scale}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    edit_json(folder / "config.json", quantization_config=settings)
     advice = "names no quantisation" if settings is None else r"it is quantised \(ptpc_fp8\)"
     with pytest.raises(ModelError, match=rf"codes that are not decoded here, 1 in all, .*{name}.*{advice}"):
         load_pair(str(folder), str(source))
 
 
-def test_one_matrix_without_its_scales_is_refused(source: Path, tmp_path: Path) -> None:
+def test_one_matrix_without_its_scales_is_refused(source, tmp_path):
     def pack(weight: np.ndarray) -> Module:
-        return {
-            "weight": weight.astype(np.int8),
-            "weight_scale": np.ones((len(weight), 1), np.float32),
-        }, weight
+        scale = np.ones((len(weight), 1), np.float32)
+        return {"weight": weight.astype(np.int8), "weight_scale": scale}, weight
 
     settings = {"quant_method": "compressed-tensors", "format": "int-quantized"}
     settings |= {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8}}}}
@@ -303,21 +252,14 @@ def test_one_matrix_without_its_scales_is_refused(source: Path, tmp_path: Path) 
         load_pair(str(folder), str(source))
 
 
-def test_ordinary_weights_with_settings_of_a_quantisation_are_read_and_named(
-    source: Path, tmp_path: Path
-) -> None:
+def test_ordinary_weights_with_settings_of_a_quantisation_are_read_and_named(source, tmp_path):
     folder = shutil.copytree(source, tmp_path / "dense")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps(config | {"quantization_config": {"quant_method": "exl3"}})
-    )
+    edit_json(folder / "config.json", quantization_config={"quant_method": "exl3"})
     pair = load_pair(str(folder), str(source))
     assert any("its files hold ordinary weights, which were read as they are" in note for note in pair.notes)
 
 
-def test_bitnet_counts_its_packed_weights_and_says_that_activations_are_rounded(
-    source: Path, tmp_path: Path
-) -> None:
+def test_bitnet_counts_its_packed_weights_and_says_that_activations_are_rounded(source, tmp_path):
     compiled = dict(dynamo_counters["frames"])
 
     def pack(weight: np.ndarray) -> Module:
@@ -325,9 +267,8 @@ def test_bitnet_counts_its_packed_weights_and_says_that_activations_are_rounded(
         codes = np.clip(np.round(weight * scale), -1, 1).astype(np.int64) + 1
         rows = len(codes) // 4
         packed = sum(codes[part * rows : (part + 1) * rows] << 2 * part for part in range(4))
-        return {"weight": packed.astype(np.uint8), "weight_scale": np.array([scale], np.float32)}, (
-            codes - 1
-        ) / scale
+        parts = {"weight": packed.astype(np.uint8), "weight_scale": np.array([scale], np.float32)}
+        return parts, (codes - 1) / scale
 
     settings = {"quant_method": "bitnet", "linear_class": "bitlinear", "quantization_mode": "offline"}
     folder = save_packed(source, tmp_path / "packed", pack, settings, dense=tmp_path / "dense")

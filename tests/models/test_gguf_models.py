@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from damaged_files import outcomes_of_damage
-from gguf_file import interleaved, write_gguf
+from gguf_file import interleaved, write_all, write_gguf
 from gguf_models import MODELS
+from packed_checkpoints import IDS, SEQUENCE
 from tiny_models import ATTENTION, CONFIGS, SHAPE, SPECIAL, double_logits, save_tiny, tiny_tokenizer
 from transformers import AutoConfig
 
@@ -25,7 +26,6 @@ from kleash.models import Pair, load_pair, read_text, score
 from kleash.models.gguf_network import ARCHITECTURES
 from kleash.models.tokenizers import load_tokenizers
 from kleash.records import CacheJob, MeasureJob
-from kleash.sources.sequences import TokenSequence
 
 KINDS = (
     *("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q4_0", "Q4_1", "Q3_K", "Q2_K"),
@@ -72,9 +72,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_float32_file_gives_the_logits_of_the_checkpoint_it_was_made_from(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_float32_file_gives_the_logits_of_the_checkpoint_it_was_made_from(tmp_path, name):
     folder, path = tiny_gguf(tmp_path, name)
     pair = with_equal_decays(load_pair(str(path), str(folder)))
     stored = pair.policy.network.state_dict()
@@ -86,7 +84,7 @@ def test_a_float32_file_gives_the_logits_of_the_checkpoint_it_was_made_from(
     assert not [note for note in pair.notes if "not mapped" in note]
 
 
-def test_all_architectures_are_tested() -> None:
+def test_all_architectures_are_tested():
     aliases = {
         "mistral3",
         "qwen2vl",
@@ -113,18 +111,10 @@ def fuse_experts(tensors: dict[str, np.ndarray]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "change"),
-    [
-        ("biases", fuse_projections),
-        ("qwen2", fuse_projections),
-        ("chatglm", fuse_projections),
-        ("qwen3moe", fuse_experts),
-    ],
+    [*((name, fuse_projections) for name in ("biases", "qwen2", "chatglm")), ("qwen3moe", fuse_experts)],
 )
-def test_tensors_that_are_joined_or_apart_are_read(tmp_path: Path, name: str, change: Any) -> None:
+def test_tensors_that_are_joined_or_apart_are_read(tmp_path, name, change):
     folder, path = tiny_gguf(tmp_path, name, edit_tensors=change)
-    assert any(
-        "qkv" in tensor.name or "_exps" not in tensor.name for tensor in read_gguf_header(path).tensors
-    )
     assert torch.equal(*logits(load_pair(str(path), str(folder))))
 
 
@@ -132,12 +122,8 @@ def settings_of(values: dict[str, Any]) -> Any:
     """The edit of a file that gives it these settings; None for none."""
 
     def edit(writer: Any) -> None:
-        add = {
-            bool: writer.add_bool,
-            int: writer.add_uint32,
-            float: writer.add_float32,
-            str: writer.add_string,
-        }
+        kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}
+        add = kinds | {str: writer.add_string}
         for key, value in values.items():
             writer.kv_data[0].pop(key, None)
             if value is not None:
@@ -157,7 +143,7 @@ def rename(writer: Any, old: str, new: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "arch"), [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl")])
-def test_language_models_of_qwen_vl_are_those_of_qwen(tmp_path: Path, name: str, arch: str) -> None:
+def test_language_models_of_qwen_vl_are_those_of_qwen(tmp_path, name, arch):
     def edit(writer: Any) -> None:
         rename(writer, name, arch)
         writer.add_array(f"{arch}.rope.dimension_sections", [1, 1, 2, 0])
@@ -170,7 +156,7 @@ def test_language_models_of_qwen_vl_are_those_of_qwen(tmp_path: Path, name: str,
     assert not [note for note in pair.notes if "not mapped" in note]
 
 
-def test_heads_of_glm_4v_have_the_order_of_glm_4(tmp_path: Path) -> None:
+def test_heads_of_glm_4v_have_the_order_of_glm_4(tmp_path):
     def edit(writer: Any) -> None:
         writer.add_array("glm4.rope.dimension_sections", [1, 1, 0, 0])
 
@@ -186,33 +172,23 @@ def test_heads_of_glm_4v_have_the_order_of_glm_4(tmp_path: Path) -> None:
 
 UNGROUPED = ("group_count", "group_used_count", "weights_scale")
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+OLDER_SCALE = dict.fromkeys(("llama.rope.scaling.type", "llama.rope.scaling.factor"))
+OLDER_SCALE |= {"llama.rope.scale_linear": 3.0}
 
 
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        (
-            "granite",
-            {"granite.attention.head_count_kv": [2, 2], "granite.ssm.conv_kernel": 4},
-        ),  # Granite 4 Micro
+        ("granite", {"granite.attention.head_count_kv": [2, 2], "granite.ssm.conv_kernel": 4}),
         ("gemma2 with its caps", dict.fromkeys(f"gemma2.{name}" for name in CAPS)),
         ("granitehybrid as Bamba", {"granitehybrid.attention.scale": None}),
         ("deepseek3 without groups", dict.fromkeys(f"deepseek2.expert_{name}" for name in UNGROUPED)),
         ("linear", {"llama.rope.scaling.type": None}),
-        (
-            "linear",
-            {
-                "llama.rope.scaling.type": None,
-                "llama.rope.scaling.factor": None,
-                "llama.rope.scale_linear": 3.0,
-            },
-        ),
+        ("linear", OLDER_SCALE),
         ("yarn", {"llama.rope.scaling.original_context_length": None, "llama.context_length": 32}),
     ],
 )
-def test_settings_that_a_file_lacks_or_lists_are_those_of_llama_cpp(
-    tmp_path: Path, name: str, change: dict[str, Any]
-) -> None:
+def test_settings_that_a_file_lacks_or_lists_are_those_of_llama_cpp(tmp_path, name, change):
     folder, path = tiny_gguf(tmp_path, name, edit=settings_of(change))
     pair = load_pair(str(path), str(folder))
     torch.testing.assert_close(*logits(pair), rtol=0, atol=2e-4 if "rope" not in str(change) else 0)
@@ -222,49 +198,35 @@ def test_settings_that_a_file_lacks_or_lists_are_those_of_llama_cpp(
 @pytest.mark.parametrize(
     ("name", "settings", "note"),
     [
-        (
-            "gemma2",
-            {"gemma2.attention.sliding_window_pattern": 3},
-            "not mapped .*: attention.sliding_window_pattern",
-        ),
-        (
-            "llama",
-            {"llama.attention.new_scale": 2.0},
-            "1 settings that are not mapped .*: attention.new_scale",
-        ),
+        ("gemma2", {"gemma2.attention.sliding_window_pattern": 3}, "not mapped .*: attention.sliding_window"),
+        ("llama", {"llama.attention.new_scale": 2.0}, "1 settings that are not mapped"),
         ("qwen3", {"qwen3.pooling_type": 3}, "is a model of embeddings .its pooling_type is 3"),
     ],
 )
-def test_settings_that_nothing_reads_and_pooling_are_noted(
-    tmp_path: Path, name: str, settings: dict[str, Any], note: str
-) -> None:
+def test_settings_that_nothing_reads_and_pooling_are_noted(tmp_path, name, settings, note):
     folder, path = tiny_gguf(tmp_path, name, edit=settings_of(settings))
     notes = load_pair(str(path), str(folder)).notes
     assert [each for each in notes if re.search(note, each)]
 
 
 @pytest.mark.parametrize("experts", [0, 3])
-def test_the_factors_of_nvfp4_multiply_its_weights(tmp_path: Path, experts: int) -> None:
+def test_the_factors_of_nvfp4_multiply_its_weights(tmp_path, experts):
     rng = np.random.default_rng(experts)
     rows, columns, count = 4, 128, max(1, experts)
     codes = rng.integers(0, 16, size=(count, rows, columns // 16, 16))
     scales = rng.integers(24, 100, size=(count, rows, columns // 16)).astype(np.uint8)  # E4M3 without a sign
     packed = codes[..., :8] | codes[..., 8:] << 4
-    blocks = np.concatenate(
-        [scales.reshape(count, rows, -1, 4), packed.reshape(count, rows, -1, 32)], axis=-1
-    ).astype(np.uint8)
+    both = [scales.reshape(count, rows, -1, 4), packed.reshape(count, rows, -1, 32)]
+    blocks = np.concatenate(both, axis=-1).astype(np.uint8)
     factors = rng.uniform(0.5, 2, size=count).astype(np.float32)
     part = "ffn_up_exps" if experts else "attn_output"
     writer = gguf.GGUFWriter(str(tmp_path / "nvfp4.gguf"), "qwen3moe")
     shape = (count, rows, -1) if experts else (rows, -1)
-    writer.add_tensor(
-        f"blk.0.{part}.weight", blocks.reshape(shape), raw_dtype=gguf.GGMLQuantizationType.NVFP4
-    )
+    kind = gguf.GGMLQuantizationType.NVFP4
+    writer.add_tensor(f"blk.0.{part}.weight", blocks.reshape(shape), raw_dtype=kind)
     writer.add_tensor(f"blk.0.{part}.scale", factors)
     writer.add_tensor(f"blk.0.{part}.input_scale", np.ones(1, np.float32))  # of activations
-    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
-        write()
-    writer.close()
+    write_all(writer)
     tensors = read_gguf_header(tmp_path / "nvfp4.gguf").tensors
     names = ParameterNames(
         exceptions=ARCHITECTURES["qwen3moe"].names,
@@ -275,21 +237,15 @@ def test_the_factors_of_nvfp4_multiply_its_weights(tmp_path: Path, experts: int)
     table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     values = np.where(codes < 8, 1, -1) * table[codes % 8]
     scale = torch.from_numpy(scales).view(torch.float8_e4m3fn).double().numpy()
-    expected = (values * scale[..., None]).reshape(count, rows, columns) * factors.astype(np.float64)[
-        :, None, None
-    ]
+    expected = (values * scale[..., None]).reshape(count, rows, columns)
+    expected = expected * factors.astype(np.float64)[:, None, None]
     stored = np.stack([parameter.numpy() for parameter in parameters.values()])
     np.testing.assert_allclose(stored, expected, rtol=1e-7, atol=0)
 
 
-def test_the_factors_of_llama_3_divide_the_rotary_frequencies(tmp_path: Path) -> None:
-    scaling = {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    }
+def test_the_factors_of_llama_3_divide_the_rotary_frequencies(tmp_path):
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"original_max_position_embeddings": 32}
     save_tiny(tmp_path, rope_scaling=scaling)
 
     def add_factors(tensors: dict[str, np.ndarray]) -> None:
@@ -308,7 +264,7 @@ def test_the_factors_of_llama_3_divide_the_rotary_frequencies(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_are_decoded_as_by_transformers_own_decoder(tmp_path: Path, kind: str) -> None:
+def test_blocks_are_decoded_as_by_transformers_own_decoder(tmp_path, kind):
     decoder = pytest.importorskip("transformers.integrations.gguf.dequant")
     number = gguf.GGMLQuantizationType[kind]
     block, block_bytes = gguf.GGML_QUANT_SIZES[number]
@@ -317,10 +273,7 @@ def test_blocks_are_decoded_as_by_transformers_own_decoder(tmp_path: Path, kind:
     path = tmp_path / "blocks.gguf"
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_tensor("token_embd.weight", blocks, raw_dtype=number)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_all(writer)
     (tensor,) = read_gguf_header(path).tensors
     assert (tensor.kind, tensor.shape) == (kind, (6, 512))
     decoded = decode(tensor)
@@ -330,7 +283,7 @@ def test_blocks_are_decoded_as_by_transformers_own_decoder(tmp_path: Path, kind:
     torch.testing.assert_close(decoded[finite], expected[finite], rtol=1e-6, atol=0)
 
 
-def test_a_quantised_file_is_measured_like_its_decoded_weights(tmp_path: Path) -> None:
+def test_a_quantised_file_is_measured_like_its_decoded_weights(tmp_path):
     folder, path = tiny_gguf(tmp_path, kind="Q8_0")
     pair = load_pair(str(path), str(folder))
     original = pair.reference.network.state_dict()
@@ -346,21 +299,16 @@ def test_a_quantised_file_is_measured_like_its_decoded_weights(tmp_path: Path) -
             expected[rows[:, 0]] = gguf.quants.dequantize(stored, q8)
         assert np.array_equal(weight.numpy(), expected), name
     pair.policy.network.save_pretrained(tmp_path / "decoded")
-    ids = [0, 40, 80, 120, 160, 200]
-    sequence = TokenSequence(
-        prompt_id=0, sample_id=0, prompt_ids=ids[:1], response_ids=ids[1:], prompt_text="", response_text=""
-    )
-    logp, logq = (double_logits(place, ids).log_softmax(-1)[:-1] for place in (tmp_path / "decoded", folder))
+    logp, logq = (double_logits(place, IDS).log_softmax(-1)[:-1] for place in (tmp_path / "decoded", folder))
     kl = (logp.exp() * (logp - logq)).sum(-1).numpy()
-    assert np.abs(score(pair, [sequence])["kl_policy_reference"] - kl).max() < 1e-6
+    assert np.abs(score(pair, [SEQUENCE])["kl_policy_reference"] - kl).max() < 1e-6
     assert kl.max() > 1e-5
 
 
-def test_the_record_has_bytes_bits_and_the_type_of_each_module(tmp_path: Path) -> None:
+def test_the_record_has_bytes_bits_and_the_type_of_each_module(tmp_path):
     folder, path = tiny_gguf(tmp_path, kind="Q8_0")
     pair = load_pair(str(path), str(folder))
     weights = pair.policy.record().weights
-    assert weights is not None
     header = read_gguf_header(path)
     stored = gguf.GGUFReader(path).tensors
     assert weights.bytes == sum(int(tensor.n_bytes) for tensor in stored)
@@ -369,11 +317,10 @@ def test_the_record_has_bytes_bits_and_the_type_of_each_module(tmp_path: Path) -
     assert weights.modules["blk.0-1.ffn_down"] == "F32"  # its 48 columns are no whole blocks
     assert len(header.tensors) == len(stored)
     plain = pair.reference.record().weights
-    assert plain is not None
     assert (plain.bits_per_weight, plain.modules["model.layers.0-1.self_attn.q_proj"]) == (32.0, "F32")
 
 
-def test_two_files_of_one_folder_are_two_models(tmp_path: Path) -> None:
+def test_two_files_of_one_folder_are_two_models(tmp_path):
     folder, path = tiny_gguf(tmp_path)
     coarse = write_gguf(folder, folder / "coarse.gguf", "Q4_0")
     pair = load_pair(str(path), str(coarse), tokenizer=str(folder))
@@ -385,7 +332,7 @@ def test_two_files_of_one_folder_are_two_models(tmp_path: Path) -> None:
     assert same.policy.network is same.reference.network
 
 
-def test_parts_of_a_split_file_are_one_model(tmp_path: Path) -> None:
+def test_parts_of_a_split_file_are_one_model(tmp_path):
     folder, path = tiny_gguf(tmp_path, parts=3)
     assert path.name == "model-00001-of-00003.gguf"
     for name in (path, path.with_name("model-00002-of-00003.gguf")):
@@ -401,28 +348,21 @@ def test_parts_of_a_split_file_are_one_model(tmp_path: Path) -> None:
         load_pair(str(path), str(folder))
 
 
+def with_tensor(name: str, *shape: int) -> Any:
+    return lambda tensors: tensors.update({name: np.ones(shape, np.float32)})
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (lambda tensors: tensors.pop("blk.1.ffn_up.weight"), "lacks 1 of its weights, which would be random"),
-        (
-            lambda tensors: tensors.update({"blk.0.attn_sinks.weight": np.ones(4, np.float32)}),
-            "1 tensors that the architecture 'llama' does",
-        ),
-        (
-            lambda tensors: tensors.update({"blk.0.ffn_up.weight": np.ones((40, 32), np.float32)}),
-            "has 1 weights of other shapes",
-        ),
-        (
-            lambda tensors: tensors.update({"rope_freqs.weight": np.zeros(4, np.float32)}),
-            "rope_freqs.weight that is no list of factors",
-        ),
+        (with_tensor("blk.0.attn_sinks.weight", 4), "1 tensors that the architecture 'llama' does"),
+        (with_tensor("blk.0.ffn_up.weight", 40, 32), "has 1 weights of other shapes"),
+        (lambda tensors: tensors.update({"rope_freqs.weight": np.zeros(4, np.float32)}), "rope_freqs.weight"),
         (lambda tensors: tensors.pop("token_embd.weight"), "it has no matrix token_embd.weight"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(
-    llama: tuple[Path, Path], tmp_path: Path, change: Any, reason: str
-) -> None:
+def test_tensors_that_do_not_fit_are_refused(llama, tmp_path, change, reason):
     folder, path = llama[0], write_gguf(llama[0], tmp_path / "model.gguf", edit_tensors=change)
     with pytest.raises(ModelError, match=reason):
         load_pair(str(path), str(folder))
@@ -438,55 +378,29 @@ def test_tensors_that_do_not_fit_are_refused(
         ("llama", {"llama.attention.value_length": 4}, "its keys have 8 numbers a head and its values 4"),
         ("llama", {"llama.rope.scaling.type": "longrope"}, "its positions are scaled by 'longrope'"),
         ("llama", {"llama.attention.causal": False}, "its attention is not causal"),
-        (
-            "deepseek2",
-            {"deepseek2.attention.temperature_scale": 0.1},
-            "queries are scaled by their positions",
-        ),
+        ("deepseek2", {"deepseek2.attention.temperature_scale": 0.1}, "queries are scaled by their"),
         ("granite", {"granite.rope.scaling.finetuned": False}, "positions are switched off"),
         ("granitehybrid", {"granitehybrid.rope.dimension_count": 4}, "it rotates 4 of 8 numbers of a head"),
         ("gpt-oss", {"gpt-oss.rope.freq_base_swa": 5.0}, "its layers with a sliding window have"),
-        (
-            "qwen35",
-            {"qwen35.attention.recurrent_layers": [True]},
-            "its attention.recurrent_layers is no list",
-        ),
+        ("qwen35", {"qwen35.attention.recurrent_layers": [True]}, "its attention.recurrent_layers is no"),
         ("qwen35", {"qwen35.nextn_predict_layers": 4}, "nextn_predict_layers is 4, and it has 4 layers"),
         ("qwen35", {"qwen35.ssm.inner_size": "many"}, r"values that qwen35 cannot have \(.*convert"),
-        (
-            "gemma4",
-            {"gemma4.attention.head_count_kv": [2, 2, 1, 2, 2, 2]},
-            "its attention.head_count_kv differs within",
-        ),
-        (
-            "gemma4",
-            {"gemma4.feed_forward_length": [48, 48, 48, 48, 96, 48]},
-            r"its feed_forward_length is \[48, 48, 48, 48",
-        ),
-        (
-            "gemma4",
-            {"gemma4.attention.sliding_window_pattern": [True]},
-            "its attention.sliding_window_pattern",
-        ),
+        ("gemma4", {"gemma4.attention.head_count_kv": [2, 2, 1, 2, 2, 2]}, "its attention.head_count_kv"),
+        ("gemma4", {"gemma4.feed_forward_length": [48, 48, 48, 48, 96, 48]}, r"its feed_forward_length is"),
+        ("gemma4", {"gemma4.attention.sliding_window_pattern": [True]}, "its attention.sliding_window_p"),
         ("lfm2", {"lfm2.attention.head_count_kv": [2, 1, 0]}, "its attention.head_count_kv is no list of 0"),
         ("olmo", {"olmo.attention.layer_norm_epsilon": 1e-6}, "its attention.layer_norm_epsilon is 1e-06"),
-        (
-            "llama4",
-            {"llama4.attention.sliding_window": 0},
-            r"its attention.sliding_window is 0 \(MobileLLM\)",
-        ),
+        ("llama4", {"llama4.attention.sliding_window": 0}, r"its attention.sliding_window is 0"),
         ("ministral3", {"mistral3.rope.scaling.type": "none"}, "it has attention.temperature_scale without"),
     ],
 )
-def test_settings_that_an_architecture_cannot_have_are_refused(
-    tmp_path: Path, name: str, settings: dict[str, Any], reason: str
-) -> None:
+def test_settings_that_an_architecture_cannot_have_are_refused(tmp_path, name, settings, reason):
     folder, path = tiny_gguf(tmp_path, name, edit=settings_of(settings))
     with pytest.raises(ModelError, match=reason):
         load_pair(str(path), str(folder))
 
 
-def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
     def edit(writer: Any) -> None:
         writer.kv_data[0].pop("qwen35.block_count")
         writer.add_block_count(5)
@@ -500,7 +414,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     torch.testing.assert_close(*logits(pair), rtol=0, atol=0)
 
 
-def test_a_gguf_needs_a_tokenizer(llama: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_gguf_needs_a_tokenizer(llama, tmp_path):
     folder, path = llama
     alone = tmp_path / "model.gguf"
     alone.write_bytes(path.read_bytes())
@@ -522,29 +436,19 @@ def test_a_gguf_needs_a_tokenizer(llama: tuple[Path, Path], tmp_path: Path) -> N
         ({40: "wrong"}, None, "320 tokens, of which 1 differ from"),
         ({1: "</end>"}, None, r"token 1 is '</end>' in the file and '</s>'"),
         ({}, lambda w: w.kv_data[0]["tokenizer.ggml.merges"].value.reverse(), r"merges .* merge 0 is"),
-        (
-            {},
-            lambda w: w.kv_data[0]["tokenizer.ggml.merges"].value.pop(),
-            r"has 40 merges and .* 41: merge 40 is",
-        ),
+        ({}, lambda w: w.kv_data[0]["tokenizer.ggml.merges"].value.pop(), r"has 40 merges and .* 41: merge"),
         ({}, lambda w: w.kv_data[0]["tokenizer.ggml.tokens"].value.pop(), r"319 tokens and 320 values of"),
-        (
-            {},
-            lambda w: w.kv_data[0]["tokenizer.ggml.token_type"].value.__setitem__(0, 1),
-            "is normal in the file",
-        ),
+        ({}, lambda w: w.kv_data[0]["tokenizer.ggml.token_type"].value.__setitem__(0, 1), "is normal in the"),
         ({}, lambda w: w.kv_data[0].pop("tokenizer.ggml.tokens"), r"has no tokenizer.ggml.tokens"),
     ],
 )
-def test_another_vocabulary_is_refused_with_the_first_difference(
-    llama: tuple[Path, Path], tmp_path: Path, tokens: dict[int, str], edit: Any, reason: str
-) -> None:
+def test_another_vocabulary_is_refused_with_the_first_difference(llama, tmp_path, tokens, edit, reason):
     folder, path = llama[0], write_gguf(llama[0], tmp_path / "model.gguf", tokens=tokens, edit=edit)
     with pytest.raises(ModelError, match=reason):
         load_pair(str(path), str(folder))
 
 
-def test_added_tokens_may_be_written_as_they_are_decoded(tmp_path: Path) -> None:
+def test_added_tokens_may_be_written_as_they_are_decoded(tmp_path):
     folder, _ = tiny_gguf(tmp_path)
     tokenizer = tiny_tokenizer.__wrapped__()
     tokenizer.add_tokens(["\u2581\u2581"])
@@ -560,7 +464,7 @@ def _user_defined(token_id: int) -> Any:
     return lambda writer: writer.kv_data[0]["tokenizer.ggml.token_type"].value.__setitem__(token_id, 4)
 
 
-def test_begin_and_end_tokens_that_differ_are_named(tmp_path: Path) -> None:
+def test_begin_and_end_tokens_that_differ_are_named(tmp_path):
     def edit(writer: Any) -> None:
         writer.kv_data[0].pop("tokenizer.ggml.add_bos_token")
         writer.add_add_bos_token(False)
@@ -572,7 +476,7 @@ def test_begin_and_end_tokens_that_differ_are_named(tmp_path: Path) -> None:
     assert any("puts the begin token before a text" in note and "puts none" in note for note in pair.notes)
 
 
-def test_damaged_files_are_refused_in_a_sentence(llama: tuple[Path, Path], tmp_path: Path) -> None:
+def test_damaged_files_are_refused_in_a_sentence(llama, tmp_path):
     folder, path = llama
     header = min(tensor.offset for tensor in read_gguf_header(path).tensors)
 
@@ -601,9 +505,7 @@ def load_tokenizers_of(path: Path, folder: Path) -> Any:
         ("<Q", 24, 2**62, "it ends within 'a key'"),
     ],
 )
-def test_hostile_numbers_at_the_beginning_are_named(
-    llama: tuple[Path, Path], tmp_path: Path, layout: str, offset: int, value: Any, reason: str
-) -> None:
+def test_hostile_numbers_at_the_beginning_are_named(llama, tmp_path, layout, offset, value, reason):
     data = bytearray(llama[1].read_bytes())
     struct.pack_into(layout, data, offset, value)
     path = tmp_path / "model.gguf"
@@ -612,7 +514,7 @@ def test_hostile_numbers_at_the_beginning_are_named(
         read_gguf_header(path)
 
 
-def test_a_truncated_file_names_both_sizes(llama: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_truncated_file_names_both_sizes(llama, tmp_path):
     data = llama[1].read_bytes()
     path = tmp_path / "model.gguf"
     path.write_bytes(data[:-64])
@@ -623,21 +525,17 @@ def test_a_truncated_file_names_both_sizes(llama: tuple[Path, Path], tmp_path: P
         read_gguf_header(path)
 
 
-def test_measurements_resume_and_use_a_cache(llama: tuple[Path, Path], tmp_path: Path) -> None:
+def test_measurements_resume_and_use_a_cache(llama, tmp_path):
     folder, path = llama
     coarse = write_gguf(folder, tmp_path / "coarse.gguf", "Q4_0")
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(f"The {animal} is here." for animal in ("cat", "dog", "cow", "fox", "hen")))
 
-    def job(**options: Any) -> MeasureJob:
-        return MeasureJob(
-            **{"policy": str(coarse), "reference": str(path), "text": str(text), "tokenizer": str(folder)}
-            | options
-        )
-
-    cache = tmp_path / "cache"
-    cache_reference(CacheJob(reference=str(path), text=str(text), tokenizer=str(folder), out=str(cache)))
-    cached = measure(job(out=str(tmp_path / "run"), reference_cache=str(cache)))
+    settings = {"policy": str(coarse), "reference": str(path), "text": str(text), "tokenizer": str(folder)}
+    settings |= {"out": str(tmp_path / "run"), "reference_cache": str(tmp_path / "cache")}
+    out = settings["reference_cache"]
+    cache_reference(CacheJob(reference=str(path), text=str(text), tokenizer=str(folder), out=out))
+    cached = measure(MeasureJob(**settings))
     pair = load_pair(str(coarse), str(path), tokenizer=str(folder))
     columns = score(pair, list(read_text(str(text), pair)))
     kl = cached.per_token["kl_policy_reference"]
@@ -645,7 +543,7 @@ def test_measurements_resume_and_use_a_cache(llama: tuple[Path, Path], tmp_path:
     assert kl.value > 1e-4
     write_gguf(folder, coarse, "Q8_0")
     with pytest.raises(RunFolderError, match="the fingerprint of the policy"):
-        measure(job(out=str(tmp_path / "run"), reference_cache=str(cache), resume=True))
+        measure(MeasureJob(**settings, resume=True))
 
 
 @pytest.mark.parametrize(
@@ -665,9 +563,7 @@ def test_measurements_resume_and_use_a_cache(llama: tuple[Path, Path], tmp_path:
         ("llama", None, True, 2**32 - 1, None),
     ],
 )
-def test_the_begin_token_is_that_of_llama_cpp(
-    model: str, pre: str | None, stored: bool | None, begin: int | None, expected: int | None
-) -> None:
+def test_the_begin_token_is_that_of_llama_cpp(model, pre, stored, begin, expected):
     """By src/llama-vocab.cpp of llama.cpp, version of August 2026."""
     values = {"model": model, "pre": pre, "add_bos_token": stored, "bos_token_id": begin}
     settings = {f"tokenizer.ggml.{key}": value for key, value in values.items() if value is not None}

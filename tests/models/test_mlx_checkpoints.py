@@ -1,6 +1,5 @@
 """MLX checkpoints: packed by the formulas of its documentation, in numpy, and read as transformers' networks."""
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -10,27 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from packed_checkpoints import bit_string, packed_checkpoint
+from packed_checkpoints import FLOATS_4, SEQUENCE, bit_string, read_module, write_module
 from safetensors.torch import load_file, save_file
 from tiny_architectures import tiny_config
-from tiny_models import save_tiny, tiny_tokenizer
+from tiny_models import edit_json, save_tiny, tiny_tokenizer
 from tiny_towers import save_tower
 from transformers import AutoModelForCausalLM
 
-from kleash.checkpoints.quantised.packed_formats import find_packed_modules
 from kleash.errors import ModelError
 from kleash.models import load_pair, score
 from kleash.models.filling import unpack
-from kleash.sources.sequences import TokenSequence
 
 AFFINE = {"group_size": 32, "bits": 4}
-FLOATS_4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-"""The numbers E2M1 by their codes."""
 NORMS = ("layernorm.weight", "model.norm.weight", ".q_norm.weight", ".k_norm.weight")
-IDS = [0, 40, 80, 120, 160, 200, 240, 33]
-SEQUENCE = TokenSequence(
-    prompt_id=0, sample_id=0, prompt_ids=IDS[:1], response_ids=IDS[1:], prompt_text="", response_text=""
-)
 Tensors = dict[str, torch.Tensor]
 Renaming = Callable[[str], str]
 
@@ -71,34 +62,27 @@ def pack_floats(mode: str) -> tuple[Tensors, torch.Tensor]:
     return tensors, torch.from_numpy(numbers * factors.repeat(group_size, axis=1))
 
 
-def unpacked(folder: Path, tensors: Tensors, settings: dict[str, Any]) -> tuple[torch.Tensor, str]:
-    """The matrix and the kind of the module "m" that the tensors are of."""
-    save_file({f"m.{part}": tensor for part, tensor in tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"quantization": settings}))
-    packed = find_packed_modules(packed_checkpoint(folder))
-    assert packed is not None
-    return unpack(packed.modules[0], torch.float64), packed.modules[0].kind
-
-
 @pytest.mark.parametrize(
     ("bits", "group_size"), [(1, 32), (2, 32), (3, 64), (4, 32), (5, 32), (6, 64), (8, 64)]
 )
-def test_integers_are_unpacked(tmp_path: Path, bits: int, group_size: int) -> None:
+def test_integers_are_unpacked(tmp_path, bits, group_size):
     weight = torch.randn(40, 192, generator=torch.Generator().manual_seed(bits))
     tensors, values = pack_affine(weight, bits, group_size)
-    result, kind = unpacked(tmp_path, tensors, {"bits": bits, "group_size": group_size})
-    assert torch.equal(result, values)
-    assert kind == f"mlx int{bits}, groups of {group_size}"
+    module = read_module(
+        write_module(tmp_path, tensors, quantization={"bits": bits, "group_size": group_size})
+    )
+    assert torch.equal(unpack(module, torch.float64), values)
+    assert module.kind == f"mlx int{bits}, groups of {group_size}"
 
 
 @pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
-def test_small_floats_are_unpacked(tmp_path: Path, mode: str) -> None:
+def test_small_floats_are_unpacked(tmp_path, mode):
     tensors, values = pack_floats(mode)
     group_size = 16 if mode == "nvfp4" else 32
     settings = {"bits": 8 if mode == "mxfp8" else 4, "group_size": group_size, "mode": mode}
-    result, kind = unpacked(tmp_path, tensors, settings)
-    assert torch.equal(result, values)
-    assert kind == f"mlx {mode}, groups of {group_size}"
+    module = read_module(write_module(tmp_path, tensors, quantization=settings))
+    assert torch.equal(unpack(module, torch.float64), values)
+    assert module.kind == f"mlx {mode}, groups of {group_size}"
 
 
 def convert(weights: Tensors, rename: Renaming) -> Tensors:
@@ -130,14 +114,7 @@ def convert(weights: Tensors, rename: Renaming) -> Tensors:
 def save_mlx(
     source: Path, folder: Path, *, own: dict[str, Any] | None = None, rename: Renaming = str
 ) -> tuple[Path, Path]:
-    """A copy of a checkpoint as mlx-lm converts it, and its dequantised twin.
-
-    Args:
-        source: the checkpoint.
-        folder: of the two.
-        own: settings of single modules by MLX's names; False for those that are not quantised.
-        rename: gives MLX's name of a tensor.
-    """
+    """A copy of a checkpoint as mlx-lm converts it, and its dequantised twin; ``own`` settings by MLX's names."""
     weights = {name: x for name, x in load_file(source / "model.safetensors").items() if "vis" not in name}
     settings = {**AFFINE, **(own or {})}
 
@@ -159,9 +136,7 @@ def save_mlx(
     for copy, tensors in ((folder / "mlx", stored), (folder / "dense", decoded)):
         shutil.copytree(source, copy)
         save_file(tensors, copy / "model.safetensors", metadata={"format": "mlx"})
-    config = json.loads((source / "config.json").read_text())
-    both = {"quantization": settings, "quantization_config": settings}
-    (folder / "mlx" / "config.json").write_text(json.dumps(config | both))
+    edit_json(folder / "mlx" / "config.json", quantization=settings, quantization_config=settings)
     return folder / "mlx", folder / "dense"
 
 
@@ -174,7 +149,7 @@ def require_equal(folder: Path, dense: Path) -> Any:
     return pair
 
 
-def test_a_model_with_a_tied_embedding_and_settings_of_single_modules(tmp_path: Path) -> None:
+def test_a_model_with_a_tied_embedding_and_settings_of_single_modules(tmp_path):
     source = save_tiny(tmp_path / "source", "qwen3", hidden_size=64, intermediate_size=96)
     own = {
         "model.embed_tokens": {"group_size": 64, "bits": 6},
@@ -192,7 +167,7 @@ def test_a_model_with_a_tied_embedding_and_settings_of_single_modules(tmp_path: 
 
 
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen2_moe", "qwen3_next"])
-def test_stacked_experts_moved_kernels_and_shifted_norms(tmp_path: Path, architecture: str) -> None:
+def test_stacked_experts_moved_kernels_and_shifted_norms(tmp_path, architecture):
     config = tiny_config(architecture)
     config.initializer_range = 0.2
     torch.manual_seed(0)
@@ -206,7 +181,7 @@ def test_stacked_experts_moved_kernels_and_shifted_norms(tmp_path: Path, archite
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_moe", "gemma3"])
-def test_a_text_tower_has_the_names_of_mlx(tmp_path: Path, family: str) -> None:
+def test_a_text_tower_has_the_names_of_mlx(tmp_path, family):
     def rename(name: str) -> str:
         inner = name.replace("model.language_model.", "model.")
         return inner if inner.startswith("language_model.") else f"language_model.{inner}"
@@ -225,17 +200,14 @@ def test_a_text_tower_has_the_names_of_mlx(tmp_path: Path, family: str) -> None:
         ({}, "biases", r"has no tensor biases"),
     ],
 )
-def test_settings_and_tensors_that_do_not_fit_are_refused(
-    tmp_path: Path, change: dict[str, Any], part: str, reason: str
-) -> None:
+def test_settings_and_tensors_that_do_not_fit_are_refused(tmp_path, change, part, reason):
     tensors, _ = pack_affine(torch.randn(40, 192), 4, 32)
     with pytest.raises(ModelError, match=reason):
-        unpacked(tmp_path, {key: x for key, x in tensors.items() if key != part}, AFFINE | change)
+        tensors.pop(part, None)
+        unpack(read_module(write_module(tmp_path, tensors, quantization=AFFINE | change)), torch.float64)
 
 
-def test_an_architecture_whose_weights_mlx_changes_is_refused(tmp_path: Path) -> None:
-    config = {"model_type": "falcon_h1", "quantization": AFFINE}
-    save_file({"m.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(config))
+def test_an_architecture_whose_weights_mlx_changes_is_refused(tmp_path):
+    write_module(tmp_path, {"weight": torch.zeros(2, 2)}, model_type="falcon_h1", quantization=AFFINE)
     with pytest.raises(ModelError, match="mlx-lm changes weights of falcon_h1"):
-        find_packed_modules(packed_checkpoint(tmp_path))
+        read_module(tmp_path)

@@ -11,13 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from scipy.special import log_softmax
 from scoring_cases import columns_by_enumeration, random_sequences
-from tiny_models import double_logits, save_tiny, tiny_tokenizer
+from tiny_models import double_logits, edit_json, save_tiny, tiny_tokenizer
 from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 from kleash.checkpoints import files, resolution
 from kleash.checkpoints.resolution import find_checkpoint
 from kleash.errors import CannotRunError, ModelError, OptionError, UnknownNameError
-from kleash.models import Model, Pair, load_pair, score
+from kleash.models import Model, load_pair, score
+from kleash.models.pair_loading import pair_models
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def test_auto_dtype_is_float32_on_a_cpu(tmp_path):
     assert load_pair(str(folder), str(folder), device="cpu").policy.dtype == torch.float32
 
 
-def test_padded_heads_of_equal_size_are_kept(pair: Pair):
+def test_padded_heads_of_equal_size_are_kept(pair):
     assert pair.notes == ("both heads have 320 rows for 300 tokens; the 20 others are kept",)
     assert pair.vocab_size == 320
 
@@ -93,19 +94,15 @@ def test_padded_heads_of_different_sizes_are_truncated_to_the_tokens(folders, tm
     reference = save_tiny(tmp_path / "reference", vocab_size=305)
     pair = load_pair(str(policy), str(reference))
     (note,) = pair.notes
-    assert note.startswith(
-        "the heads have 320 (policy) and 305 (reference) rows for 300 tokens; both are cut"
-    )
+    assert note.startswith("the heads have 320 (policy) and 305 (reference) rows for 300 tokens; both")
     assert (pair.vocab_size, pair.reference.vocab_size) == (300, 300)
     one = random_sequences()[1]
     found = score(pair, [one])
-    both = [
-        double_logits(folder, [*one.prompt_ids, *one.response_ids]).numpy() for folder in (policy, reference)
-    ]
+    ids = [*one.prompt_ids, *one.response_ids]
+    both = [double_logits(folder, ids).numpy() for folder in (policy, reference)]
     logp, logq = (log_softmax(z[:-1, :300], axis=-1) for z in both)
-    np.testing.assert_allclose(
-        found["kl_policy_reference"], (np.exp(logp) * (logp - logq)).sum(-1), rtol=3e-5, atol=3e-6
-    )
+    wanted = (np.exp(logp) * (logp - logq)).sum(-1)
+    np.testing.assert_allclose(found["kl_policy_reference"], wanted, rtol=3e-5, atol=3e-6)
 
 
 def test_fewer_embeddings_than_tokens_are_an_error(tmp_path, unhooked):
@@ -113,9 +110,7 @@ def test_fewer_embeddings_than_tokens_are_an_error(tmp_path, unhooked):
     refuse(folder, "the policy .* has 290 embeddings for a tokenizer of 300 tokens")
 
 
-def test_fewer_logits_than_tokens_are_an_error(pair: Pair, unhooked):
-    from kleash.models.pair_loading import pair_models
-
+def test_fewer_logits_than_tokens_are_an_error(pair, unhooked):
     with pytest.raises(ModelError, match=r"the reference .* has 299 logits"):
         pair_models(pair.policy, replace(pair.reference, vocab_size=299), ())
 
@@ -136,11 +131,8 @@ def test_a_missing_model_is_an_error(tmp_path, unhooked):
     refuse("shipped:nothing", "shipped model", error=UnknownNameError)
 
 
-def test_a_revision_of_the_hub_is_named_in_the_error(unhooked):
+def test_a_revision_is_named_in_the_error(folders, unhooked):
     refuse("nobody/has-this", "did not give it out at revision v2", revision_policy="v2")
-
-
-def test_a_revision_of_a_folder_is_an_error(folders, unhooked):
     refuse(folders("llama")[0], "which has no revision 'main'", revision_policy="main")
 
 
@@ -185,9 +177,7 @@ def test_missing_weights_are_an_error(copied, unhooked):
     stored = load_file(copied / "model.safetensors")
     del stored["model.layers.1.mlp.up_proj.weight"], stored["model.norm.weight"]
     save_file(stored, copied / "model.safetensors", metadata={"format": "pt"})
-    refuse(
-        copied, "lacks 2 of its weights, which would be random: model.layers.1.mlp.up_proj.weight, model.norm"
-    )
+    refuse(copied, "lacks 2 of its weights, .*: model.layers.1.mlp.up_proj.weight, model.norm")
 
 
 def shard(folder, stored):
@@ -206,23 +196,18 @@ def test_shards_need_their_index_and_beside_one_file_have_the_same_tensors(copie
     assert load_pair(str(copied), str(copied)).policy.parameters
     stored["model.norm.weight"] += 1
     shard(copied, stored)
-    refuse(
-        copied,
-        "model.safetensors and model-0000.-of-00002.safetensors hold the tensor model.norm.weight with",
-    )
+    refuse(copied, "model.safetensors and model-0000.-of-00002.safetensors hold the tensor model.norm.weight")
     (copied / "model.safetensors").unlink()
     (copied / "model.safetensors.index.json").unlink()
     refuse(copied, "cannot be loaded: .*no file named")
 
 
 def test_a_class_of_own_code_that_is_not_run_gives_a_note(copied):
-    settings = json.loads((copied / "config.json").read_text())
-    settings |= {"auto_map": {"AutoModelForCausalLM": "modeling.MyModel"}, "architectures": ["MyModel"]}
-    (copied / "config.json").write_text(json.dumps(settings))
+    own = {"auto_map": {"AutoModelForCausalLM": "modeling.MyModel"}, "architectures": ["MyModel"]}
+    edit_json(copied / "config.json", **own)
     notes = load_pair(str(copied), str(copied)).notes
     assert any(
-        "names the class MyModel of its own code, and transformers' LlamaForCausalLM" in note
-        for note in notes
+        "the class MyModel of its own code, and transformers' LlamaForCausalLM" in note for note in notes
     )
 
 
@@ -237,20 +222,14 @@ def test_unused_weights_give_a_note(copied):
 def test_a_missing_tokenizer_is_an_error(copied, unhooked):
     for path in copied.glob("tokenizer*"):
         path.unlink()
-    refuse(
-        copied, "the policy .* has no tokenizer: there is no tokenizer.json in .*; copy the tokenizer's files"
-    )
+    refuse(copied, "the policy .* has no tokenizer: there is no tokenizer.json in .*; copy")
     (copied / "tokenizer.json").write_text("{")
     refuse(copied, "the tokenizer of the policy .* cannot be loaded")
 
 
 def test_weights_with_mismatched_shapes_are_an_error(copied, unhooked):
-    config = json.loads((copied / "config.json").read_text())
-    (copied / "config.json").write_text(json.dumps({**config, "vocab_size": 310}))
-    refuse(
-        copied,
-        r"has 2 weights of other shapes than its configuration says, such as .*lm_head.weight.*; correct",
-    )
+    edit_json(copied / "config.json", vocab_size=310)
+    refuse(copied, "has 2 weights of other shapes than its configuration says, .*lm_head.weight.*; correct")
 
 
 def test_a_name_too_long_for_a_file_is_an_error(unhooked):
@@ -266,22 +245,17 @@ def test_encoder_decoders_and_composite_models_without_weights_are_refused(tmp_p
     tiny_tokenizer().save_pretrained(picture)
     (picture / "config.json").write_text(json.dumps({"model_type": "gemma3", "vision_config": {}}))
     save_file({"x": torch.zeros(1)}, picture / "model.safetensors")
-    refuse(picture, r"describes in its settings a network of \d+ weights")
+    refuse(picture, "has 26 layers by its settings, and its files hold 1 tensors")
 
 
 def test_an_unknown_architecture_is_an_error(copied, unhooked):
-    config = json.loads((copied / "config.json").read_text())
-    (copied / "config.json").write_text(json.dumps({**config, "model_type": "never-heard-of"}))
+    edit_json(copied / "config.json", model_type="never-heard-of")
     refuse(copied, "cannot be loaded: .*never-heard-of")
 
 
 def test_remote_code_runs_only_with_trust_remote_code(copied, unhooked):
-    config = json.loads((copied / "config.json").read_text())
-    config |= {
-        "model_type": "mine",
-        "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"},
-    }
-    (copied / "config.json").write_text(json.dumps(config))
+    own = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}
+    edit_json(copied / "config.json", model_type="mine", auto_map=own)
     (copied / "mine.py").write_text(f"open({str(copied / 'ran')!r}, 'w')")
     refuse(copied, "cannot be loaded.*--trust-remote-code|the tokenizer of the policy")
     assert not (copied / "ran").exists()
@@ -301,29 +275,19 @@ def test_a_device_map_gives_the_same_numbers(folders):
     pair = load_pair(str(policy), str(reference), device_map="cpu")
     found = score(pair, random_sequences())
     wanted = columns_by_enumeration(policy, reference, random_sequences())
-    np.testing.assert_allclose(
-        found["kl_policy_reference"], wanted["kl_policy_reference"], rtol=3e-5, atol=3e-6
-    )
+    name = "kl_policy_reference"
+    np.testing.assert_allclose(found[name], wanted[name], rtol=3e-5, atol=3e-6)
 
 
-def test_different_dtypes_give_a_warning(folders):
-    from kleash.models.pair_loading import pair_models
-
-    policy, reference = folders("llama")
-    ours, theirs = (
-        load_pair(str(policy), str(reference)),
-        load_pair(str(policy), str(reference), dtype="float64"),
-    )
-    mixed = pair_models(ours.policy, theirs.reference, ())
-    assert mixed.warnings == (
-        "the policy ran in torch.float32 and the reference in torch.float64; give --dtype",
-    )
-    assert ours.warnings == ()
+def test_different_dtypes_give_a_warning(pair, folders):
+    doubles = load_pair(*map(str, folders("llama")), dtype="float64")
+    (warning,) = pair_models(pair.policy, doubles.reference, ()).warnings
+    assert warning == "the policy ran in torch.float32 and the reference in torch.float64; give --dtype"
+    assert pair.warnings == ()
 
 
 def test_eos_token_ids_come_from_the_generation_config(copied):
-    settings = json.loads((copied / "generation_config.json").read_text())
-    (copied / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": [1, 7]}))
+    edit_json(copied / "generation_config.json", eos_token_id=[1, 7])
     assert load_pair(str(copied), str(copied)).policy.eos_token_ids == (1, 7)
 
 
@@ -341,12 +305,11 @@ def test_the_fingerprint_changes_with_any_tensor_only(folders, copied, tmp_path)
         assert find_checkpoint(str(copied)).fingerprint() != print_of, name
     save_file(stored, copied / "model.safetensors", metadata={"format": "pt"})
     assert find_checkpoint(str(copied)).fingerprint() == print_of
-    config = json.loads((copied / "config.json").read_text())
-    (copied / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    edit_json(copied / "config.json", rms_norm_eps=0.5)
     assert find_checkpoint(str(copied)).fingerprint() != print_of
 
 
-def test_the_context_length_of_a_pair_is_the_shorter_one(pair: Pair):
+def test_the_context_length_of_a_pair_is_the_shorter_one(pair):
     shorter = replace(pair, reference=replace(pair.reference, context_length=40))
     assert shorter.context_length == 40
     unlimited = replace(shorter, policy=replace(pair.policy, context_length=None))

@@ -3,98 +3,69 @@
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from packed_checkpoints import Packer, pack_awq, pack_gptq, packed_checkpoint, save_packed
+from packed_checkpoints import (
+    IDS,
+    SEQUENCE,
+    pack_awq,
+    pack_gptq,
+    packed_checkpoint,
+    read_module,
+    save_packed,
+    write_module,
+)
 from safetensors.torch import load_file, save_file
 from scipy.special import log_softmax
-from tiny_models import ATTENTION, CONFIGS, SHAPE, SPECIAL, double_logits, save_tiny, tiny_adapter
+from tiny_models import ATTENTION, CONFIGS, SHAPE, SPECIAL, double_logits, edit_json, save_tiny, tiny_adapter
 from tiny_towers import save_tower
 from transformers import Qwen3MoeConfig
 
-from kleash.checkpoints.quantised.packed_formats import find_packed_modules
 from kleash.errors import ModelError
 from kleash.models import load_pair, score, transformers_formats
 from kleash.models.filling import unpack
 from kleash.models.transformers_formats import has_kernels
-from kleash.sources.sequences import TokenSequence
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "checkpoint_format": "gptq"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
 SHAPES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "head_dim": 16}
-IDS = [0, 40, 80, 120, 160, 200, 240, 33]
-SEQUENCE = TokenSequence(
-    prompt_id=0, sample_id=0, prompt_ids=IDS[:1], response_ids=IDS[1:], prompt_text="", response_text=""
-)
-
-
-def gptq_layouts() -> list[Any]:
-    cases = []
-    for bits in (2, 3, 4, 8):
-        for version, name in ((1, "gptq"), (2, "gptq_v2")):
-            pack = pack_gptq(bits, 32, act_order=bits in (3, 4), version=version)
-            settings = GPTQ | {"bits": bits, "checkpoint_format": name}
-            cases.append(
-                pytest.param(pack, settings, f"gptq int{bits}, groups of 32", id=f"gptq-{bits}-{version}")
-            )
-    return cases
-
-
-LAYOUTS = [
-    *gptq_layouts(),
-    pytest.param(
-        pack_gptq(4, 96, act_order=False, version=1),
-        {"quant_method": "gptq", "bits": 4, "group_size": -1},
-        "gptq int4, rows",
-        id="gptq-one-group",
-    ),
-    pytest.param(
-        pack_gptq(4, 40, act_order=False, version=1, with_groups=False),
-        GPTQ | {"group_size": 40},
-        "gptq int4, groups of 40",
-        id="gptq-smaller-last-group",
-    ),
-    pytest.param(
-        pack_gptq(8, 16, act_order=False, version=1),
-        GPTQ | {"dynamic": {"+:.*": {"bits": 8, "group_size": 16}}},
-        "gptq int8, groups of 16",
-        id="gptq-overridden",
-    ),
-    *(
-        pytest.param(
-            pack,
-            {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": packing_format},
-            "auto-round int4, groups of 32",
-            id=packing_format,
-        )
-        for packing_format, pack in (
-            ("auto_round", pack_gptq(4, 32, act_order=False, version=2, with_groups=False)),
-            ("auto_round:auto_gptq", pack_gptq(4, 32, act_order=False, version=1, with_groups=False)),
-            ("auto_round:auto_awq", pack_awq(32)),
-        )
-    ),
-    pytest.param(pack_awq(32), AWQ, "awq int4, groups of 32", id="awq"),
-    pytest.param(pack_awq(96), AWQ | {"group_size": -1}, "awq int4, rows", id="awq-one-group"),
-]
-
-
-@pytest.mark.parametrize(("pack", "settings", "kind"), LAYOUTS)
-def test_a_matrix_is_unpacked_to_the_numbers_that_were_packed(
-    tmp_path: Path, pack: Packer, settings: dict[str, Any], kind: str
-) -> None:
-    tensors, values = pack(np.random.default_rng(0).normal(size=(160, 96)))
-    save_file(
-        {f"m.{part}": torch.from_numpy(value.copy()) for part, value in tensors.items()},
-        tmp_path / "model.safetensors",
+LAYOUTS = {
+    f"gptq-{bits}-{version}": (
+        pack_gptq(bits, 32, act_order=bits in (3, 4), version=version),
+        GPTQ | {"bits": bits, "checkpoint_format": name},
+        f"gptq int{bits}, groups of 32",
     )
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
-    packed = find_packed_modules(packed_checkpoint(tmp_path))
-    assert packed is not None
-    (module,) = packed.modules
+    for bits in (2, 3, 4, 8)
+    for version, name in ((1, "gptq"), (2, "gptq_v2"))
+}
+PLAIN = partial(pack_gptq, act_order=False, version=1)
+ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32}, "auto-round int4, groups of 32"
+OVERRIDDEN = GPTQ | {"dynamic": {"+:.*": {"bits": 8, "group_size": 16}}}
+LAYOUTS |= {
+    "one-group": (PLAIN(4, 96), {"quant_method": "gptq", "bits": 4, "group_size": -1}, "gptq int4, rows"),
+    "smaller-last-group": (
+        *(PLAIN(4, 40, with_groups=False), GPTQ | {"group_size": 40}, "gptq int4, groups of 40"),
+    ),
+    "overridden": (PLAIN(8, 16), OVERRIDDEN, "gptq int8, groups of 16"),
+    "auto_round": (pack_gptq(4, 32, act_order=False, version=2, with_groups=False), *ROUND),
+    "auto_round:auto_gptq": (PLAIN(4, 32, with_groups=False), *ROUND),
+    "auto_round:auto_awq": (pack_awq(32), *ROUND),
+    "awq": (pack_awq(32), AWQ, "awq int4, groups of 32"),
+    "awq-one-group": (pack_awq(96), AWQ | {"group_size": -1}, "awq int4, rows"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_matrix_is_unpacked_to_the_numbers_that_were_packed(tmp_path, layout):
+    pack, settings, kind = LAYOUTS[layout]
+    settings = settings | ({"packing_format": layout} if "round" in layout else {})
+    tensors, values = pack(np.random.default_rng(0).normal(size=(160, 96)))
+    module = read_module(write_module(tmp_path, tensors, quantization_config=settings))
     assert (module.shape, module.kind) == ((160, 96), kind)
     for dtype in (torch.float32, torch.float64):
         weight = unpack(module, dtype)
@@ -120,39 +91,27 @@ def awq(source: Path) -> tuple[Path, Path]:
     return save_packed(source, folder, pack_awq(32), AWQ, dense=dense), dense
 
 
-def exact_kl(policy: Path, reference: Path) -> np.ndarray:
-    """KL(policy || reference) at each scored position, from transformers' logits in float64."""
-    logp, logq = (
-        log_softmax(double_logits(folder, IDS)[:-1].numpy(), axis=-1) for folder in (policy, reference)
-    )
-    return (np.exp(logp) * (logp - logq)).sum(-1)
+def kl_of(policy: Path, reference: Path, dtype: str = "float64") -> np.ndarray:
+    return score(load_pair(str(policy), str(reference), dtype=dtype), [SEQUENCE])["kl_policy_reference"]
 
 
 @pytest.mark.parametrize("format_name", ["gptq", "awq"])
-def test_the_kl_is_that_of_the_dequantised_weights(
-    source: Path, format_name: str, request: pytest.FixtureRequest
-) -> None:
+def test_the_kl_is_that_of_the_dequantised_weights(source, format_name, request):
+    """By transformers' logits in float64."""
     folder, dense = request.getfixturevalue(format_name)
-    expected = exact_kl(dense, source)
-    assert expected.min() > 1e-4
-    pair = load_pair(str(folder), str(source), dtype="float64")
-    np.testing.assert_allclose(
-        score(pair, [SEQUENCE])["kl_policy_reference"], expected, rtol=2e-7, atol=1e-12
-    )
-    in_float32 = load_pair(str(folder), str(source))
-    np.testing.assert_allclose(
-        score(in_float32, [SEQUENCE])["kl_policy_reference"], expected, rtol=2e-5, atol=1e-6
-    )
+    logp, logq = (log_softmax(double_logits(one, IDS)[:-1].numpy(), axis=-1) for one in (dense, source))
+    forward, backward = ((np.exp(p) * (p - q)).sum(-1) for p, q in ((logp, logq), (logq, logp)))
+    assert forward.min() > 1e-4
+    np.testing.assert_allclose(kl_of(folder, source), forward, rtol=2e-7, atol=1e-12)
+    np.testing.assert_allclose(kl_of(folder, source, "float32"), forward, rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(kl_of(source, folder), backward, rtol=2e-7, atol=1e-12)
+    pair = load_pair(str(folder), str(folder))
+    assert np.all(score(pair, [SEQUENCE])["kl_policy_reference"] == 0)
     note = f"the policy {folder} is quantised ({format_name}), and its 7 packed matrices were unpacked"
     assert any(text.startswith(note) and "activations are not quantised" in text for text in pair.notes)
-    swapped = load_pair(str(source), str(folder), dtype="float64")
-    np.testing.assert_allclose(
-        score(swapped, [SEQUENCE])["kl_policy_reference"], exact_kl(source, dense), rtol=2e-7, atol=1e-12
-    )
-    assert np.all(score(load_pair(str(folder), str(folder)), [SEQUENCE])["kl_policy_reference"] == 0)
 
 
-def test_an_adapter_is_measured_over_unpacked_weights(gptq: tuple[Path, Path], tmp_path: Path) -> None:
+def test_an_adapter_is_measured_over_unpacked_weights(gptq, tmp_path):
     folder, dense = gptq
     adapters = [tiny_adapter(tmp_path / base.name, dense, base_name=str(base)) for base in gptq]
     over_packed = load_pair(str(adapters[0]), str(folder))
@@ -163,12 +122,11 @@ def test_an_adapter_is_measured_over_unpacked_weights(gptq: tuple[Path, Path], t
     np.testing.assert_array_equal(kl, score(over_dense, [SEQUENCE])["kl_policy_reference"])
 
 
-def test_the_record_has_bytes_bits_and_the_kind_of_each_module(gptq: tuple[Path, Path], source: Path) -> None:
+def test_the_record_has_bytes_bits_and_the_kind_of_each_module(gptq, source):
     pair = load_pair(str(gptq[0]), str(source))
     weights = pair.policy.record().weights
-    assert weights is not None
     stored = load_file(gptq[0] / "model.safetensors")
-    assert weights.bytes == sum(tensor.numel() * tensor.element_size() for tensor in stored.values())
+    assert weights.bytes == sum(tensor.nbytes for tensor in stored.values())
     assert weights.bits_per_weight == 8 * weights.bytes / pair.reference.parameters
     assert weights.modules == {
         **{f"model.layers.0.self_attn.{part}_proj": "gptq int4, groups of 32" for part in "kqvo"},
@@ -179,31 +137,23 @@ def test_the_record_has_bytes_bits_and_the_kind_of_each_module(gptq: tuple[Path,
     assert pair.policy.parameters == pair.reference.parameters
 
 
-def test_a_packed_head_is_unpacked_and_not_tied_to_the_embedding(tmp_path: Path) -> None:
+def test_a_packed_head_is_unpacked_and_not_tied_to_the_embedding(tmp_path):
     source = save_tiny(tmp_path / "source", **SHAPES)
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    edit_json(source / "config.json", tie_word_embeddings=True)
     dense = tmp_path / "dense"
-    folder = save_packed(
-        source,
-        tmp_path / "packed",
-        pack_gptq(4, 32, act_order=False, version=2),
-        GPTQ | {"checkpoint_format": "gptq_v2", "lm_head": True},
-        matches=lambda name: name == "lm_head.weight",
-        dense=dense,
-    )
-    (dense / "config.json").write_text(json.dumps(config))
+    pack = pack_gptq(4, 32, act_order=False, version=2)
+    settings = GPTQ | {"checkpoint_format": "gptq_v2", "lm_head": True}
+    head = {"matches": lambda name: name == "lm_head.weight", "dense": dense}
+    folder = save_packed(source, tmp_path / "packed", pack, settings, **head)
+    edit_json(dense / "config.json", tie_word_embeddings=False)
     pair = load_pair(str(folder), str(dense))
     head = pair.policy.head.weight
-    assert head is not None
     assert torch.equal(head.double(), load_file(dense / "model.safetensors")["lm_head.weight"])
     assert np.all(score(pair, [SEQUENCE])["kl_policy_reference"] == 0)
 
 
 @pytest.mark.parametrize("value", [0.0, 0.5])
-def test_a_bias_that_the_network_does_not_have_is_left_out_or_named(
-    gptq: tuple[Path, Path], tmp_path: Path, value: float
-) -> None:
+def test_a_bias_that_the_network_does_not_have_is_left_out_or_named(gptq, tmp_path, value):
     folder = tmp_path / "biased"
     shutil.copytree(gptq[0], folder)
     tensors = load_file(folder / "model.safetensors")
@@ -213,24 +163,13 @@ def test_a_bias_that_the_network_does_not_have_is_left_out_or_named(
     assert any("are not used by its architecture" in note for note in notes) == (value != 0)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "act_fn.scales",  # AutoAWQ scales some activations
-        "down_proj.had_K",  # a rotation of the inputs
-        "down_proj.lora_A.weight",
-    ],
-)
-def test_tensors_that_a_matrix_has_beside_its_format_are_refused(
-    gptq: tuple[Path, Path], tmp_path: Path, name: str
-) -> None:
+@pytest.mark.parametrize("name", ["act_fn.scales", "down_proj.had_K", "down_proj.lora_A.weight"])
+def test_tensors_that_a_matrix_has_beside_its_format_are_refused(gptq, tmp_path, name):
     folder = shutil.copytree(gptq[0], tmp_path / "scaled")
     tensors = load_file(folder / "model.safetensors")
     tensors[f"model.layers.0.mlp.{name}"] = torch.full((96,), 2.0)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        ModelError, match=rf"1 tensors of a quantisation .*, such as model\.layers\.0\.mlp\.{re.escape(name)}"
-    ):
+    with pytest.raises(ModelError, match=rf"1 tensors of a quantisation .*\.mlp\.{re.escape(name)}"):
         load_pair(str(folder), str(gptq[1]))
     tensors.pop(f"model.layers.0.mlp.{name}")
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(96, 64)
@@ -239,38 +178,28 @@ def test_tensors_that_a_matrix_has_beside_its_format_are_refused(
         load_pair(str(folder), str(gptq[1]))
 
 
-def test_matrices_that_gpt2_has_transposed_are_packed_as_those_of_linear_layers(tmp_path: Path) -> None:
+def test_matrices_that_gpt2_has_transposed_are_packed_as_those_of_linear_layers(tmp_path):
     source = save_tiny(tmp_path / "source", "gpt2", n_embd=64)
 
     def pack(weight: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
         tensors, values = pack_gptq(4, 32, act_order=True, version=1)(weight.T)
         return tensors, values.T
 
+    def matches(name: str) -> bool:
+        return name.endswith(("c_attn.weight", "attn.c_proj.weight"))  # the second is a square
+
     dense = tmp_path / "dense"
-    folder = save_packed(
-        source,
-        tmp_path / "packed",
-        pack,
-        GPTQ,
-        matches=lambda name: name.endswith(("c_attn.weight", "attn.c_proj.weight")),  # the second is a square
-        dense=dense,
-    )
+    folder = save_packed(source, tmp_path / "packed", pack, GPTQ, matches=matches, dense=dense)
     pair = load_pair(str(folder), str(dense), dtype="float64")
     for name, weight in pair.policy.network.state_dict().items():
         assert torch.equal(weight, pair.reference.network.state_dict()[name]), name
     assert score(load_pair(str(folder), str(source)), [SEQUENCE])["kl_policy_reference"].min() > 1e-4
 
 
-def test_experts_that_are_packed_one_by_one_are_unpacked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    experts = {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "norm_topk_prob": True,
-    }
-    config = Qwen3MoeConfig(**{**SHAPE, **ATTENTION, **SPECIAL, **SHAPES, **experts})
+def test_experts_that_are_packed_one_by_one_are_unpacked(tmp_path, monkeypatch):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    settings = SHAPE | ATTENTION | SPECIAL | SHAPES | experts
+    config = Qwen3MoeConfig(**settings, norm_topk_prob=True)
     monkeypatch.setitem(CONFIGS, "qwen3_moe", lambda **_: config)
     source = save_tiny(tmp_path / "source", "qwen3_moe")
     dense = tmp_path / "dense"
@@ -280,8 +209,7 @@ def test_experts_that_are_packed_one_by_one_are_unpacked(
     assert np.all(score(pair, [SEQUENCE])["kl_policy_reference"] == 0)
     for name, weight in pair.policy.network.state_dict().items():
         assert torch.equal(weight, pair.reference.network.state_dict()[name]), name
-    kl = score(load_pair(str(folder), str(source)), [SEQUENCE])["kl_policy_reference"]
-    assert kl.min() > 1e-4
+    assert kl_of(folder, source).min() > 1e-4
 
 
 @pytest.mark.parametrize(
@@ -298,21 +226,15 @@ def test_experts_that_are_packed_one_by_one_are_unpacked(
         ("g_idx", lambda t: t + 1, "has a g_idx from 1 to 2, and groups from 0 to 1"),
     ],
 )
-def test_damaged_tensors_are_refused_with_their_module(
-    gptq: tuple[Path, Path], tmp_path: Path, part: str, change: Any, reason: str
-) -> None:
+def test_damaged_tensors_are_refused_with_their_module(gptq, tmp_path, part, change, reason):
     folder = damaged_copy(gptq[0], tmp_path, f"model.layers.0.self_attn.q_proj.{part}", change)
-    module = re.escape(
-        "the policy " + str(folder) + " cannot be unpacked: its module model.layers.0.self_attn.q_proj"
-    )
-    with pytest.raises(ModelError, match=f"{module} {reason}"):
+    module = re.escape(f"{folder} cannot be unpacked: its module model.layers.0.self_attn.q_proj")
+    with pytest.raises(ModelError, match=f"the policy {module} {reason}"):
         load_pair(str(folder), str(gptq[1]))
 
 
 @pytest.mark.parametrize(("layout", "byte", "other"), [("gptq", 0x77, "gptq_v2"), ("gptq_v2", 0x88, "gptq")])
-def test_symmetric_weights_have_the_zero_points_of_their_layout(
-    gptq: tuple[Path, Path], tmp_path: Path, layout: str, byte: int, other: str
-) -> None:
+def test_symmetric_weights_have_the_zero_points_of_their_layout(gptq, tmp_path, layout, byte, other):
     folder = shutil.copytree(gptq[0], tmp_path / "symmetric")
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] |= {"sym": True, "checkpoint_format": layout}
@@ -321,11 +243,12 @@ def test_symmetric_weights_have_the_zero_points_of_their_layout(
     def store(byte: int) -> None:
         tensors = load_file(folder / "model.safetensors")
         filled = {
-            name: torch.full((*tensor.shape, 4), byte, dtype=torch.uint8).view(torch.int32)[..., 0]
+            name: torch.full((*tensor.shape, 4), byte, dtype=torch.uint8)
+            .view(torch.int32)[..., 0]
+            .contiguous()
             for name, tensor in tensors.items()
             if name.endswith("qzeros")
         }
-        filled = {name: tensor.contiguous() for name, tensor in filled.items()}
         save_file({**tensors, **filled}, folder / "model.safetensors", metadata={"format": "pt"})
 
     store(byte)
@@ -341,7 +264,7 @@ def test_symmetric_weights_have_the_zero_points_of_their_layout(
         load_pair(str(folder), str(gptq[1]))
 
 
-def test_a_tensor_in_two_files_has_the_same_contents(source: Path, tmp_path: Path) -> None:
+def test_a_tensor_in_two_files_has_the_same_contents(source, tmp_path):
     folder = shutil.copytree(source, tmp_path / "twice")
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -367,9 +290,7 @@ def test_a_tensor_in_two_files_has_the_same_contents(source: Path, tmp_path: Pat
         ("qweight", lambda t: t.long(), r"has qweight as I64 \[64, 8\], and not as I32"),
     ],
 )
-def test_damaged_tensors_of_awq_are_refused(
-    awq: tuple[Path, Path], tmp_path: Path, part: str, change: Any, reason: str
-) -> None:
+def test_damaged_tensors_of_awq_are_refused(awq, tmp_path, part, change, reason):
     folder = damaged_copy(awq[0], tmp_path, f"model.layers.0.self_attn.q_proj.{part}", change)
     with pytest.raises(ModelError, match=f"its module model.layers.0.self_attn.q_proj {reason}"):
         load_pair(str(folder), str(awq[1]))
@@ -402,9 +323,7 @@ def damaged_copy(source: Path, folder: Path, name: str, change: Any) -> Path:
         ({"quant_method": "awq", "version": "gemm"}, "has 12 inputs in groups of 32"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(
-    gptq: tuple[Path, Path], tmp_path: Path, settings: dict[str, Any], reason: str
-) -> None:
+def test_settings_that_do_not_fit_are_refused(gptq, tmp_path, settings, reason):
     folder = tmp_path / "changed"
     shutil.copytree(gptq[0], folder)
     config = json.loads((folder / "config.json").read_text())
@@ -414,9 +333,7 @@ def test_settings_that_do_not_fit_are_refused(
         load_pair(str(folder), str(gptq[1]))
 
 
-def test_packed_weights_run_on_an_accelerator_that_has_the_package(
-    gptq: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_weights_run_on_an_accelerator_that_has_the_package(gptq, monkeypatch):
     assert not has_kernels(packed_checkpoint(gptq[0]), torch.device("cuda"))
     monkeypatch.setitem(transformers_formats.KERNEL_PACKAGES, "gptq", "json")
     assert has_kernels(packed_checkpoint(gptq[0]), torch.device("cuda"))
@@ -427,40 +344,33 @@ def test_packed_weights_run_on_an_accelerator_that_has_the_package(
 @pytest.mark.parametrize("name", ["m", ".*"])
 @pytest.mark.parametrize("with_groups", [True, False])
 def test_groups_of_single_modules_are_those_of_the_settings_where_the_shapes_allow_others(
-    tmp_path: Path, name: str, with_groups: bool
-) -> None:
+    tmp_path, name, with_groups
+):
     pack = pack_gptq(4, 96, act_order=False, version=1, with_groups=with_groups)
     tensors, expected = pack(np.random.default_rng(0).normal(size=(32, 192)))
-    stored = {f"m.{part}": torch.from_numpy(value.copy()) for part, value in tensors.items()}
-    save_file(stored, tmp_path / "model.safetensors")
     settings = GPTQ | {"group_size": 128, "dynamic": {name: {"group_size": 96}}}
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    write_module(tmp_path, tensors, quantization_config=settings)
     if name == ".*" and not with_groups:
         with pytest.raises(ModelError, match="2 groups of scales for 192 inputs, which may"):
-            find_packed_modules(packed_checkpoint(tmp_path))
+            read_module(tmp_path)
         return
-    packed = find_packed_modules(packed_checkpoint(tmp_path))
-    assert packed is not None
-    weight = unpack(packed.modules[0], torch.float64)
+    weight = unpack(read_module(tmp_path), torch.float64)
     np.testing.assert_allclose(weight.numpy(), expected, rtol=1e-12, atol=0)
 
 
-def test_settings_in_a_file_of_their_own_are_read(gptq: tuple[Path, Path], tmp_path: Path) -> None:
+def test_settings_in_a_file_of_their_own_are_read(gptq, tmp_path):
     folder = tmp_path / "old"
     shutil.copytree(gptq[0], folder)
     config = json.loads((folder / "config.json").read_text())
     settings = config.pop("quantization_config")
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "quantize_config.json").write_text(
-        json.dumps({"bits": 4, "group_size": settings["group_size"]})
-    )
-    pair = load_pair(str(folder), str(gptq[1]))
-    assert np.all(score(pair, [SEQUENCE])["kl_policy_reference"] == 0)
+    plain = {"bits": 4, "group_size": settings["group_size"]}
+    (folder / "quantize_config.json").write_text(json.dumps(plain))
+    assert np.all(kl_of(folder, gptq[1], "float32") == 0)
 
 
-@pytest.mark.parametrize("family", ["gemma3n"])  # whole models are as any other
-def test_a_text_tower_is_unpacked_under_the_names_of_the_composite_model(tmp_path: Path, family: str) -> None:
-    source = save_tower(tmp_path / "source", family)
+def test_a_text_tower_is_unpacked_under_the_names_of_the_composite_model(tmp_path):
+    source = save_tower(tmp_path / "source", "gemma3n")  # whole models are as any other
     dense, folder = tmp_path / "dense", tmp_path / "packed"
     settings = {"quant_method": "gptq", "bits": 8, "group_size": -1}
     pack = pack_gptq(8, 1 << 20, act_order=False, version=1)

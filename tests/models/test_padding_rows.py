@@ -10,7 +10,7 @@ from scoring_cases import random_sequences
 from tiny_models import double_logits, save_tiny
 
 from kleash.linear import Head, token_statistics
-from kleash.models import Pair, load_pair, pair_models, score
+from kleash.models import load_pair, pair_models, score
 from kleash.models.heads import truncate_head
 from kleash.models.padding_rows import PaddingRows, padding_columns
 from kleash.models.scoring import STATISTICS
@@ -30,9 +30,7 @@ def made_head(rows: int, seed: int, **more: object) -> Head:
 @pytest.mark.parametrize(
     ("rows_p", "rows_q"), [(24, 24), (20, 20), (24, 20), (20, 24), (22, 27)], ids=lambda rows: str(rows)
 )
-def test_probabilities_and_kls_are_those_of_the_whole_heads(
-    rows_p: int, rows_q: int, gaps: set[int], temperature: float
-) -> None:
+def test_probabilities_and_kls_are_those_of_the_whole_heads(rows_p, rows_q, gaps, temperature):
     heads = (made_head(rows_p, 1, scale=0.7), made_head(rows_q, 2, softcap=5.0))
     hidden = [torch.randn(37, 6, generator=torch.Generator().manual_seed(seed)) for seed in (3, 4)]
     rows = [
@@ -70,7 +68,7 @@ def test_probabilities_and_kls_are_those_of_the_whole_heads(
     np.testing.assert_array_equal(found["is_padding"], ~is_token[tokens.numpy()])
 
 
-def test_the_kl_over_tokens_is_accurate_where_hardly_any_probability_is_on_tokens() -> None:
+def test_the_kl_over_tokens_is_accurate_where_hardly_any_probability_is_on_tokens():
     """Two heads that differ in rows of no tokens alone, which have nearly all of the probability."""
     p = made_head(24, 1)
     assert p.weight is not None and p.bias is not None
@@ -88,7 +86,7 @@ def test_the_kl_over_tokens_is_accurate_where_hardly_any_probability_is_on_token
         np.testing.assert_allclose(found[f"{name}_over_tokens"], 0, atol=1e-6)
 
 
-def test_a_network_that_gives_logits_alone_has_the_numbers_of_its_head(pair: Pair) -> None:
+def test_a_network_that_gives_logits_alone_has_the_numbers_of_its_head(pair):
     sequences = random_sequences()
     expected = score(pair, sequences)
 
@@ -101,7 +99,7 @@ def test_a_network_that_gives_logits_alone_has_the_numbers_of_its_head(pair: Pai
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-6)
 
 
-def test_logits_that_are_cut_off_are_unknown(pair: Pair, tmp_path) -> None:
+def test_logits_that_are_cut_off_are_unknown(pair, tmp_path):
     narrow = load_pair(*[str(save_tiny(tmp_path / "narrow", vocab_size=305))] * 2).reference
     cut = pair_models(replace(pair.policy, head=Head(weight=None)), narrow, ())
     found = score(cut, random_sequences())
@@ -110,14 +108,14 @@ def test_logits_that_are_cut_off_are_unknown(pair: Pair, tmp_path) -> None:
     assert np.isfinite(found["kl_policy_reference_over_tokens"]).all()
 
 
-def test_a_pair_without_such_rows_has_no_such_columns(tmp_path) -> None:
+def test_a_pair_without_such_rows_has_no_such_columns(tmp_path):
     folder = str(save_tiny(tmp_path / "exact", vocab_size=300))
     pair = load_pair(folder, folder)
     assert pair.policy.padding is None and pair.vocabulary == "the whole vocabulary"
     assert "is_padding" not in score(pair, random_sequences())
 
 
-def test_two_folders_have_the_numbers_of_their_logits(folders) -> None:
+def test_two_folders_have_the_numbers_of_their_logits(folders):
     paths = folders("gemma2")
     pair = load_pair(*map(str, paths))
     (one,) = random_sequences(((4, 9),), vocabulary=320)

@@ -1,6 +1,5 @@
 """Checkpoints with a ``quantization_config`` that are decoded when they are loaded."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import save_tiny
+from tiny_models import edit_json, save_tiny
 
 from kleash.errors import ModelError
 from kleash.models import load_pair
@@ -17,12 +16,11 @@ from kleash.models import load_pair
 def with_settings(source: Path, folder: Path, **settings: Any) -> Path:
     """A copy of a checkpoint with a quantization_config."""
     shutil.copytree(source, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    edit_json(folder / "config.json", quantization_config=settings)
     return folder
 
 
-def test_matrices_of_8_bits_without_scales_are_named(tmp_path: Path) -> None:
+def test_matrices_of_8_bits_without_scales_are_named(tmp_path):
     source = save_tiny(tmp_path / "source")
     folder = with_settings(source, tmp_path / "fp8", quant_method="fp8", activation_scheme="dynamic")
     stored = {
@@ -43,9 +41,7 @@ def test_matrices_of_8_bits_without_scales_are_named(tmp_path: Path) -> None:
     ("block", "dtype", "kv_cache"),
     [(16, torch.float32, None), (20, torch.bfloat16, None), (20, torch.float8_e8m0fnu, "static")],
 )
-def test_fp8_blocks_are_decoded_bit_for_bit(
-    tmp_path: Path, block: int, dtype: torch.dtype, kv_cache: str | None
-) -> None:
+def test_fp8_blocks_are_decoded_bit_for_bit(tmp_path, block, dtype, kv_cache):
     """Blocks of 20 rows and columns do not divide the matrices, as those of DeepSeek-V3 do not."""
     source = save_tiny(tmp_path / "source")
     folder = with_settings(
@@ -75,6 +71,5 @@ def test_fp8_blocks_are_decoded_bit_for_bit(
     unpacked = f"is quantised (fp8), and its 14 packed matrices were unpacked; the format also quantises {rounded} in"
     assert any(unpacked in note for note in pair.notes)
     weights = pair.policy.record().weights
-    assert weights is not None
     assert weights.modules["model.layers.0-1.mlp.up_proj"] == f"fp8, blocks of {block} x {block}"
     assert weights.bits_per_weight == 8 * weights.bytes / pair.reference.parameters

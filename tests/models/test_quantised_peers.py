@@ -8,10 +8,9 @@ from pathlib import Path
 import format_packages
 import pytest
 import torch
-from packed_checkpoints import packed_checkpoint
+from packed_checkpoints import read_module
 from safetensors.torch import load_file
 
-from kleash.checkpoints.quantised.packed_formats import find_packed_modules
 from kleash.models.filling import unpack
 
 NUM_CASES = {"compressed-tensors": 16, "bitsandbytes": 5, "mlx": 9}
@@ -30,13 +29,11 @@ def cases(formats_path: str, tmp_path_factory: pytest.TempPathFactory) -> list[P
 
 
 @pytest.mark.parametrize("package", NUM_CASES)
-def test_matrices_are_unpacked_as_their_package_dequantises_them(cases: list[Path], package: str) -> None:
+def test_matrices_are_unpacked_as_their_package_dequantises_them(cases, package):
     folders = [folder for folder in cases if folder.name.startswith(package)]
     assert len(folders) == NUM_CASES[package]
     for folder in folders:
-        packed = find_packed_modules(packed_checkpoint(folder))
-        assert packed is not None
-        weight = unpack(packed.modules[0], torch.float32)
+        weight = unpack(read_module(folder), torch.float32)
         expected = load_file(folder / "expected.safetensors")["weight"]
         # LLM.int8() multiplies by the scale and 1 / 127 in another order.
         rtol = 2e-7 if folder.name == "bitsandbytes-int8" else 0

@@ -1,27 +1,23 @@
 """compressed-tensors, AutoFP8, FBGEMM and ModelOpt checkpoints: codes with scales, against formulas in float64."""
 
-import json
 import re
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from packed_checkpoints import bit_string, packed_checkpoint, save_packed
-from safetensors.torch import load_file, save_file
+from packed_checkpoints import FLOATS_4, SEQUENCE, bit_string, read_module, save_packed, write_module
+from safetensors.torch import load_file
 from tiny_models import save_tiny
 
-from kleash.checkpoints.quantised.packed_formats import find_packed_modules
 from kleash.checkpoints.quantised.packed_modules import scale_groups
 from kleash.errors import ModelError
 from kleash.models import load_pair, score
 from kleash.models.filling import unpack
-from kleash.sources.sequences import TokenSequence
 
 ROWS, COLUMNS = 80, 96
-FLOAT_4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 RNG = np.random.default_rng(7)
 Case = tuple[dict[str, torch.Tensor], dict[str, Any], np.ndarray, str]
 """Tensors of a module, settings, the matrix in float64, and its kind in records."""
@@ -43,30 +39,20 @@ def packed_integers(bits: int, group: int, *, symmetric: bool, order: bool = Fal
     codes = RNG.integers(-half, half, size=(ROWS, COLUMNS))
     groups = COLUMNS // group
     scales = RNG.uniform(0.01, 0.1, size=(ROWS, groups)).astype(np.float16)
-    zeros = (
-        np.zeros((ROWS, groups), np.int64) if symmetric else RNG.integers(-half, half, size=(ROWS, groups))
-    )
+    zeros = RNG.integers(-half, half, size=(ROWS, groups)) * (not symmetric)
     group_of = np.arange(COLUMNS) // group
-    tensors = {
-        "weight_packed": bit_string(codes + half, bits),
-        "weight_scale": scales,
-        "weight_shape": np.array([ROWS, COLUMNS]),
-    }
+    tensors = {"weight_packed": bit_string(codes + half, bits), "weight_scale": scales}
+    tensors["weight_shape"] = np.array([ROWS, COLUMNS])
     if not symmetric:
         tensors["weight_zero_point"] = bit_string((zeros + half).T, bits).T.copy()
     if order:
         group_of = RNG.permutation(group_of)
         tensors["weight_g_idx"] = group_of.astype(np.int32)
     weight = (codes - zeros[:, group_of]) * scales.astype(np.float64)[:, group_of]
-    weights = {
-        "num_bits": bits,
-        "type": "int",
-        "strategy": "group",
-        "group_size": group,
-        "symmetric": symmetric,
-    }
+    weights = {"type": "int", "strategy": "group", "group_size": group, "symmetric": symmetric}
+    settings = settings_of("pack-quantized", num_bits=bits, **weights)
     blocks = "rows" if groups == 1 else f"groups of {group}"
-    return to_torch(tensors), settings_of("pack-quantized", **weights), weight, f"int{bits}, {blocks}"
+    return to_torch(tensors), settings, weight, f"int{bits}, {blocks}"
 
 
 def plain_integers(shape: tuple[int, ...], blocks: tuple[int, int], words: str) -> Case:
@@ -75,17 +61,10 @@ def plain_integers(shape: tuple[int, ...], blocks: tuple[int, int], words: str) 
     scales, zeros = RNG.uniform(0.01, 0.1, size=shape).astype(np.float32), RNG.integers(-9, 9, size=shape)
     weight = codes - spread(np.atleast_2d(zeros), *blocks).astype(np.float64)
     weight = weight * spread(np.atleast_2d(scales), *blocks).astype(np.float64)
-    tensors = {
-        "weight": codes.astype(np.int8),
-        "weight_scale": scales,
-        "weight_zero_point": zeros.astype(np.int8),
-    }
-    return (
-        to_torch(tensors),
-        settings_of("int-quantized", num_bits=8, type="int", group_size=blocks[1]),
-        weight,
-        f"int8, {words}",
-    )
+    tensors = {"weight": codes.astype(np.int8), "weight_scale": scales}
+    tensors["weight_zero_point"] = zeros.astype(np.int8)
+    settings = settings_of("int-quantized", num_bits=8, type="int", group_size=blocks[1])
+    return to_torch(tensors), settings, weight, f"int8, {words}"
 
 
 def floats_of_8_bits(shape: tuple[int, ...], blocks: tuple[int, int], words: str, **settings: Any) -> Case:
@@ -117,7 +96,7 @@ def floats_of_4_bits(group: int, kind: str) -> Case:
     elif kind == "modelopt":
         tensors = {"weight": packed, "weight_scale": stored, "weight_scale_2": torch.tensor(1 / 256)}
         settings, scales = {"quant_method": "modelopt", "quant_algo": "NVFP4"}, scales / 256
-    return tensors, settings, FLOAT_4[codes] * spread(scales, 1, group), f"fp4, groups of {group}"
+    return tensors, settings, FLOATS_4[codes] * spread(scales, 1, group), f"fp4, groups of {group}"
 
 
 def with_settings(case: Case, **changes: Any) -> Case:
@@ -144,19 +123,19 @@ def exponents() -> Case:
     stored = RNG.integers(110, 130, size=(ROWS, 3))
     weight = tensors["weight"].double().numpy() * spread(2.0 ** (stored - 127), 1, 32)
     tensors["weight_scale"] = torch.from_numpy(stored.astype(np.uint8))
-    return (
-        tensors,
-        settings_of("mxfp8-quantized", num_bits=8, type="float", group_size=32),
-        weight,
-        "fp8, groups of 32",
-    )
+    settings = settings_of("mxfp8-quantized", num_bits=8, type="float", group_size=32)
+    return tensors, settings, weight, "fp8, groups of 32"
 
 
+BLOCKS = settings_of("float-quantized", num_bits=8, type="float", block_structure=[32, 24])
+MIXED = {
+    "quant_algo": "MIXED_PRECISION",
+    "quantized_layers": {"m": {"quant_algo": "NVFP4"}, "n": {"quant_algo": "FP8"}},
+}
+OTHER = MIXED | {"quant_method": "modelopt", "quantized_layers": {"a": {"quant_algo": "W4A16_AWQ"}}}
+NO_BLOCKS = {"config_groups": {"a": {"weights": {"num_bits": 4, "block_structure": [0]}}}}
 CASES: dict[str, Callable[[], Case]] = {
-    **{
-        f"int{bits}": lambda bits=bits: packed_integers(bits, 32, symmetric=bits % 2 == 0)
-        for bits in range(1, 9)
-    },
+    **{f"int{bits}": partial(packed_integers, bits, 32, symmetric=bits % 2 == 0) for bits in range(1, 9)},
     "int4-zeros": lambda: packed_integers(4, 48, symmetric=False),
     "int4-rows": lambda: packed_integers(4, 96, symmetric=False),
     "int4-order": lambda: packed_integers(4, 32, symmetric=False, order=True),
@@ -165,12 +144,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "int8-groups": lambda: plain_integers((ROWS, 6), (1, 16), "groups of 16"),
     "fp8-matrix": lambda: floats_of_8_bits((), (ROWS, COLUMNS), "one scale"),
     "fp8-rows": lambda: floats_of_8_bits((ROWS, 1), (1, COLUMNS), "rows"),
-    "fp8-blocks": lambda: floats_of_8_bits(
-        (3, 4),
-        (32, 24),
-        "blocks of 32 x 24",
-        **settings_of("float-quantized", num_bits=8, type="float", block_structure=[32, 24]),
-    ),
+    "fp8-blocks": lambda: floats_of_8_bits((3, 4), (32, 24), "blocks of 32 x 24", **BLOCKS),
     "autofp8": lambda: floats_of_8_bits((1,), (ROWS, COLUMNS), "one scale", quant_method="fp8"),
     "fbgemm": lambda: floats_of_8_bits((ROWS, 1), (1, COLUMNS), "rows", quant_method="fbgemm_fp8"),
     "modelopt-fp8": lambda: floats_of_8_bits((), (ROWS, COLUMNS), "one scale", quant_method="modelopt"),
@@ -179,28 +153,14 @@ CASES: dict[str, Callable[[], Case]] = {
     "mxfp4": lambda: floats_of_4_bits(32, "mxfp4"),
     "modelopt-nvfp4": lambda: floats_of_4_bits(16, "modelopt"),
     "modelopt-awq": column_factors,
-    "modelopt-mixed": lambda: with_settings(
-        floats_of_4_bits(16, "modelopt"),
-        quant_algo="MIXED_PRECISION",
-        quantized_layers={"m": {"quant_algo": "NVFP4"}, "n": {"quant_algo": "FP8"}},
-    ),
+    "modelopt-mixed": lambda: with_settings(floats_of_4_bits(16, "modelopt"), **MIXED),
 }
 
 
-def write_module(folder: Path, tensors: dict[str, torch.Tensor], settings: dict[str, Any]) -> Path:
-    save_file({f"m.{part}": value for part, value in tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"quantization_config": settings}))
-    return folder
-
-
 @pytest.mark.parametrize("case", CASES)
-def test_a_matrix_is_unpacked_to_the_product_of_codes_and_scales(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
+def test_a_matrix_is_unpacked_to_the_product_of_codes_and_scales(tmp_path, case):
     tensors, settings, expected, kind = CASES[case]()
-    packed = find_packed_modules(packed_checkpoint(write_module(tmp_path, tensors, settings)))
-    assert packed is not None
-    (module,) = packed.modules
+    module = read_module(write_module(tmp_path, tensors, quantization_config=settings))
     kind_of_method = kind if settings["quant_method"] == "fp8" else f"{settings['quant_method']} {kind}"
     assert (module.shape, module.kind) == ((ROWS, COLUMNS), kind_of_method)
     in_float64, in_float32 = (unpack(module, dtype) for dtype in (torch.float64, torch.float32))
@@ -215,38 +175,24 @@ def test_a_matrix_is_unpacked_to_the_product_of_codes_and_scales(
         ("int4", "weight_shape", None, "has no tensor weight_shape"),
         ("int4", "weight_shape", lambda t: t - 1, r"has a weight_shape of \[79, 95\] and 80"),
         ("int4", "weight_packed", lambda t: t[:, :5], "packs 96 columns into 5 words,"),
-        (
-            "int4",
-            "weight_scale",
-            lambda t: t[:, :2].repeat(1, 2),
-            r"has scales of shape \[80, 4\] for 80 x 96",
-        ),
+        ("int4", "weight_scale", lambda t: t[:, :2].repeat(1, 2), r"has scales of shape \[80, 4\] for 80 x"),
         ("int4", "weight_scale", lambda t: t[:7], r"has scales of shape \[7, 3\] for 80 x 96 weights"),
         ("int4-zeros", "weight_zero_point", lambda t: t[:3], r"has weight_zero_point of shape \[3, 2\]"),
         ("int4-order", "weight_g_idx", lambda t: t + 1, "has a weight_g_idx from 1 to 3, and groups"),
         ("int4-order", "weight_g_idx", lambda t: t[:9], r"has weight_g_idx of shape \[9\]"),
-        (
-            "fp8-rows",
-            "weight",
-            lambda t: t.to(torch.bfloat16),
-            r"has weight as BF16 \[80, 96\], and not as I8",
-        ),
+        ("fp8-rows", "weight", lambda t: t.to(torch.bfloat16), r"has weight as BF16 \[80, 96\], and not as"),
         ("fp8-blocks", "weight_scale", lambda t: t[:2], r"has scales of shape \[2, 4\]"),
         ("nvfp4", "weight_global_scale", lambda t: t.repeat(2), r"has weight_global_scale of shape \[2\],"),
     ],
 )
-def test_damaged_tensors_are_refused_with_their_module(
-    tmp_path: Path, case: str, part: str, change: Any, reason: str
-) -> None:
+def test_damaged_tensors_are_refused_with_their_module(tmp_path, case, part, change, reason):
     tensors, settings, _, _ = CASES[case]()
     tensor = tensors.pop(part)
     if change is not None:
         tensors[part] = change(tensor).contiguous()
-    folder = write_module(tmp_path, tensors, settings)
+    folder = write_module(tmp_path, tensors, quantization_config=settings)
     with pytest.raises(ModelError, match=f"cannot be unpacked: its module m {reason}"):
-        packed = find_packed_modules(packed_checkpoint(folder))
-        assert packed is not None
-        unpack(packed.modules[0], torch.float32)
+        unpack(read_module(folder), torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -255,50 +201,35 @@ def test_damaged_tensors_are_refused_with_their_module(
         ({"format": "marlin-24"}, "its format is 'marlin-24'"),
         ({"format": ["dense"]}, r"""its format is "\['dense'\]\""""),
         ({"quant_method": "modelopt", "quant_algo": ["FP8"]}, r"""its quant_algo is "\['FP8'\]\""""),
-        (
-            {"quant_method": "gptq", "checkpoint_format": ["gptq"]},
-            r"""its checkpoint_format is "\['gptq'\]\"""",
-        ),
+        ({"quant_method": "gptq", "checkpoint_format": ["gptq"]}, r"its checkpoint_format is"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "its format is 'sparse-24-bitmask'"),
         ({"transform_config": {"config_groups": {"u": {}}}}, "its transform_config rotates activations"),
         ({"quant_method": "gptq", "rotation": "hadamard"}, "its rotation rotates activations"),
         ({"config_groups": [1]}, "its config_groups is a list"),
         ({"config_groups": {"group_0": {"weights": {"num_bits": None}}}}, "its num_bits is None"),
-        (
-            {"config_groups": {"a": {"weights": {"num_bits": 4, "block_structure": [0]}}}},
-            r"its block_structure is \[0\]",
-        ),
+        (NO_BLOCKS, r"its block_structure is \[0\]"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "its quant_algo is 'W4A8_AWQ'"),
-        (
-            {
-                "quant_method": "modelopt",
-                "quant_algo": "MIXED_PRECISION",
-                "quantized_layers": {"a": {"quant_algo": "NVFP4"}, "b": {"quant_algo": "W4A16_AWQ"}},
-            },
-            "its quant_algo is 'W4A16_AWQ'",
-        ),
+        (OTHER, "its quant_algo is 'W4A16_AWQ'"),
         ({"quant_method": "fp8", "weight_scale_semantics": "inverse"}, "its weight_scale_semantics"),
     ],
 )
-def test_settings_that_are_not_read_are_refused(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+def test_settings_that_are_not_read_are_refused(tmp_path, change, reason):
     tensors, settings, _, _ = CASES["int4"]()
-    folder = write_module(tmp_path, tensors, settings | change)
+    folder = write_module(tmp_path, tensors, quantization_config=settings | change)
     with pytest.raises(ModelError, match=f"is quantised .* in a layout that is not read: {reason}"):
-        find_packed_modules(packed_checkpoint(folder))
+        read_module(folder)
 
 
-def test_settings_without_packed_tensors_are_refused(tmp_path: Path) -> None:
-    folder = write_module(
-        tmp_path, {"weight": torch.ones(2, 2)}, {"quant_method": "gptq", "bits": 4, "group_size": 2}
-    )
+def test_settings_without_packed_tensors_are_refused(tmp_path):
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 2}
+    folder = write_module(tmp_path, {"weight": torch.ones(2, 2)}, quantization_config=settings)
     with pytest.raises(ModelError, match="and none of its tensors is packed; remove"):
-        find_packed_modules(packed_checkpoint(folder))
+        read_module(folder)
 
 
-def test_a_model_of_8_bits_is_measured_without_rounding_its_activations(tmp_path: Path) -> None:
-    source = save_tiny(
-        tmp_path / "source", hidden_size=64, intermediate_size=96, num_hidden_layers=1, head_dim=16
-    )
+def test_a_model_of_8_bits_is_measured_without_rounding_its_activations(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "head_dim": 16}
+    source = save_tiny(tmp_path / "source", **sizes)
 
     def pack(weight: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
         scales = np.abs(weight).max(1, keepdims=True).astype(np.float32) / 127
@@ -311,21 +242,14 @@ def test_a_model_of_8_bits_is_measured_without_rounding_its_activations(tmp_path
     dense = tmp_path / "dense"
     folder = save_packed(source, tmp_path / "packed", pack, settings, dense=dense)
     pair = load_pair(str(folder), str(dense), dtype="float64")
-    ids = [0, 40, 80, 120, 160]
-    sequence = TokenSequence(
-        prompt_id=0, sample_id=0, prompt_ids=ids[:1], response_ids=ids[1:], prompt_text="", response_text=""
-    )
-    assert np.all(score(pair, [sequence])["kl_policy_reference"] == 0)
-    assert score(load_pair(str(folder), str(source)), [sequence])["kl_policy_reference"].min() > 1e-9
+    assert np.all(score(pair, [SEQUENCE])["kl_policy_reference"] == 0)
+    assert score(load_pair(str(folder), str(source)), [SEQUENCE])["kl_policy_reference"].min() > 1e-9
     (note,) = [note for note in pair.notes if "compressed-tensors" in note]
     assert "the format also quantises activations in serving, which is not done here" in note
     assert not any("not used by its architecture" in note for note in pair.notes)
     record = pair.policy.record().weights
-    assert record is not None
     assert record.modules["model.layers.0.mlp.up_proj"] == "compressed-tensors int8, rows"
-    assert record.bytes == sum(
-        t.numel() * t.element_size() for t in load_file(folder / "model.safetensors").values()
-    )
+    assert record.bytes == sum(t.nbytes for t in load_file(folder / "model.safetensors").values())
     assert re.match(r"the policy .* is quantised \(compressed-tensors\), and its 7 packed matrices", note)
 
 
@@ -333,9 +257,7 @@ def test_a_model_of_8_bits_is_measured_without_rounding_its_activations(tmp_path
 @pytest.mark.parametrize(
     ("stored", "exponent_bits", "bias"), [(torch.float8_e4m3fn, 4, 7), (torch.float8_e5m2, 5, 15)]
 )
-def test_every_float_of_8_bits_is_decoded_by_its_formula(
-    stored: torch.dtype, exponent_bits: int, bias: int, dtype: torch.dtype
-) -> None:
+def test_every_float_of_8_bits_is_decoded_by_its_formula(stored, exponent_bits, bias, dtype):
     # (-1)^s 2^(e - bias) (1 + m), or (-1)^s 2^(1 - bias) m for e = 0, where m is a fraction of one.
     fraction_bits = 7 - exponent_bits
     codes = np.arange(256)

@@ -28,7 +28,7 @@ from kleash.models import (
     score,
 )
 from kleash.models.cache.hidden_states import HiddenStateStore, sequence_key
-from kleash.models.cache.stored_reference import finish_cache, head_tensors, save_rounding_columns
+from kleash.models.cache.stored_reference import finish_cache, save_rounding_columns
 from kleash.models.scoring import checked_reader
 from kleash.records import CacheContents
 
@@ -53,7 +53,7 @@ def beside(stored: StoredReference, policy: Path, reference: Path | str) -> Pair
     )
 
 
-def test_a_stored_reference_scores_as_the_loaded_one(folders, pair: Pair, tmp_path: Path) -> None:
+def test_a_stored_reference_scores_as_the_loaded_one(folders, pair, tmp_path):
     policy, reference = folders("llama")
     stored = made(tmp_path / "cache", reference, random_sequences())
     assert StoredReference.exists_in(tmp_path / "cache") and not StoredReference.exists_in(tmp_path)
@@ -72,21 +72,7 @@ def test_a_stored_reference_scores_as_the_loaded_one(folders, pair: Pair, tmp_pa
     assert without.context_length == pair.context_length
 
 
-def test_cached_sequences_are_not_read_again(folders, tmp_path: Path) -> None:
-    made(tmp_path, folders("llama")[1], random_sequences())
-    model = load_reference(str(folders("llama")[1]), None, Loading()).reference
-    cache = ReferenceCache(tmp_path, model)
-
-    def unasked(_: Any) -> torch.Tensor:
-        raise AssertionError("the reference was asked")
-
-    cache.fill(unasked, random_sequences()[1:], 4096)
-    assert len(cache.states) == 4 and all(one in cache for one in random_sequences())
-    with pytest.raises(AssertionError, match="was asked"):
-        cache.fill(unasked, random_sequences(((2, 2),)), 4096)
-
-
-def test_a_missing_sequence_is_an_error_with_its_name(folders, tmp_path: Path) -> None:
+def test_a_missing_sequence_is_an_error_with_its_name(folders, tmp_path):
     stored = made(tmp_path, folders("llama")[1], random_sequences()[:3])
     where = replace(random_sequences()[3], location="file, line 7")
     (other,) = random_sequences(((2, 2),), seed=5)
@@ -100,14 +86,14 @@ def test_a_missing_sequence_is_an_error_with_its_name(folders, tmp_path: Path) -
         stored.read([random_sequences()[0], where])
 
 
-def test_a_policy_against_its_stored_self_is_exactly_zero(folders, tmp_path: Path) -> None:
+def test_a_policy_against_its_stored_self_is_exactly_zero(folders, tmp_path):
     reference = folders("llama")[1]
     pair = beside(made(tmp_path, reference, random_sequences()), reference, reference)
     found = score(pair, random_sequences())
     assert (found["kl_policy_reference"] == 0).all() and (found["total_variation"] == 0).all()
 
 
-def test_a_larger_head_is_truncated_as_without_a_cache(folders, tmp_path: Path) -> None:
+def test_a_larger_head_is_truncated_as_without_a_cache(folders, tmp_path):
     policy, reference = folders("llama")
     wide = save_tiny(tmp_path / "wide", vocab_size=340)
     cache = tmp_path / "cache"
@@ -121,7 +107,7 @@ def test_a_larger_head_is_truncated_as_without_a_cache(folders, tmp_path: Path) 
     assert reference != wide
 
 
-def test_a_stored_reference_may_be_an_adapter(folders, tmp_path: Path) -> None:
+def test_a_stored_reference_may_be_an_adapter(folders, tmp_path):
     policy, base = folders("llama")
     adapter = tiny_adapter(tmp_path / "adapter", base, target_modules=["q_proj", "lm_head"])
     cache = tmp_path / "cache"
@@ -151,7 +137,7 @@ def sequences_of(folder: Path, pair: Pair) -> Any:
     return source_sequences(MeasureJob(policy="p", responses=str(rollouts(folder))), pair)
 
 
-def test_the_cache_has_the_tokenizer_but_no_weights(folders, tmp_path: Path) -> None:
+def test_the_cache_has_the_tokenizer_but_no_weights(folders, tmp_path):
     stored = made(tmp_path, folders("llama")[1], random_sequences())
     names = {path.name for path in (tmp_path / "tokenizer").iterdir()}
     assert {"tokenizer.json", "config.json"} <= names
@@ -160,7 +146,7 @@ def test_the_cache_has_the_tokenizer_but_no_weights(folders, tmp_path: Path) -> 
     assert tokenizer("The sea")["input_ids"][0] == 0 and tokenizer.chat_template
 
 
-def test_cache_files_have_the_permissions_of_the_folder(folders, tmp_path: Path) -> None:
+def test_cache_files_have_the_permissions_of_the_folder(folders, tmp_path):
     made(tmp_path, folders("llama")[1], random_sequences())
     modes = {
         path.stat().st_mode & 0o777 for path in tmp_path.iterdir() if path.suffix in (".json", ".safetensors")
@@ -168,7 +154,7 @@ def test_cache_files_have_the_permissions_of_the_folder(folders, tmp_path: Path)
     assert modes == {(tmp_path / "reference.json").stat().st_mode & 0o777}
 
 
-def test_rounding_columns_are_stored_by_temperature(folders, tmp_path: Path) -> None:
+def test_rounding_columns_are_stored_by_temperature(folders, tmp_path):
     stored = made(tmp_path, folders("llama")[1], random_sequences())
     assert stored.rounding_columns("noise", 1.0) is None
     save_rounding_columns(tmp_path, "noise", 0.5, {"kl_policy_reference": np.array([0.25, 0.5])})
@@ -202,7 +188,7 @@ def from_hub(folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return stored, says
 
 
-def test_a_hub_id_is_compared_by_commit_without_a_download(from_hub) -> None:
+def test_a_hub_id_is_compared_by_commit_without_a_download(from_hub):
     stored, says = from_hub
     says["commit"] = "a" * 40
     stored.check_reference("someone/reference", None, "auto")
@@ -220,7 +206,7 @@ def test_a_hub_id_is_compared_by_commit_without_a_download(from_hub) -> None:
         stored.check_reference("someone/reference", None, "bfloat16")
 
 
-def test_a_folder_is_compared_by_fingerprint(folders, tmp_path: Path) -> None:
+def test_a_folder_is_compared_by_fingerprint(folders, tmp_path):
     policy, reference = folders("llama")
     stored = made(tmp_path, reference, random_sequences())
     stored.check_reference(str(reference), None, "auto")
@@ -231,7 +217,7 @@ def test_a_folder_is_compared_by_fingerprint(folders, tmp_path: Path) -> None:
         stored.check_reference(str(tmp_path), None, "float16")
 
 
-def test_hidden_states_are_read_as_written(tmp_path: Path) -> None:
+def test_hidden_states_are_read_as_written(tmp_path):
     rng = torch.Generator().manual_seed(0)
     parts = {bytes([n] * 16): torch.randn(n + 1, 8, generator=rng).to(torch.bfloat16) for n in range(5)}
     first = HiddenStateStore(tmp_path)
@@ -245,7 +231,7 @@ def test_hidden_states_are_read_as_written(tmp_path: Path) -> None:
     assert first.size_bytes == sum(path.stat().st_size for path in tmp_path.glob("part-*"))
 
 
-def test_a_key_depends_on_tokens_and_prompt_length() -> None:
+def test_a_key_depends_on_tokens_and_prompt_length():
     (one,) = random_sequences(((5, 7),))
     whole = one.prompt_ids + one.response_ids
     keys = {sequence_key(replace(one, prompt_ids=whole[:n], response_ids=whole[n:])) for n in range(1, 12)}
@@ -253,7 +239,7 @@ def test_a_key_depends_on_tokens_and_prompt_length() -> None:
     assert sequence_key(one) == sequence_key(replace(one, prompt_id=9, location="elsewhere")) in keys
 
 
-def test_bias_scale_and_softcap_are_restored(folders, tmp_path: Path) -> None:
+def test_bias_scale_and_softcap_are_restored(folders, tmp_path):
     model = load_reference(str(folders("llama")[1]), None, Loading()).reference
     bias = torch.linspace(-1, 1, model.vocab_size)
     odd = replace(model, head=replace(model.head, bias=bias))
@@ -263,11 +249,3 @@ def test_bias_scale_and_softcap_are_restored(folders, tmp_path: Path) -> None:
     assert head.bias is not None and torch.equal(head.bias, bias)
     assert (head.scale, head.softcap) == (0.25, 3.0)
     assert model.head.weight is not None and torch.equal(head.weight, model.head.weight)
-
-
-def test_head_tensors_are_weight_and_bias(pair: Pair) -> None:
-    weight = pair.reference.head.weight
-    assert weight is not None
-    assert set(head_tensors(pair.reference.head)) == {"weight"}
-    both = head_tensors(replace(pair.reference.head, bias=torch.arange(len(weight)).float()))
-    assert both["bias"].tolist() == list(range(len(weight))) and torch.equal(both["weight"], weight)

@@ -64,7 +64,7 @@ def test_a_model_is_measured_as_its_composite_class_reads_text(towers, family):
 
 @pytest.mark.parametrize(
     "family", ["qwen3_vl", "gemma3n", "llama4"]
-)  # whole, text class alone, AutoModelForCausalLM
+)  # whole, text class, AutoModelForCausalLM
 def test_responses_of_a_composite_model_are_drawn_by_its_own_probabilities(towers, family):
     policy, _ = towers(family)
     pair = load_pair(str(policy), str(policy), dtype="float64")
@@ -92,30 +92,26 @@ def composite_adapter(folder, composite, base):
     torch.manual_seed(0)
     with warnings.catch_warnings():  # peft still reads attributes that transformers has renamed
         warnings.simplefilter("ignore")
-        adapted = get_peft_model(
-            composite, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
-        )
-    with torch.no_grad():
-        for weight in adapted.parameters():
-            if weight.requires_grad:
-                weight.add_(0.1 * torch.randn_like(weight))
-    adapted.peft_config["default"].base_model_name_or_path = str(base)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        settings = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+        adapted = get_peft_model(composite, settings)
+        with torch.no_grad():
+            for weight in adapted.parameters():
+                if weight.requires_grad:
+                    weight.add_(0.1 * torch.randn_like(weight))
+        adapted.peft_config["default"].base_model_name_or_path = str(base)
         adapted.save_pretrained(folder)
     return folder, adapted.eval()
 
 
 def test_files_with_the_names_of_other_versions_are_read(towers, tmp_path):
-    for family, names in (
-        ("llava", {"language_model.model.": "model.language_model.", "language_model.lm_head": "lm_head"}),
-        ("llava", {"language_model.model.": "model.", "language_model.lm_head": "lm_head"}),
-    ):
-        policy, _ = towers(family)
-        folder = shutil.copytree(policy, tmp_path / family, dirs_exist_ok=True)
-        tensors = load_file(policy / "model.safetensors")
-        for old, new in names.items():
-            tensors = {name.replace(old, new): x for name, x in tensors.items() if "vis" not in name}
+    policy, _ = towers("llava")
+    for prefix in ("model.language_model.", "model."):
+        folder = shutil.copytree(policy, tmp_path / "llava", dirs_exist_ok=True)
+        tensors = {
+            name.replace("language_model.model.", prefix).replace("language_model.lm_head", "lm_head"): x
+            for name, x in load_file(policy / "model.safetensors").items()
+            if "vis" not in name
+        }
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         pair = load_pair(str(folder), str(policy), dtype="float64")
         np.testing.assert_array_equal(score(pair, SEQUENCES)["kl_policy_reference"], 0)
@@ -126,11 +122,8 @@ def test_a_text_part_without_one_of_its_weights_is_refused(towers, tmp_path):
     tensors = load_file(policy / "model.safetensors")
     for name in ("language_model.model.layers.1.self_attn.q_proj.weight", "language_model.lm_head.weight"):
         folder = shutil.copytree(policy, tmp_path / name)
-        save_file(
-            {key: x for key, x in tensors.items() if key != name},
-            folder / "model.safetensors",
-            metadata={"format": "pt"},
-        )
+        rest = {key: x for key, x in tensors.items() if key != name}
+        save_file(rest, folder / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ModelError, match="lacks 1 of its weights, which would be"):
             load_pair(str(folder), str(reference))
 
@@ -163,9 +156,8 @@ def test_a_composite_model_in_memory_is_the_one_in_its_folder(towers):
     ],
 )
 def test_a_prompt_with_an_image_is_refused(pair, prompt, message):
-    with pytest.raises(
-        SourceError, match=rf"prompt 1: a message of 'messages' {message}, and kleash measures .* text alone"
-    ):
+    words = rf"prompt 1: a message of 'messages' {message}, and kleash measures .* text alone"
+    with pytest.raises(SourceError, match=words):
         tokenise_prompts([prompt], pair)
 
 

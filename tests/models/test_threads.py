@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ def four_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_small_models_use_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_models_use_one_thread(tmp_path, monkeypatch):
     name = str(save_tiny(tmp_path / "tiny"))
 
     def count() -> tuple[int, bool]:
@@ -41,7 +40,7 @@ def test_small_models_use_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("side", ["policy", "reference"])
-def test_scoring_keeps_its_threads_for_a_larger_model_or_another_device(tmp_path: Path, side: str) -> None:
+def test_scoring_keeps_its_threads_for_a_larger_model_or_another_device(tmp_path, side):
     pair = load_pair(*map(str, tiny_pair(tmp_path)))
 
     def count(processes: int = 1, **changes: object) -> int:

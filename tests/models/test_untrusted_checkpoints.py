@@ -2,16 +2,18 @@
 
 import copy
 import json
+import os
 import shutil
 import sys
 import time
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from checkpoint_mutations import mutated
 from safetensors.torch import load_file, save_file
-from tiny_models import save_tiny, tiny_adapter, tiny_tokenizer
+from tiny_models import edit_json, save_tiny, tiny_adapter, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from kleash.checkpoints.files import SafetensorsFiles
@@ -62,20 +64,6 @@ def here(tmp_path, monkeypatch):
     assert not (folder / "it-ran").exists(), "code of the folder ran"
 
 
-@pytest.fixture
-def one_second(monkeypatch):
-    """A worker that may compute for a second: for what never ends, since all else may take longer on a slow machine."""
-    monkeypatch.setattr(process, "CPU_SECONDS", 1)
-    process.SANDBOX.stop()
-    yield
-    process.SANDBOX.stop()
-
-
-def change(path: Path, **settings):
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, **settings}))
-
-
 def refused(folder, match, other=None, error=ModelError, **options):
     with pytest.raises(error, match=match) as raised:
         load_pair(str(folder), str(other or folder), **options)
@@ -83,18 +71,16 @@ def refused(folder, match, other=None, error=ModelError, **options):
     assert "\n" not in message and len(message) < 900
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"megatron_config": {"tensor_model_parallel_size": 1}, "megatron_core": "planted"},
-        {"megatron_core": "planted"},
-    ],
-)
-def test_an_adapter_cannot_import_modules(over, base, here, settings):
-    change(over / "adapter_config.json", **settings)
-    refused(
-        over, r"for which the module 'planted' would be imported and run; set megatron_config to null", base
-    )
+def test_an_adapter_cannot_import_modules_or_lie_over_another(over, adapter, base, here):
+    edit_json(over / "adapter_config.json", megatron_core="planted")
+    words = r"for which the module 'planted' would be imported and run; set megatron_config to null"
+    refused(over, words, base)
+    edit_json(over / "adapter_config.json", megatron_config={"tensor_model_parallel_size": 1})
+    refused(over, words, base)
+    shutil.copy(base / "config.json", adapter.parent / "config.json")
+    shutil.copy(adapter / "adapter_config.json", over)
+    edit_json(over / "adapter_config.json", base_model_name_or_path=str(adapter))
+    refused(over, "is an adapter itself; merge that into its base", base)
 
 
 def test_a_pickled_adapter_is_not_read(over, base):
@@ -105,38 +91,36 @@ def test_a_pickled_adapter_is_not_read(over, base):
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "reason"),
+    ("settings", "reason"),
     [
-        ("config.json", {"attn_implementation": "someone/kernel:run"}, "whose code would be fetched and run"),
-        (
-            "config.json",
-            {"_attn_implementation_internal": "someone/kernel"},
-            "whose code would be fetched and run",
-        ),
-        (
-            "config.json",
-            {"experts_implementation": {"": "someone/kernel"}},
-            "whose code would be fetched and run",
-        ),
-        (
-            "config.json",
-            {"transformers_weights": "adapter_model.bin"},
-            "takes its weights from 'adapter_model.bin'",
-        ),
-        ("config.json", {"transformers_weights": "../else.safetensors"}, "takes its weights from"),
+        ({"attn_implementation": "someone/kernel:run"}, "whose code would be fetched and run"),
+        ({"_attn_implementation_internal": "someone/kernel"}, "whose code would be fetched"),
+        ({"experts_implementation": {"": "someone/kernel"}}, "whose code would be fetched"),
+        ({"transformers_weights": "adapter_model.bin"}, "takes its weights from"),
+        ({"transformers_weights": "../else.safetensors"}, "takes its weights from"),
+        ({"num_hidden_layers": 10**9}, "layers by its settings, and its files hold [0-9]+ tensors"),
+        ({"vocab_size": 10**12}, "describes in its settings a network"),
+        ({"hidden_size": 10**4}, "describes in its settings a network"),
+        ({"head_dim": 0}, "cannot be|other shapes|lacks"),
+        ({"pad_token_id": 10**9}, "cannot be loaded"),
+        ({"num_attention_heads": 0}, "cannot be|other shapes"),
+        ({"max_position_embeddings": "x"}, "max_position_embeddings"),
+        ({"max_position_embeddings": -2}, "max_position_embeddings"),
     ],
 )
-def test_settings_that_fetch_code_or_name_other_files_are_refused(model, name, settings, reason):
-    change(model / name, **settings)
+def test_settings_that_fetch_code_or_name_other_files_or_sizes_are_refused(model, settings, reason):
+    edit_json(model / "config.json", **settings)
+    start = time.process_time()
     refused(model, reason)
+    assert time.process_time() - start < 10
 
 
 def test_python_files_of_a_checkpoint_are_not_executed(model, here):
     (model / "planted.py").write_text(PLANTED)
     (model / "custom_generate").mkdir()
     (model / "custom_generate" / "generate.py").write_text(PLANTED)
-    change(model / "generation_config.json", custom_generate="planted", use_cache=True)
-    change(model / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "planted.Tokenizer"]})
+    edit_json(model / "generation_config.json", custom_generate="planted", use_cache=True)
+    edit_json(model / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "planted.Tokenizer"]})
     try:
         load_pair(str(model), str(model))
     except ModelError as error:
@@ -156,16 +140,9 @@ def test_python_files_of_a_checkpoint_are_not_executed(model, here):
 )
 def test_shards_outside_the_folder_are_refused(model, weight_map, reason):
     (model / "model.safetensors").rename(model / "other.safetensors")
-    (model / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
+    index = json.dumps({"metadata": {}, "weight_map": weight_map})
+    (model / "model.safetensors.index.json").write_text(index)
     refused(model, reason)
-
-
-def test_a_base_that_is_an_adapter_is_refused(over, adapter, base):
-    shutil.copy(base / "config.json", adapter.parent / "config.json")
-    change(over / "adapter_config.json", base_model_name_or_path=str(adapter))
-    refused(over, "is an adapter itself; merge that into its base", base)
 
 
 def header(**entries):
@@ -213,53 +190,39 @@ def test_headers_of_safetensors_are_checked(tmp_path, raw, reason):
         SafetensorsFiles([path])
 
 
-def test_a_folder_named_as_a_weights_file_is_refused(model):
+def test_a_weights_file_is_a_file_and_bounds_the_computed_buffers(model, tmp_path):
     (model / "model.safetensors").unlink()
     (model / "model.safetensors").mkdir()
     refused(model, "is not a regular file")
-
-
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        (
-            {"num_hidden_layers": 10**9},
-            "has 1000000000 layers by its settings, and its files hold [0-9]+ tensors",
-        ),
-        ({"vocab_size": 10**12}, "describes in its settings a network"),
-        ({"hidden_size": 10**4}, "describes in its settings a network"),
-        ({"head_dim": 0}, "cannot be|other shapes|lacks"),
-        ({"pad_token_id": 10**9}, "cannot be loaded"),
-        ({"num_attention_heads": 0}, "cannot be|other shapes"),
-        ({"max_position_embeddings": "x"}, "max_position_embeddings"),
-        ({"max_position_embeddings": -2}, "max_position_embeddings"),
-    ],
-)
-def test_sizes_beyond_the_weights_are_refused(model, settings, reason):
-    change(model / "config.json", **settings)
-    start = time.process_time()
-    refused(model, reason)
-    assert time.process_time() - start < 10
-
-
-def test_a_context_length_of_minus_1_is_no_limit(model):
-    change(model / "config.json", max_position_embeddings=-1)
-    assert load_pair(str(model), str(model)).policy.context_length is None
-
-
-def test_computed_buffers_are_bounded(tmp_path):
     folder = save_tiny(tmp_path / "gpt2", "gpt2")
     stored = load_file(folder / "model.safetensors")
     stored["transformer.wpe.weight"] = torch.zeros(40_000, 32)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    change(folder / "config.json", n_positions=10**12)
+    edit_json(folder / "config.json", n_positions=10**12)
     refused(folder, "describes in its settings a network of 3.* weights and tables of")
 
 
-@pytest.mark.parametrize("end", ["x", 1.5, [[1]], True, [1, None]])
-def test_invalid_end_tokens_are_refused(model, end):
-    change(model / "generation_config.json", eos_token_id=end)
-    refused(model, r"is no token id; correct eos_token_id|cannot be loaded")
+def test_a_context_length_of_minus_1_is_no_limit(model):
+    edit_json(model / "config.json", max_position_embeddings=-1)
+    assert load_pair(str(model), str(model)).policy.context_length is None
+
+
+NO_TOKEN = "is no token id; correct eos_token_id|cannot be loaded"
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "reason"),
+    [
+        *(
+            ("generation_config.json", {"eos_token_id": end}, NO_TOKEN)
+            for end in ("x", 1.5, [[1]], True, [1, None])
+        ),
+        *(("tokenizer_config.json", {"model_max_length": n}, "cannot be loaded") for n in ("x", [1])),
+    ],
+)
+def test_invalid_end_tokens_and_lengths_are_refused(model, name, settings, reason):
+    edit_json(model / name, **settings)
+    refused(model, reason)
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
@@ -268,7 +231,7 @@ def test_invalid_end_tokens_are_refused(model, end):
 )
 def test_an_end_token_that_does_not_exist_is_a_note(model, name, end, kept, named):
     """transformers loads such a checkpoint and ends no response with it."""
-    change(model / name, eos_token_id=end)
+    edit_json(model / name, eos_token_id=end)
     if name == "config.json":
         (model / "generation_config.json").unlink()
     assert AutoModelForCausalLM.from_pretrained(model).generation_config.eos_token_id == end
@@ -288,8 +251,8 @@ def test_an_end_token_that_does_not_exist_is_a_note(model, name, end, kept, name
 )
 def test_numbers_that_size_nothing_are_not_judged(model, over, settings):
     before = load_pair(str(over), str(model))
-    change(model / "config.json", **settings)
-    change(over / "adapter_config.json", **settings)
+    edit_json(model / "config.json", **settings)
+    edit_json(over / "adapter_config.json", **settings)
     after = load_pair(str(over), str(model))
     ids = torch.tensor([[3, 4, 5]])
     for role in ("policy", "reference"):
@@ -297,24 +260,11 @@ def test_numbers_that_size_nothing_are_not_judged(model, over, settings):
         assert torch.equal(*states)
 
 
-@pytest.mark.parametrize("limit", ["x", [1]])
-def test_an_invalid_model_max_length_is_refused(model, limit):
-    change(model / "tokenizer_config.json", model_max_length=limit)
-    refused(model, "the tokenizer of .* cannot be loaded")
-
-
 @pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        ({"device": "meta"}, CannotRunError),
-        ({"device_map": "meta"}, CannotRunError),
-        ({"device_map": "nowhere"}, CannotRunError),
-        ({"device": "privateuseone"}, CannotRunError),
-        ({"device": ""}, CannotRunError),
-    ],
+    "options", [*({"device": name} for name in ("meta", "privateuseone", "")), {"device_map": "nowhere"}]
 )
-def test_unusable_devices_are_errors(base, options, error):
-    refused(base, "cannot be used here", error=error, **options)
+def test_unusable_devices_are_errors(base, options):
+    refused(base, "cannot be used here", error=CannotRunError, **options)
 
 
 @pytest.mark.parametrize(
@@ -322,10 +272,7 @@ def test_unusable_devices_are_errors(base, options, error):
     [
         ("{{ 'a' * 10**10 }}", "it takes more than 1024 MiB of memory"),
         ("{{ 'a'.ljust(10**10) }}", "it takes more than 1024 MiB of memory"),
-        (
-            "{% for i in range(90000) %}{{ 'a' * 300 }}{% endfor %}",
-            "its text is longer than 16777216 characters",
-        ),
+        ("{% for i in range(90000) %}{{ 'a' * 300 }}{% endfor %}", "its text is longer than 16777216"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
         ("{{ raise_exception('no system role') }}", "no system role"),
         ("{% for", "unexpected"),
@@ -370,20 +317,15 @@ def test_a_lora_rank_above_every_matrix_is_refused(base, rank):
     from kleash.training.networks import lora_settings
 
     network = AutoModelForCausalLM.from_pretrained(base)
-    with pytest.raises(
-        OptionError, match=rf"--lora-rank is {rank}, and no matrix of the policy has a rank above 32"
-    ):
+    words = rf"--lora-rank is {rank}, and no matrix of the policy has a rank above 32"
+    with pytest.raises(OptionError, match=words):
         lora_settings(rank, network)
     assert lora_settings(32, network).r == 32
 
 
 @pytest.mark.parametrize("kind", ["base", "adapter"])
 def test_random_damage_gives_an_error_or_the_correct_result(base, adapter, tmp_path, kind):
-    """tests/helpers/checkpoint_mutations.py; more of it: KLEASH_MUTATIONS=1000."""
-    import os
-
-    import peft
-
+    """More of it: KLEASH_MUTATIONS=1000."""
     torch.manual_seed(0)
     ids = torch.randint(3, 300, (1, 30))
     numbers = 0
@@ -407,8 +349,10 @@ def test_random_damage_gives_an_error_or_the_correct_result(base, adapter, tmp_p
     assert numbers
 
 
-def test_a_chat_template_that_does_not_end_is_refused(one_second):
-    refuse_template(
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "it does not end within 1 s",
-    )
+def test_a_chat_template_that_does_not_end_is_refused(monkeypatch):
+    """By a worker that may compute for a second, since all else may take longer on a slow machine."""
+    monkeypatch.setattr(process, "CPU_SECONDS", 1)
+    process.SANDBOX.stop()
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    refuse_template(loop, "it does not end within 1 s")
+    process.SANDBOX.stop()

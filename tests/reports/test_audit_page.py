@@ -1,15 +1,11 @@
 """The page of an audit: every number, every sentence, and nothing that runs but kleash's own scripts."""
 
-import re
 from dataclasses import replace
-from html.parser import HTMLParser
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from drawn_charts import curves, drawn, legend
+from page_text import Page
 from synthetic_audit import HOSTILE, drawn_audit, plain_audit, synthetic_audit
 
 from kleash.auditing import audit
@@ -17,71 +13,31 @@ from kleash.reports import write_audits
 from kleash.reports.audit import curve_charts
 
 
-class Text(HTMLParser):
-    """What a reader sees, and the tags it is made of."""
-
-    def __init__(self, page: Path) -> None:
-        super().__init__()
-        self.parts: list[str] = []
-        self.tags: list[str] = []
-        self.feed(page.read_text(encoding="utf-8"))
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-
-    def handle_data(self, data: str) -> None:
-        if self.cdata_elem is None:
-            self.parts.append(data)
-
-    @property
-    def text(self) -> str:
-        return re.sub(r"\s+", " ", " ".join(self.parts))
-
-
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_audits(
-        tmp_path_factory.mktemp("audits") / "audit.html",
-        [synthetic_audit(), plain_audit()],
-        "kleash audit 'a b'",
-    )
+def page(tmp_path_factory):
+    path = tmp_path_factory.mktemp("audits") / "audit.html"
+    return Page(write_audits(path, [synthetic_audit(), plain_audit()], "kleash audit 'a b'"))
 
 
-def test_the_page_contains_every_row(page: Path) -> None:
-    text = Text(page).text
-    for seen in (
-        "2 functions audited",
-        "Backpropagated it follows KL(q ‖ p).",
-        "wrong_gradient wrong",
-        "It follows KL(q ‖ p).",
-        "0.01235",
-        "∞",
-        "below -2.61",
-        "above 11",
-        "between -1 and 1.5",
-        "0.4000",
-        "q rules the token out",
-        "gradient is NaN",
-        "kleash audit 'a b'",
-        "No findings.",
-        "3.000 × 10⁻¹⁷",
-    ):
-        assert seen in text, seen
+def test_the_page_contains_every_row(page):
+    words = ["2 functions audited", "Backpropagated it follows KL(q ‖ p).", "wrong_gradient wrong"]
+    words += ["It follows KL(q ‖ p).", "q rules the token out", "gradient is NaN", "No findings."]
+    words += ["below -2.61", "above 11", "between -1 and 1.5", "kleash audit 'a b'"]
+    for seen in (*words, "0.01235", "∞", "0.4000", "3.000 × 10⁻¹⁷"):
+        assert seen in page.words, seen
 
 
-def test_untrusted_text_is_escaped(page: Path) -> None:
-    parsed = Text(page)
-    assert "img" not in parsed.tags
-    assert "script" not in parsed.tags
-    assert HOSTILE in " ".join(parsed.parts)
+def test_untrusted_text_is_escaped(page):
+    assert not {"img", "script"} & set(page.names)
+    assert HOSTILE in " ".join(page.texts)
 
 
-def shaded(axes: Any) -> list[tuple[float, float]]:
+def shaded(axes):
     """The ranges of x that are shaded."""
     return [(patch.get_x(), patch.get_x() + patch.get_width()) for patch in axes.patches]
 
 
-def test_curves_of_value_and_gradient_have_the_correct_ones_and_shaded_flat_zones() -> None:
+def test_curves_of_value_and_gradient_have_the_correct_ones_and_shaded_flat_zones():
     charts = curve_charts(1, drawn_audit())
     value, gradient = (drawn(chart)[0] for chart in charts)
     assert list(curves(gradient)) == legend(gradient) == ["gradient", "log p − log q"]
@@ -95,13 +51,13 @@ def test_curves_of_value_and_gradient_have_the_correct_ones_and_shaded_flat_zone
 
 
 @pytest.mark.parametrize(("name", "convention"), [("k3", "loss"), ("k3", "mean_loss"), ("kl", "logits")])
-def test_curves_have_points_enough_to_be_drawn_without_kinks(name: str, convention: str) -> None:
-    def k3_of_tokens(token_logp: torch.Tensor, token_logq: torch.Tensor) -> torch.Tensor:
+def test_curves_have_points_enough_to_be_drawn_without_kinks(name, convention):
+    def k3_of_tokens(token_logp, token_logq):
         log_ratio = token_logp - token_logq
         values = (-log_ratio).expm1() + log_ratio
         return values.mean() if convention == "mean_loss" else values
 
-    def kl_of_logits(logits_p: torch.Tensor, logits_q: torch.Tensor) -> torch.Tensor:
+    def kl_of_logits(logits_p, logits_q):
         logp, logq = logits_p.log_softmax(-1), logits_q.log_softmax(-1)
         return (logp.exp() * (logp - logq)).sum(-1)
 
@@ -120,26 +76,25 @@ def test_curves_have_points_enough_to_be_drawn_without_kinks(name: str, conventi
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_findings_are_not_repeated_in_the_verdict(tmp_path: Path) -> None:
+def test_findings_are_not_repeated_in_the_verdict(tmp_path):
     audit = drawn_audit()
     audit = replace(audit, verdict=("Its value is right.", *(f.sentence for f in audit.findings)))
-    text = Text(write_audits(tmp_path / "one.html", [audit])).text
+    text = Page(write_audits(tmp_path / "one.html", [audit])).words
     assert text.count("It follows KL(q ‖ p).") == 1
     assert "Use another" in text, "what to change"
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_many_functions_are_collapsed(tmp_path: Path) -> None:
-    parsed = Text(write_audits(tmp_path / "many.html", [plain_audit()] * 3 + [synthetic_audit()]))
-    folded = Text(write_audits(tmp_path / "few.html", [plain_audit()] * 3))
-    assert parsed.tags.count("details") - folded.tags.count("details") >= 4
-    assert parsed.text.count("wrong_gradient") == 3, (
-        "in the table of all, at its name and where it is explained"
-    )
+def test_many_functions_are_collapsed(tmp_path):
+    parsed = Page(write_audits(tmp_path / "many.html", [plain_audit()] * 3 + [synthetic_audit()]))
+    folded = Page(write_audits(tmp_path / "few.html", [plain_audit()] * 3))
+    assert parsed.names.count("details") - folded.names.count("details") >= 4
+    # in the table of all, at its name and where it is explained
+    assert parsed.words.count("wrong_gradient") == 3
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_single_audit_has_no_table_of_all_functions(tmp_path: Path) -> None:
-    text = Text(write_audits(tmp_path / "one.html", [plain_audit()])).text
+def test_a_single_audit_has_no_table_of_all_functions(tmp_path):
+    text = Page(write_audits(tmp_path / "one.html", [plain_audit()])).words
     assert "All functions" not in text
     assert "Verdict" in text

@@ -2,6 +2,7 @@
 
 import math
 import shlex
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -46,16 +47,16 @@ from kleash.reports.formatting import (
         ("<b>", "<b>"),
     ],
 )
-def test_invisible_characters_are_made_visible(text: str, expected: str) -> None:
+def test_invisible_characters_are_made_visible(text, expected):
     assert make_visible(text) == expected
 
 
 @given(st.text(alphabet=st.characters(max_codepoint=0x3000), max_size=8))
-def test_no_text_looks_empty(text: str) -> None:
+def test_no_text_looks_empty(text):
     assert make_visible(text).strip()
 
 
-def test_shortened_text_has_an_ellipsis() -> None:
+def test_shortened_text_has_an_ellipsis():
     assert keep_beginning("abc", 3) == "abc"
     assert keep_beginning("abcd efgh", 5) == "abcd …"
     assert keep_end("runs/a-long-name/step-100", 10) == "…-step-100"[:1] + "/step-100"
@@ -77,81 +78,50 @@ def test_shortened_text_has_an_ellipsis() -> None:
         (math.nan, "NaN"),
     ],
 )
-def test_values_have_three_significant_digits(value: float, expected: str) -> None:
+def test_values_have_three_significant_digits(value, expected):
     assert format_value(value) == expected
 
 
-def test_counts_and_percentages() -> None:
+def test_counts_and_percentages():
     assert format_count(1234567) == "1\u202f234\u202f567"
     assert format_percent(0.123456) == "12.3\u202f%"
     assert format_percent(1.0) == "100\u202f%"
 
 
-def measured(value: float, error: float, unit: str = "nats") -> Number:
+def measured(value, error, unit="nats"):
     return Number(value=value, unit=unit, standard_error=error, ci95=(value - 2 * error, value + 2 * error))
 
 
-def test_bytes_have_the_largest_decimal_unit_that_fits() -> None:
+def test_bytes_have_the_largest_decimal_unit_that_fits():
     sizes = (0, 999, 1_000, 8_270_000, 4_900_000_000, 3_210_000_000_000)
-    assert [format_bytes(size) for size in sizes] == [
-        "0 bytes",
-        "999 bytes",
-        "1.00 kB",
-        "8.27 MB",
-        "4.90 GB",
-        "3.21 TB",
-    ]
+    expected = ["0 bytes", "999 bytes", "1.00 kB", "8.27 MB", "4.90 GB", "3.21 TB"]
+    assert [format_bytes(size) for size in sizes] == expected
     assert format_bytes(None) == UNKNOWN
 
 
-def test_a_number_is_rounded_to_its_error() -> None:
-    text = format_number(measured(0.218312, 0.0095))
-    assert (text.value, text.error, text.interval, text.unit) == (
-        "0.2183",
-        "0.0095",
-        "0.1993 to 0.2373",
-        "nats",
-    )
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (measured(0.218312, 0.0095), ("0.2183", "0.0095", "0.1993 to 0.2373", "nats")),
+        (measured(0.9123, 0.0031, "probability"), ("91.23", "0.31", "90.61 to 91.85", "%")),
+        (measured(math.inf, math.nan), ("∞", "–", "–", "nats")),
+        (replace(measured(math.nan, math.inf), ci95=(0.1, math.inf)), ("NaN", "∞", "0.1 to ∞", "nats")),
+    ],
+)
+def test_a_number_is_rounded_to_its_error(number, expected):
+    text = format_number(number)
+    assert (text.value, text.error, text.interval, text.unit) == expected
 
 
-def test_a_probability_is_shown_in_percent() -> None:
-    text = format_number(measured(0.9123, 0.0031, "probability"))
-    assert (text.value, text.error, text.interval, text.unit) == ("91.23", "0.31", "90.61 to 91.85", "%")
-
-
-def test_infinite_and_nan_numbers_are_shown() -> None:
-    infinite = format_number(
-        Number(value=math.inf, unit="nats", standard_error=math.nan, ci95=(math.nan, math.nan))
-    )
-    assert (infinite.value, infinite.error, infinite.interval) == ("∞", "–", "–")
-    unknown = format_number(
-        Number(value=math.nan, unit="none", standard_error=math.inf, ci95=(0.1, math.inf))
-    )
-    assert (unknown.value, unknown.error, unknown.interval) == ("NaN", "∞", "0.1 to ∞")
-
-
-def test_the_command_has_the_options_that_differ_from_their_defaults() -> None:
+def test_the_command_has_the_options_that_differ_from_their_defaults():
     job = MeasureJob(policy="my models/p", reference="r", text="it's.txt", top_p=0.9, resume=True, quiet=True)
     words = shlex.split(measure_command({**job.settings(), "resume": True, "quiet": True, "unknown": 3}))
-    assert words == (
-        [
-            "kleash",
-            "measure",
-            "--policy",
-            "my models/p",
-            "--reference",
-            "r",
-            "--text",
-            "it's.txt",
-            "--top-p",
-            "0.9",
-            "--quiet",
-        ]
-    )
+    options = ["--policy", "my models/p", "--reference", "r", "--text", "it's.txt"]
+    assert words == ["kleash", "measure", *options, "--top-p", "0.9", "--quiet"]
     assert measure_command({}) == "kleash measure"
 
 
-def test_names_with_one_end_are_shown_whole() -> None:
+def test_names_with_one_end_are_shown_whole():
     steps = [f"/runs/a-long-name-{run}/checkpoints/step-1000/model" for run in (17, 18)]
     assert short_names(steps, 24) == steps
     assert short_names(["a" * 30, "b" * 30], 24) == [keep_end("a" * 30), keep_end("b" * 30)]

@@ -1,12 +1,10 @@
 """The pages in a real browser: drawn, quiet, inert, and usable by mouse, finger and keyboard."""
 
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kleash.records import Measurement, RunFolder
+from kleash.records import RunFolder
 
 selenium = pytest.importorskip("selenium")
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
@@ -22,7 +20,7 @@ PHONE = {"width": 360, "height": 740, "deviceScaleFactor": 1, "mobile": True}
 BY_PROMPT = "#by-prompt"
 
 
-def visit(driver: Any, page: Path, view: dict[str, Any] = WIDE) -> None:
+def visit(driver, page, view=WIDE):
     """Open ``page``."""
     features = [{"name": "prefers-color-scheme", "value": "light"}]
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", view)
@@ -31,12 +29,12 @@ def visit(driver: Any, page: Path, view: dict[str, Any] = WIDE) -> None:
     driver.get(page.as_uri())
 
 
-def panel(driver: Any) -> str:
+def panel(driver):
     """What the panel says of the token."""
     return driver.find_element(By.ID, "heat-panel").text
 
 
-def selected(driver: Any) -> int:
+def selected(driver):
     """Which token is selected; there is exactly one, and it alone can be reached by Tab."""
     chosen, reachable = (
         driver.execute_script(
@@ -50,7 +48,7 @@ def selected(driver: Any) -> int:
     return chosen[0]
 
 
-def column(driver: Any, place: int) -> list[float]:
+def column(driver, place):
     """The values of a column of the table of prompts, from the top down."""
     values = driver.execute_script(
         "return Array.from(document.querySelectorAll(arguments[0]), cell => cell.dataset.value)",
@@ -63,9 +61,7 @@ PAGES = ["report", "comparison_page", "audit_page", "sweep_page", "training_page
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_opens_without_a_word_in_the_console_and_nothing_runs(
-    driver: Any, request: pytest.FixtureRequest, name: str
-) -> None:
+def test_a_page_opens_without_a_word_in_the_console_and_nothing_runs(driver, request, name):
     visit(driver, request.getfixturevalue(name))
     assert driver.get_log("browser") == []
     assert driver.execute_script("return performance.getEntriesByType('resource').length") == 0
@@ -73,7 +69,7 @@ def test_a_page_opens_without_a_word_in_the_console_and_nothing_runs(
     assert driver.execute_script("return document.querySelectorAll('.plot > svg text').length") > 10
 
 
-def test_hostile_text_is_text(driver: Any, report: Path) -> None:
+def test_hostile_text_is_text(driver, report):
     visit(driver, report)
     for step in range(3):
         text = driver.find_element(By.ID, "heat-tokens").get_attribute("textContent")
@@ -93,7 +89,7 @@ def test_hostile_text_is_text(driver: Any, report: Path) -> None:
     assert driver.get_log("browser") == []
 
 
-def test_a_script_that_got_in_would_not_run(driver: Any, report: Path) -> None:
+def test_a_script_that_got_in_would_not_run(driver, report):
     visit(driver, report)
     driver.execute_script(
         "const script = document.createElement('script'); script.textContent = 'window.__pwned = 1';"
@@ -106,9 +102,7 @@ def test_a_script_that_got_in_would_not_run(driver: Any, report: Path) -> None:
     assert any("Content Security Policy" in message and "example.invalid" in message for message in refused)
 
 
-def test_hovering_over_a_token_shows_both_models(
-    driver: Any, report: Path, run: tuple[Path, Measurement]
-) -> None:
+def test_hovering_over_a_token_shows_both_models(driver, report, run):
     visit(driver, report)
     worst = run[1].worst_sequences[0]
     assert f"{worst.tokens} tokens" in driver.find_element(By.CSS_SELECTOR, "#heat-choice option").text
@@ -118,14 +112,8 @@ def test_hovering_over_a_token_shows_both_models(
     assert selected(driver) == 0
     text = panel(driver)
     assert "position 0" in text
-    for row in (
-        "Probability",
-        "Entropy, nats",
-        "Reference's rank",
-        "KL(policy ‖ reference)",
-        "Jensen–Shannon",
-    ):
-        assert row in text
+    rows = ("Probability", "Entropy, nats", "Reference's rank", "KL(policy ‖ reference)", "Jensen–Shannon")
+    assert all(row in text for row in rows)
     assert len(driver.find_elements(By.CSS_SELECTOR, "#heat-panel .alternatives li")) == 10
     row = {
         name: worst_sequence(run, name)[0]
@@ -141,7 +129,7 @@ def test_hovering_over_a_token_shows_both_models(
     assert [title.text for title in titles] == ["Policy's top 5", "Reference's top 5"]
 
 
-def test_a_tap_shows_a_token_on_a_phone(driver: Any, report: Path) -> None:
+def test_a_tap_shows_a_token_on_a_phone(driver, report):
     visit(driver, report, PHONE)
     token = driver.find_elements(By.CSS_SELECTOR, "#heat-tokens .token")[3]
     driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", token)
@@ -158,7 +146,7 @@ def test_a_tap_shows_a_token_on_a_phone(driver: Any, report: Path) -> None:
     assert box["width"] <= PHONE["width"]
 
 
-def test_arrow_keys_move_through_the_tokens(driver: Any, report: Path) -> None:
+def test_arrow_keys_move_through_the_tokens(driver, report):
     visit(driver, report)
     box = driver.find_element(By.ID, "heat-tokens")
     count = len(box.find_elements(By.CSS_SELECTOR, ".token"))
@@ -183,9 +171,7 @@ def test_arrow_keys_move_through_the_tokens(driver: Any, report: Path) -> None:
     assert not inside, "one Tab leaves the tokens"
 
 
-def test_a_drifted_token_is_shown_in_its_sequence(
-    driver: Any, report: Path, run: tuple[Path, Measurement]
-) -> None:
+def test_a_drifted_token_is_shown_in_its_sequence(driver, report, run):
     visit(driver, report)
     row = run[1].worst_tokens[4]
     button = driver.find_elements(By.CSS_SELECTOR, "button.show")[4]
@@ -198,7 +184,7 @@ def test_a_drifted_token_is_shown_in_its_sequence(
     assert worst[int(chosen)] == (row.prompt_id, row.sample_id)
 
 
-def test_the_table_of_prompts_sorts_by_click_and_by_key(driver: Any, report: Path) -> None:
+def test_the_table_of_prompts_sorts_by_click_and_by_key(driver, report):
     visit(driver, report)
     headings = driver.find_elements(By.CSS_SELECTOR, f"{BY_PROMPT} thead th")
     assert headings[2].get_attribute("aria-sort") == "descending"
@@ -215,7 +201,7 @@ def test_the_table_of_prompts_sorts_by_click_and_by_key(driver: Any, report: Pat
     assert tokens == sorted(tokens, reverse=True)
 
 
-def worst_sequence(run: tuple[Path, Measurement], name: str) -> Any:
+def worst_sequence(run, name):
     """A column of the worst sequence."""
     worst = run[1].worst_sequences[0]
     for part in RunFolder(run[0]).parts("tokens", ["prompt_id", "sample_id", name]):
@@ -225,7 +211,7 @@ def worst_sequence(run: tuple[Path, Measurement], name: str) -> Any:
     raise AssertionError("the worst sequence is in no part")
 
 
-def test_what_has_no_number_is_sorted_last_either_way(driver: Any, report: Path) -> None:
+def test_what_has_no_number_is_sorted_last_either_way(driver, report):
     visit(driver, report)
     cells = f"{BY_PROMPT} tbody tr > :nth-child(3)"
     driver.execute_script(
@@ -242,9 +228,7 @@ def test_what_has_no_number_is_sorted_last_either_way(driver: Any, report: Path)
         assert values[place] == "inf"
 
 
-def test_colours_follow_the_kl_and_the_button_finds_the_largest(
-    driver: Any, report: Path, run: tuple[Path, Measurement]
-) -> None:
+def test_colours_follow_the_kl_and_the_button_finds_the_largest(driver, report, run):
     visit(driver, report)
     kls = [float(kl) for kl in worst_sequence(run, "kl_policy_reference")]
     heat = driver.find_element(By.ID, "heat")
@@ -262,9 +246,7 @@ def test_colours_follow_the_kl_and_the_button_finds_the_largest(
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_on_a_phone_nothing_is_cut_and_every_text_of_a_chart_can_be_read(
-    driver: Any, request: pytest.FixtureRequest, name: str
-) -> None:
+def test_on_a_phone_nothing_is_cut_and_every_text_of_a_chart_can_be_read(driver, request, name):
     visit(driver, request.getfixturevalue(name), PHONE)
     driver.execute_script("document.querySelectorAll('details').forEach(part => { part.open = true; })")
     widths = driver.execute_script(
@@ -287,9 +269,7 @@ def test_on_a_phone_nothing_is_cut_and_every_text_of_a_chart_can_be_read(
     assert smallest >= 8 and outside == []
 
 
-def test_the_dark_page_has_other_colours_and_a_printed_one_those_of_the_light(
-    driver: Any, report: Path
-) -> None:
+def test_the_dark_page_has_other_colours_and_a_printed_one_those_of_the_light(driver, report):
     look = (
         "const css = getComputedStyle(document.body); return [css.backgroundColor, css.color,"
         "getComputedStyle(document.querySelector('#quantiles svg use[style*=accent]')).fill,"
@@ -309,7 +289,7 @@ def test_the_dark_page_has_other_colours_and_a_printed_one_those_of_the_light(
     assert driver.get_log("browser") == []
 
 
-def test_on_a_phone_the_panel_leaves_room_for_the_text(driver: Any, report: Path) -> None:
+def test_on_a_phone_the_panel_leaves_room_for_the_text(driver, report):
     visit(driver, report, PHONE)
     driver.execute_script("document.getElementById('heat-tokens').scrollIntoView()")
     heights = "return [document.getElementById('heat-panel').offsetHeight, innerHeight]"

@@ -2,8 +2,6 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -13,28 +11,16 @@ from huggingface_hub.repocard_data import (
     model_index_to_eval_results,
 )
 
-from kleash.records import Measurement, Number
+from kleash.records import Number
 from kleash.reports.text_formats import card_section, model_card, published_name
 from kleash.store.measurement import ModelRecord
 
-HOSTILE = (
-    "a: b\n- c",
-    "--- ",
-    "'quoted' \"twice\"",
-    "{{ jinja }} %",
-    "&anchor *alias !tag",
-    "line\u2028break \x00\x1b \u202eevil",
-    "\udc80undecodable",
-    "yes",
-    "1e3",
-    "# comment",
-    "`" * 4 + "<script>|",
-    "x\n```\n<script>",
-    "👩‍👩‍👧 שלום",
-)
+YAML = ("a: b\n- c", "--- ", "'quoted' \"twice\"", "&anchor *alias !tag", "yes", "1e3", "# comment")
+MARKDOWN = ("{{ jinja }} %", "`" * 4 + "<script>|", "x\n```\n<script>")
+UNICODE = ("line\u2028break \x00\x1b \u202eevil", "\udc80undecodable", "👩‍👩‍👧 שלום")
 
 
-def named(measurement: Measurement, policy: str, reference: str = "base/", **job: Any) -> Measurement:
+def named(measurement, policy, reference="base/", **job):
     models = {
         role: ModelRecord(**{**vars(model), "path": path})
         for (role, model), path in zip(measurement.models.items(), (policy, reference), strict=True)
@@ -43,14 +29,14 @@ def named(measurement: Measurement, policy: str, reference: str = "base/", **job
     return replace(measurement, models=models, job=job)
 
 
-def metadata_of(card: str) -> Any:
+def metadata_of(card):
     """The metadata of a card, as the hub splits them off."""
     first, block, rest = card.split("---\n", 2)
     assert first == "" and rest.startswith("\n## ")
     return yaml.safe_load(block)
 
 
-def test_the_hub_reads_every_metric_with_its_interval(run: tuple[Path, Measurement]) -> None:
+def test_the_hub_reads_every_metric_with_its_interval(run):
     measurement = named(run[1], "runs/7/tuned/", "org/base", text="data/corpus.txt")
     data = metadata_of(model_card(measurement))
     name, results = model_index_to_eval_results(data["model-index"])
@@ -62,22 +48,18 @@ def test_the_hub_reads_every_metric_with_its_interval(run: tuple[Path, Measureme
             assert (result.metric_value, args["standard_error"]) == (number.value, number.standard_error)
             assert (args["ci95_low"], args["ci95_high"]) == number.ci95
             assert (args["reference"], args["tokens"], args["clusters"]) == ("org/base", 5805, 40)
-    assert {"kl_policy_reference", "kl_reference_policy", "top1_agreement", "perplexity_ratio"} <= set(
-        by_type
-    )
+    expected = {"kl_policy_reference", "kl_reference_policy", "top1_agreement", "perplexity_ratio"}
+    assert expected <= set(by_type)
     kl = by_type["kl_policy_reference"]
-    assert (kl.task_type, kl.dataset_type, kl.dataset_args) == (
-        *("text-generation", "corpus.txt"),
-        {"sha256": measurement.source_sha256},
-    )
+    assert (kl.task_type, kl.dataset_type) == ("text-generation", "corpus.txt")
+    assert kl.dataset_args == {"sha256": measurement.source_sha256}
     assert eval_results_to_model_index(name, results) == data["model-index"]
-    assert (
-        ModelCardData(model_name=name, eval_results=results).to_dict()["model-index"] == data["model-index"]
-    )
+    card = ModelCardData(model_name=name, eval_results=results)
+    assert card.to_dict()["model-index"] == data["model-index"]
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_metadata_are_valid_for_any_name(name: str, run: tuple[Path, Measurement]) -> None:
+@pytest.mark.parametrize("name", [*YAML, *MARKDOWN, *UNICODE])
+def test_metadata_are_valid_for_any_name(name, run):
     card = model_card(named(run[1], name, name, prompts=name, split=name))
     data = metadata_of(card)
     text = name.encode("utf-8", "replace").decode().replace("?", "\ufffd") if "\udc80" in name else name
@@ -90,7 +72,7 @@ def test_metadata_are_valid_for_any_name(name: str, run: tuple[Path, Measurement
     assert "<script" not in html and html.count("<pre>") == 1
 
 
-def test_a_section_says_what_was_measured_against_what(run: tuple[Path, Measurement]) -> None:
+def test_a_section_says_what_was_measured_against_what(run):
     card = model_card(named(run[1], "runs/7/tuned", "org/base", text="data/corpus.txt"))
     assert (
         "`tuned` was measured against `org/base` on the texts of `corpus.txt`: KL(policy ‖ reference) is "
@@ -112,7 +94,7 @@ def test_a_section_says_what_was_measured_against_what(run: tuple[Path, Measurem
     assert section.count("data/") == section.count("runs/") == 1  # in the command
 
 
-def test_bounds_are_named_as_bounds(run: tuple[Path, Measurement]) -> None:
+def test_bounds_are_named_as_bounds(run):
     low, high = (
         Number(value=value, unit="nats", standard_error=0.01, ci95=(value - 0.02, value + 0.02))
         for value in (0.1, 0.4)
@@ -126,7 +108,7 @@ def test_bounds_are_named_as_bounds(run: tuple[Path, Measurement]) -> None:
     assert "kl_policy_reference_lower" in types and "kl_policy_reference" not in types
 
 
-def test_what_is_unknown_is_left_out_and_infinity_stays(run: tuple[Path, Measurement]) -> None:
+def test_what_is_unknown_is_left_out_and_infinity_stays(run):
     unknown = Number(value=math.nan, unit="nats", standard_error=math.nan, ci95=(math.nan, math.nan))
     infinite = replace(unknown, value=math.inf)
     per_token = {**run[1].per_token, "jensen_shannon": unknown, "kl_reference_policy": infinite}
@@ -152,13 +134,11 @@ def test_what_is_unknown_is_left_out_and_infinity_stays(run: tuple[Path, Measure
         ("o" * 300 + "/" + "m" * 300, "m" * 300),
     ],
 )
-def test_a_path_is_published_by_its_last_part(path: str, name: str) -> None:
+def test_a_path_is_published_by_its_last_part(path, name):
     assert published_name(path) == name
 
 
-def test_a_folder_that_looks_like_a_name_on_the_hub_is_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_looks_like_a_name_on_the_hub_is_a_folder(tmp_path, monkeypatch):
     (tmp_path / "org" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert published_name("org/model") == "model"

@@ -2,24 +2,15 @@
 
 import math
 from dataclasses import replace
-from html.parser import HTMLParser
-from pathlib import Path
-from typing import Any
 
 import pytest
+from page_text import Page
 from synthetic_audit import synthetic_audit
 from synthetic_run import HOSTILE, synthetic_comparison, synthetic_sweep
 
-from kleash.records import (
-    Diagnosis,
-    Measurement,
-    MismatchRecord,
-    Number,
-    TrainingResult,
-)
+from kleash.records import Diagnosis, MismatchRecord, Number, TrainingResult
 from kleash.store.rollout_results import LABELS, LikelyCause
 from kleash.store.summary import Name, Summary, SummaryTable, to_html
-from kleash.store.sweep import Sweep
 
 TAGS = {"div", "table", "thead", "tbody", "tr", "th", "td", "code", "bdi", "details", "summary", "ul", "li"}
 NUMBER = Number(
@@ -27,68 +18,40 @@ NUMBER = Number(
 )
 
 
-class Page(HTMLParser):
-    """The texts of HTML, and a failure for what a result needs not."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-        self.cells: list[list[str]] = []
-        self.open: list[str] = []
-        self.feed(html)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        assert tag in TAGS and {name for name, _ in attrs} <= {"style", "open"}, (tag, attrs)
-        assert not any("url(" in (value or "") for _, value in attrs)
-        self.open.append(tag)
-        if tag == "tr":
-            self.cells.append([])
-        if tag in ("td", "th"):
-            self.cells[-1].append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.texts.append(data)
-        if "td" in self.open or "th" in self.open:
-            self.cells[-1][-1] += data
+def shown(html):
+    """The page of HTML, after a look at its tags: they are closed, and load and run nothing."""
+    page = Page(html)
+    assert page.open == [] and set(page.names) <= TAGS
+    for tag, attributes in page.tags:
+        assert attributes.keys() <= {"style", "open"}, tag
+        assert not any("url(" in (value or "") for value in attributes.values())
+    return page
 
 
 @pytest.fixture(scope="module")
-def results(run: tuple[Path, Measurement]) -> list[Any]:
+def results(run):
     cause = LikelyCause(cause="a", meaning=HOSTILE[0], probability=0.5, evidence="<b>", next_test="")
     shared = {"kleash": "0.1.0", "file": HOSTILE[1], "tokens": 1, "sequences": 1}
+    mismatch = MismatchRecord(**shared, prompts=1, numbers=dict.fromkeys(LABELS, NUMBER), values={})
+    told = {"stopped": "<b>", "policy": HOSTILE[0], "out": HOSTILE[4]}
     return [
         run[1],
         synthetic_comparison(),
         synthetic_sweep(HOSTILE[:5], ("</div><script>",)),
-        MismatchRecord(**shared, prompts=1, numbers=dict.fromkeys(LABELS, NUMBER), values={}),
-        MismatchRecord(
-            **shared, prompts=1, numbers=dict.fromkeys(LABELS, NUMBER), values={}, renamed={"k<b>": math.inf}
-        ),
+        mismatch,
+        replace(mismatch, renamed={"k<b>": math.inf}),
         Diagnosis(**shared, models=(HOSTILE[2],), examined=True, findings=(cause,)),
         Diagnosis(**shared, models=(), examined=False, findings=(), notes=("<i>few</i>",)),
         synthetic_audit(),
-        TrainingResult(
-            kleash="0.1.0",
-            algorithm="ppo",
-            steps=3,
-            stopped="<b>",
-            metrics={"beta": 0.1},
-            policy=HOSTILE[0],
-            out=HOSTILE[4],
-        ),
+        TrainingResult(kleash="0.1.0", algorithm="ppo", steps=3, metrics={"beta": 0.1}, **told),
     ]
 
 
-def test_every_result_is_shown_with_its_numbers_and_no_foreign_markup(results: list[Any]) -> None:
+def test_every_result_is_shown_with_its_numbers_and_no_foreign_markup(results):
     for result in results:
         html = result._repr_html_()
-        assert Page(html).texts and len(html) < 60_000, type(result)
-    (measurement, comparison, sweep, mismatch, *_) = (Page(result._repr_html_()) for result in results)
+        assert shown(html).texts and len(html) < 60_000, type(result)
+    (measurement, comparison, sweep, mismatch, *_) = (shown(result._repr_html_()) for result in results)
     kl = next(row for row in measurement.cells if row[0] == "KL(policy ‖ reference)")
     assert kl == ["KL(policy ‖ reference)", "0.235", "0.207 to 0.264", "0.014", "nats"]
     assert "only 40 clusters: the interval leans on few prompts" in measurement.texts
@@ -99,24 +62,23 @@ def test_every_result_is_shown_with_its_numbers_and_no_foreign_markup(results: l
 
 
 @pytest.mark.parametrize("kind", [Name, str])
-def test_any_text_stays_in_its_cell(kind: type) -> None:
+def test_any_text_stays_in_its_cell(kind):
     texts = (*HOSTILE, "\udc80")
     rows = tuple((kind(text), "1") for text in texts)
-    page = Page(to_html(Summary(headline="h", tables=(SummaryTable(header=("n", "v"), rows=rows),))))
-    shown = [row[0] for row in page.cells[1:]]
-    assert shown == [text.replace("\udc80", "\ufffd") for text in texts]
+    page = shown(to_html(Summary(headline="h", tables=(SummaryTable(header=("n", "v"), rows=rows),))))
+    assert [row[0] for row in page.cells[1:]] == [text.replace("\udc80", "\ufffd") for text in texts]
 
 
-def test_colours_are_those_of_the_page(results: list[Any]) -> None:
+def test_colours_are_those_of_the_page(results):
     for result in results:
         html = result._repr_html_().replace("color:inherit", "").replace("rgba(128,128,128,.4)", "")
         assert "color:" not in html and "background:" not in html.replace("background:none", "")
 
 
-def test_a_record_without_a_headline_is_shown_as_its_repr(run: tuple[Path, Measurement]) -> None:
+def test_a_record_without_a_headline_is_shown_as_its_repr(run):
     assert replace(run[1], per_token={})._repr_html_() is None
 
 
-def test_a_sweep_in_which_all_failed_is_shown() -> None:
-    sweep: Sweep = synthetic_sweep((), ("a", "b"))
-    assert ["a", "its weights are missing"] in Page(str(sweep._repr_html_())).cells
+def test_a_sweep_in_which_all_failed_is_shown():
+    sweep = synthetic_sweep((), ("a", "b"))
+    assert ["a", "its weights are missing"] in shown(sweep._repr_html_()).cells

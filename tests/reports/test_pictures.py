@@ -2,8 +2,6 @@
 
 import xml.etree.ElementTree as ET
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from drawn_charts import dots
@@ -16,24 +14,23 @@ from kleash.reports.drawing import matplotlib_style
 from kleash.reports.pictures import picture_figure, write_picture
 from kleash.reports.sweep import sweep_charts
 from kleash.store.measurement import ModelRecord
-from kleash.store.sweep import Sweep
 
 HOSTILE_NAMES = (*HOSTILE, "$x_1^{$", "\\frac{1}{2}", "$" * 3, "日本語 🙂", "\udc80", "n" * 500)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("pictures") / "run"
     write_synthetic_run(path, prompts=6, tokens=96, shards=1)
     return path
 
 
 @pytest.fixture(scope="module")
-def measurement(folder: Path) -> Measurement:
+def measurement(folder):
     return Measurement.read(folder)
 
 
-def drawn(result: Measurement | Sweep) -> Any:
+def drawn(result):
     """The Matplotlib figure of a result's picture."""
     with matplotlib_style("test") as make_figure:
         figure = picture_figure(make_figure, result)
@@ -41,14 +38,14 @@ def drawn(result: Measurement | Sweep) -> Any:
     return figure
 
 
-def size_of_png(path: Path) -> tuple[int, int]:
+def size_of_png(path):
     content = path.read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     return int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big")
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_the_command_draws_a_measurement_and_a_sweep(folder: Path, tmp_path: Path, capsys: Any) -> None:
+def test_the_command_draws_a_measurement_and_a_sweep(folder, tmp_path, capsys):
     sweep = tmp_path / "sweep"
     sweep.mkdir()
     write_sweep_folder(sweep, synthetic_sweep())
@@ -60,20 +57,17 @@ def test_the_command_draws_a_measurement_and_a_sweep(folder: Path, tmp_path: Pat
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
 
 
-def test_the_same_files_give_the_same_bytes(measurement: Measurement, tmp_path: Path) -> None:
+def test_the_same_files_give_the_same_bytes(measurement, tmp_path):
     few = replace(measurement, by_position=(), convergence=(), quantiles={})
     for suffix in (".svg", ".png"):
         first, second = (write_picture(tmp_path / f"{n}{suffix}", few).read_bytes() for n in "ab")
         assert first == second
 
 
-def test_a_picture_has_the_charts_of_the_page(measurement: Measurement) -> None:
+def test_a_picture_has_the_charts_of_the_page(measurement):
     means, quantiles, positions, convergence = drawn(measurement).axes
     assert means.get_title("left") == "KL and one-sample estimators"
-    assert quantiles.get_title("left").splitlines() == [
-        "Quantiles of the KL over tokens",
-        "share of the tokens at or below",
-    ]
+    assert quantiles.get_title("left").startswith("Quantiles of the KL over tokens\n")
     directions = [measurement.per_token[name] for name in ("kl_policy_reference", "kl_reference_policy")]
     assert [x for x, _ in dots(means)[0]] == [each.value for each in directions]
     assert [y for _, y in dots(positions)[0]] == [part.kl.value for part in measurement.by_position]
@@ -82,7 +76,7 @@ def test_a_picture_has_the_charts_of_the_page(measurement: Measurement) -> None:
     assert len(drawn(replace(measurement, convergence=first, quantiles={}, estimators={})).axes) == 2
 
 
-def test_a_sweep_s_picture_is_its_ranking_and_kl_against_size() -> None:
+def test_a_sweep_s_picture_is_its_ranking_and_kl_against_size():
     sweep = synthetic_sweep(("q8", "q6", "q4"))
     rows, sizes = drawn(sweep).axes
     values = [candidate.numbers["kl_policy_reference"].value for candidate in sweep.ranking]
@@ -93,7 +87,7 @@ def test_a_sweep_s_picture_is_its_ranking_and_kl_against_size() -> None:
     assert len(drawn(replace(sweep, candidates=unknown)).axes) == 1
 
 
-def test_any_name_is_drawn_as_text(measurement: Measurement, tmp_path: Path) -> None:
+def test_any_name_is_drawn_as_text(measurement, tmp_path):
     few = {"by_position": (), "convergence": (), "quantiles": {}}
     for name in ("$x_1^{$", "\udc80 \x00\x1b\n"):
         models = {
@@ -107,7 +101,7 @@ def test_any_name_is_drawn_as_text(measurement: Measurement, tmp_path: Path) -> 
     assert len(labels) == len(HOSTILE_NAMES) and any("$x_1^{$" in label for label in labels)
 
 
-def test_a_long_name_stays_within_the_picture(measurement: Measurement) -> None:
+def test_a_long_name_stays_within_the_picture(measurement):
     models = {
         role: ModelRecord(**{**vars(model), "path": "W" * 300}) for role, model in measurement.models.items()
     }
@@ -116,7 +110,7 @@ def test_a_long_name_stays_within_the_picture(measurement: Measurement) -> None:
     require_texts_fit(drawn(replace(synthetic_sweep(("W" * 300,) * 3), reference="W" * 300)))
 
 
-def require_texts_fit(figure: Any) -> None:
+def require_texts_fit(figure):
     """Check that the title lies within the picture, and above all panels."""
     figure.draw_without_rendering()
     width, height = figure.bbox.size
@@ -126,35 +120,19 @@ def require_texts_fit(figure: Any) -> None:
     assert max(axes.get_tightbbox().y1 for axes in figure.axes if axes.axison) <= min(box.y0 for box in boxes)
 
 
-def test_of_many_candidates_the_nearest_are_drawn(tmp_path: Path) -> None:
+def test_of_many_candidates_the_nearest_are_drawn(tmp_path):
     sweep = synthetic_sweep(("q8", "q6"))
     first = sweep.candidates[0]
-    many = replace(
-        sweep,
-        candidates=tuple(replace(first, number=n, name=f"candidate {n}") for n in range(1, 61)),
-        pairs=(),
-    )
+    candidates = tuple(replace(first, number=n, name=f"candidate {n}") for n in range(1, 61))
+    many = replace(sweep, candidates=candidates, pairs=())
     assert len(dots(drawn(many).axes[0])[0]) == 40
     assert sweep_charts(many)[0].description.endswith("The 20 farthest are not shown.")
     with pytest.raises(OptionError, match="no candidate of the sweep could be measured"):
         write_picture(tmp_path / "none.png", synthetic_sweep((), ("a",)))
 
 
-def test_drawing_changes_no_setting_of_matplotlib(measurement: Measurement, tmp_path: Path) -> None:
-    import matplotlib
-
-    few = replace(measurement, by_position=(), convergence=(), quantiles={})
-    with matplotlib.rc_context({"axes.linewidth": 7.0, "xtick.labelsize": 30.0}):
-        before = dict(matplotlib.rcParams)
-        with_own_style = write_picture(tmp_path / "a.svg", few).read_bytes()
-        assert dict(matplotlib.rcParams) == before
-    assert write_picture(tmp_path / "b.svg", few).read_bytes() == with_own_style
-
-
 @pytest.mark.usefixtures("undrawn")
-def test_a_picture_that_cannot_be_made_is_one_sentence(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_picture_that_cannot_be_made_is_one_sentence(folder, tmp_path, monkeypatch, capsys):
     assert main(["report", str(folder), "--picture", str(tmp_path / "a.jpg")]) == 2
     assert "--picture must be a file that ends in .png or .svg; it is '/" in capsys.readouterr().err
     assert main(["report", str(folder), "--picture", str(tmp_path / "none" / "a.png")]) == 2

@@ -1,19 +1,13 @@
 """The pages of training: every number where it belongs, and other people's text inert."""
 
 import re
-from html.parser import HTMLParser
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 from drawn_charts import bands, curves, drawn, legend
 from histories import healthy
-from synthetic_training import (
-    EVIL,
-    header_of,
-    write_hostile_run,
-    write_pairs_run,
-    write_run,
-)
+from page_text import Page
+from synthetic_training import EVIL, header_of, write_hostile_run, write_pairs_run, write_run
 
 from kleash.errors import RunFolderError
 from kleash.records import GRPOJob, PPOJob, StepRecord, TrainingFolder
@@ -23,59 +17,36 @@ from kleash.reports.training import format_metric, run_warnings
 from kleash.reports.training_charts import run_charts, thin_steps
 
 
-class Text(HTMLParser):
-    """The text of a page, and the names of its charts."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.words: list[str] = []
-        self.charts: list[str | None] = []
-        self.scripts = 0
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.scripts += tag == "script"
-        if tag == "figure":
-            self.charts.append(dict(attrs)["id"])
-
-    def handle_data(self, data: str) -> None:
-        self.words.append(data)
-
-    @property
-    def text(self) -> str:
-        return re.sub(r"\s+", " ", " ".join(self.words))
-
-
 @pytest.fixture(scope="module")
-def hostile(tmp_path_factory: pytest.TempPathFactory) -> Text:
+def hostile(tmp_path_factory):
     folder = write_hostile_run(tmp_path_factory.mktemp("training") / "run")
-    return Text(write_training_report(folder).read_text(encoding="utf-8"))
+    return Page(write_training_report(folder))
 
 
-def test_untrusted_text_is_escaped(hostile: Text) -> None:
-    assert hostile.text.count(EVIL) >= 20, "or the page would not show it at all"
-    assert hostile.scripts == 0
+def test_untrusted_text_is_escaped(hostile):
+    assert hostile.words.count(EVIL) >= 20, "or the page would not show it at all"
+    assert "script" not in hostile.names
 
 
-def test_every_metric_with_values_has_a_chart(hostile: Text) -> None:
+def test_every_metric_with_values_has_a_chart(hostile):
     names = ("reward", "kl-sequence", "kl-token", "beta", "entropy", "length", "updates", "texts")
-    assert tuple(hostile.charts) == names
+    assert tuple(figure["id"] for figure in hostile.all("figure")) == names
 
 
-def test_the_headlines_are_those_of_the_last_step(hostile: Text) -> None:
+def test_the_headlines_are_those_of_the_last_step(hostile):
     last = healthy(60)[-1].metrics
     kl, error = last["kl/exact_per_sequence"], last["kl/exact_per_sequence_error"]
-    assert f"KL per sequence {kl:.2f} ± {error:.2f} nats 0 in the first step; target 6.00" in hostile.text
-    assert "Steps 60 finished" in hostile.text
+    assert f"KL per sequence {kl:.2f} ± {error:.2f} nats 0 in the first step; target 6.00" in hostile.words
+    assert "Steps 60 finished" in hostile.words
 
 
-def test_a_tiny_number_is_formatted_in_scientific_notation() -> None:
+def test_a_tiny_number_is_formatted_in_scientific_notation():
     metrics = {"kl/k3": 1.172e-29, "kl/k3_error": 5.69e-30}
     assert format_metric(metrics, "kl/k3") == "1.17 × 10⁻²⁹ ± 5.7 × 10⁻³⁰ nats"
     assert format_metric({"reward/score": -0.5, "reward/score_error": 0.25}, "reward/score") == "−0.50 ± 0.25"
 
 
-def test_a_number_of_every_other_step_is_a_line_through_them() -> None:
+def test_a_number_of_every_other_step_is_a_line_through_them():
     history = [
         StepRecord(
             step=step,
@@ -87,20 +58,20 @@ def test_a_number_of_every_other_step_is_a_line_through_them() -> None:
     assert list(curves(axes).values()) == [([2, 4, 6, 8], [2.0, 4.0, 6.0, 8.0])]
 
 
-def test_the_watch_s_words_and_the_events_are_told(hostile: Text) -> None:
-    assert "Step 60: KL(p ‖ q) is gone" in hostile.text
-    assert "Step 60: beta was bounded" in hostile.text
-    assert "saw nothing" not in hostile.text
+def test_the_watch_s_words_and_the_events_are_told(hostile):
+    assert "Step 60: KL(p ‖ q) is gone" in hostile.words
+    assert "Step 60: beta was bounded" in hostile.words
+    assert "saw nothing" not in hostile.words
 
 
-def test_the_command_repeats_the_run(hostile: Text) -> None:
+def test_the_command_repeats_the_run(hostile):
     assert (
         f"kleash train ppo --policy '{EVIL}' --prompts x --reward 'a:b{EVIL}' '0.5*c:d' --steps 60 "
         "--controller pid --target-nats 6.0"
-    ) in hostile.text
+    ) in hostile.words
 
 
-def test_the_curves_hold_the_numbers_with_their_errors_and_the_target() -> None:
+def test_the_curves_hold_the_numbers_with_their_errors_and_the_target():
     history = healthy(60)
     charts = run_charts(history, target=6.0)
     (axes,) = drawn(charts["kl-sequence"])
@@ -115,29 +86,29 @@ def test_the_curves_hold_the_numbers_with_their_errors_and_the_target() -> None:
     assert "target" not in legend(drawn(charts["kl-token"])[0])
 
 
-def test_a_target_per_token_is_drawn_where_kl_is_per_token() -> None:
+def test_a_target_per_token_is_drawn_where_kl_is_per_token():
     charts = run_charts(healthy(20), target=0.1, per="token")
     assert legend(drawn(charts["kl-sequence"])[0]) == []
     (axes,) = drawn(charts["kl-token"])
     assert legend(axes) == ["exact", "k1", "k3", "target"] and axes.lines[-1].get_ydata()[0] == 0.1
 
 
-def test_samples_are_shown_from_the_first_step_to_the_last(hostile: Text) -> None:
-    steps = [int(step) for step in re.findall(r"Step (\d+) Samples of step", hostile.text)]
+def test_samples_are_shown_from_the_first_step_to_the_last(hostile):
+    steps = [int(step) for step in re.findall(r"Step (\d+) Samples of step", hostile.words)]
     assert steps == [1, 13, 25, 36, 48, 60]
 
 
-def test_a_dpo_run_shows_its_own_metrics(tmp_path: Path) -> None:
-    page = Text(write_report_of(write_pairs_run(tmp_path / "run")).read_text(encoding="utf-8"))
-    assert page.charts == ["pairs"]
-    assert "Preference accuracy 0.530 0.510 in the first step" in page.text
-    assert "Steps 3 running or interrupted" in page.text
-    assert "kleash train dpo --pairs p.jsonl --steps 3" in page.text
-    assert "No reward hacking alerts." in page.text
-    assert "learns from given pairs of responses" in page.text and "samples new responses" not in page.text
+def test_a_dpo_run_shows_its_own_metrics(tmp_path):
+    page = Page(write_report_of(write_pairs_run(tmp_path / "run")))
+    assert [figure["id"] for figure in page.all("figure")] == ["pairs"]
+    assert "Preference accuracy 0.530 0.510 in the first step" in page.words
+    assert "Steps 3 running or interrupted" in page.words
+    assert "kleash train dpo --pairs p.jsonl --steps 3" in page.words
+    assert "No reward hacking alerts." in page.words
+    assert "learns from given pairs of responses" in page.words and "samples new responses" not in page.words
 
 
-def test_errors_over_few_prompts_carry_a_warning() -> None:
+def test_errors_over_few_prompts_carry_a_warning():
     steps = [
         StepRecord(step=1, metrics={"response/prompts": 30.0}),
         StepRecord(step=2, metrics={"beta": 1.0}),
@@ -150,7 +121,7 @@ def test_errors_over_few_prompts_carry_a_warning() -> None:
     )
 
 
-def test_a_long_run_is_thinned_with_its_first_and_last_step() -> None:
+def test_a_long_run_is_thinned_with_its_first_and_last_step():
     thinned = thin_steps(healthy(5000), 400)
     assert len(thinned) == 400 and (thinned[0].step, thinned[-1].step) == (1, 5000)
     assert thin_steps(healthy(3), 400) == healthy(3)
@@ -158,7 +129,7 @@ def test_a_long_run_is_thinned_with_its_first_and_last_step() -> None:
     assert len(chart.rows) == 40 and len(curves(drawn(chart)[0])["reward"][0]) == 400
 
 
-def test_beta_over_decades_is_drawn_on_a_logarithmic_axis() -> None:
+def test_beta_over_decades_is_drawn_on_a_logarithmic_axis():
     (narrow,) = drawn(run_charts(healthy(20))["beta"])
     assert narrow.get_yscale() == "linear" and narrow.get_ylim()[0] >= 0, "also where it is constant"
     wide = [type(r)(step=r.step, metrics={"beta": 10.0 ** (r.step / 10)}) for r in healthy(20)]
@@ -166,16 +137,16 @@ def test_beta_over_decades_is_drawn_on_a_logarithmic_axis() -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_disabled_switches_are_part_of_the_command(tmp_path: Path) -> None:
+def test_disabled_switches_are_part_of_the_command(tmp_path):
     folder = write_run(
         tmp_path / "run", healthy(3), PPOJob(whiten=False, trust_remote_code=True, clip_range_value=None)
     )
-    text = Text(write_training_report(folder).read_text(encoding="utf-8")).text
+    text = Page(write_training_report(folder)).words
     assert "kleash train ppo --steps 3 --no-whiten --clip-range-value None --trust-remote-code" in text
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_run_without_a_step_raises(tmp_path: Path) -> None:
+def test_a_run_without_a_step_raises(tmp_path):
     folder = TrainingFolder(tmp_path / "run")
     with folder.writing(header_of(PPOJob()), resume=False):
         pass
@@ -184,14 +155,8 @@ def test_a_run_without_a_step_raises(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_stopped_run_shows_the_reason(tmp_path: Path) -> None:
+def test_a_stopped_run_shows_the_reason(tmp_path):
     folder = write_run(tmp_path / "run", healthy(3), GRPOJob())
-    result = TrainingFolder(folder).result()
-    assert result is not None
-    TrainingFolder(folder).write_result(
-        type(result)(**{**vars(result), "stopped": "the hacking monitor stopped it"})
-    )
-    assert (
-        "Steps 3 the hacking monitor stopped it"
-        in Text(write_training_report(folder).read_text(encoding="utf-8")).text
-    )
+    result = replace(TrainingFolder(folder).result(), stopped="the hacking monitor stopped it")
+    TrainingFolder(folder).write_result(result)
+    assert "Steps 3 the hacking monitor stopped it" in Page(write_training_report(folder)).words

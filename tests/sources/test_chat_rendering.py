@@ -98,10 +98,7 @@ def test_parts_that_are_printed_as_python_does_are_refused(read):
 @pytest.mark.parametrize(
     ("message", "problem"),
     [
-        (
-            said({"parts": ["Hi"]}),
-            "expected the content of each message of 'messages' to be text, or a list of parts",
-        ),
+        (said({"parts": ["Hi"]}), "expected the content of each message of 'messages' to be text, or a list"),
         (said(3), "to be text, or a list of parts such as .* and found '3'"),
         (said(["Hi"]), "and found '\"Hi\"'"),
         (said(None), "expected each message to have a 'role' and 'content'"),

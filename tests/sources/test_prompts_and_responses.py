@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiny_models import SENTENCES, tiny_tokenizer
 
 from kleash.errors import OptionError, SourceError
-from kleash.models import Pair, read_prompts, read_responses, read_text
+from kleash.models import read_prompts, read_responses, read_text
 from kleash.sources.documents import count_documents, window_spans
 from kleash.sources.sequences import hash_tokens, retokenisation_warnings
 
@@ -36,7 +36,7 @@ def ids(text, special=False):
     return tuple(tiny_tokenizer()(text, add_special_tokens=special)["input_ids"])
 
 
-def test_prompts_of_jsonl_plain_text_and_messages(pair: Pair, write):
+def test_prompts_of_jsonl_plain_text_and_messages(pair, write):
     lines = [{"prompt": "The sea"}, {"messages": [{"role": "user", "content": "Hi"}]}]
     first, second = read_prompts(write("a.jsonl", lines), pair)
     assert (first.prompt_id, first.text, first.token_ids) == (0, "The sea", ids("The sea", special=True))
@@ -50,7 +50,7 @@ def test_prompts_of_jsonl_plain_text_and_messages(pair: Pair, write):
     assert [one.location.rsplit(" ", 1)[1] for one in plain] == ["1", "3"]
 
 
-def test_the_format_is_detected_by_suffix_or_first_line(pair: Pair, write):
+def test_the_format_is_detected_by_suffix_or_first_line(pair, write):
     line = json.dumps({"prompt": "The sea"})
     assert read_prompts(write("a.prompts", f"\n{line}\n"), pair)[0].text == "The sea"
     assert read_prompts(write("b.prompts", "[1, 2]\n"), pair)[0].text == "[1, 2]"
@@ -58,12 +58,12 @@ def test_the_format_is_detected_by_suffix_or_first_line(pair: Pair, write):
     assert read_prompts(write("a.txt", line), pair)[0].text == line
 
 
-def test_a_byte_order_mark_is_not_part_of_the_text(pair: Pair, write):
+def test_a_byte_order_mark_is_not_part_of_the_text(pair, write):
     assert read_prompts(write("a.txt", b"\xef\xbb\xbfThe sea\n"), pair)[0].text == "The sea"
     assert read_prompts(write("a.jsonl", b'\xef\xbb\xbf{"prompt": "The sea"}\n'), pair)[0].text == "The sea"
 
 
-def test_copies_of_a_prompt_are_counted(pair: Pair, write):
+def test_copies_of_a_prompt_are_counted(pair, write):
     prompts = read_prompts(write("a.txt", "a\nb\na\na\n"), pair)
     assert [one.copy for one in prompts] == [0, 0, 1, 2]
     assert len({one.prompt_hash for one in prompts}) == 2
@@ -79,11 +79,11 @@ def test_the_hash_of_tokens_is_the_same_on_every_machine():
     )
 
 
-def test_a_limit_is_a_number_of_prompts(pair: Pair, write):
+def test_a_limit_is_a_number_of_prompts(pair, write):
     assert len(read_prompts(write("a.txt", "a\nb\nc\n"), pair, limit=2)) == 2
 
 
-def test_an_appended_end_token_is_removed_from_a_prompt(pair: Pair, write):
+def test_an_appended_end_token_is_removed_from_a_prompt(pair, write):
     class Ending:
         eos_token_id = 1
 
@@ -126,12 +126,12 @@ BAD_PROMPTS = {
 
 
 @pytest.mark.parametrize(("content", "message"), BAD_PROMPTS.values(), ids=BAD_PROMPTS)
-def test_invalid_prompts_are_errors_with_their_line(pair: Pair, write, content, message, unhooked):
+def test_invalid_prompts_are_errors_with_their_line(pair, write, content, message, unhooked):
     with pytest.raises(SourceError, match=message):
         read_prompts(write("a.jsonl", content), pair)
 
 
-def test_unreadable_files_are_errors(pair: Pair, write, tmp_path, unhooked):
+def test_unreadable_files_are_errors(pair, write, tmp_path, unhooked):
     (tmp_path / "empty folder").mkdir()
     for name, message in (
         (str(tmp_path / "missing.txt"), "there is no file .*missing.txt$"),
@@ -154,7 +154,7 @@ def test_unreadable_files_are_errors(pair: Pair, write, tmp_path, unhooked):
                 list(read(name, pair))
 
 
-def test_messages_need_a_chat_template_that_accepts_them(pair: Pair, write, unhooked):
+def test_messages_need_a_chat_template_that_accepts_them(pair, write, unhooked):
     name = write("a.jsonl", [{"messages": [MESSAGE]}])
     bare = tiny_tokenizer.__wrapped__()
     bare.chat_template = None
@@ -168,7 +168,7 @@ def test_messages_need_a_chat_template_that_accepts_them(pair: Pair, write, unho
         read_prompts(name, replace(pair, tokenizer=bare))
 
 
-def test_documents_of_plain_text_end_at_a_blank_line(pair: Pair, write):
+def test_documents_of_plain_text_end_at_a_blank_line(pair, write):
     windows = list(read_text(write("a.txt", "\n\nThe sea\nwas\n\n \ncalm and\n"), pair))
     assert [one.prompt_id for one in windows] == [0, 1]
     assert windows[0].prompt_ids + windows[0].response_ids == ids("The sea\nwas", special=True)
@@ -177,7 +177,7 @@ def test_documents_of_plain_text_end_at_a_blank_line(pair: Pair, write):
     assert windows[1].response_text == "calm and"
 
 
-def test_documents_of_jsonl(pair: Pair, write):
+def test_documents_of_jsonl(pair, write):
     records = [{"text": "The sea\n\nwas"}, {"text": ""}, {"text": "calm"}]
     windows = list(read_text(write("a.jsonl", records), pair))
     assert [one.prompt_id for one in windows] == [0, 2]
@@ -205,7 +205,7 @@ def test_every_token_but_the_first_is_scored_once(tokens, window, stride):
         assert number == 0 or first - start >= window - stride + 1
 
 
-def test_windows_of_one_document(pair: Pair, write):
+def test_windows_of_one_document(pair, write):
     text = " ".join(SENTENCES[:2])
     tokens = ids(text, special=True)
     windows = list(read_text(write("a.txt", text), pair, window=16, stride=12))
@@ -219,7 +219,7 @@ def test_windows_of_one_document(pair: Pair, write):
         assert len(one.prompt_ids) == (5 if number else 1)
 
 
-def test_invalid_windows_and_strides_are_errors(pair: Pair, write, unhooked):
+def test_invalid_windows_and_strides_are_errors(pair, write, unhooked):
     name = write("a.txt", "The sea")
     for options, message in (
         ({"window": 129}, "a window of 129 tokens is more than the 128 that the models read"),
@@ -230,7 +230,7 @@ def test_invalid_windows_and_strides_are_errors(pair: Pair, write, unhooked):
             read_text(name, pair, **options)
 
 
-def test_text_is_read_lazily(pair: Pair, write):
+def test_text_is_read_lazily(pair, write):
     """A later line that cannot be read is not noticed before it is asked for."""
     windows = read_text(write("a.jsonl", '{"text": "The sea"}\nbroken'), pair)
     assert next(windows).response_text == "The sea"
@@ -238,7 +238,7 @@ def test_text_is_read_lazily(pair: Pair, write):
         next(windows)
 
 
-def test_responses_are_read_as_ids_and_as_text(pair: Pair, write):
+def test_responses_are_read_as_ids_and_as_text(pair, write):
     records = [
         {"prompt": "The sea", "response": " was calm", "finish_reason": "stop", "temperature": 0.7},
         {"prompt": "The sea", "response": " was calm", "finish_reason": "length"},
@@ -258,13 +258,13 @@ def test_responses_are_read_as_ids_and_as_text(pair: Pair, write):
     assert one.prompt_hash == hash_tokens(one.prompt_ids)
 
 
-def test_an_end_token_is_not_appended_twice(pair: Pair, write):
+def test_an_end_token_is_not_appended_twice(pair, write):
     records = [{"prompt": "x", "response": "yes</s>", "finish_reason": "stop"}]
     (one,) = read_responses(write("a.jsonl", records), pair)
     assert one.response_ids == (*ids("yes"), 1)
 
 
-def test_stated_prompt_and_sample_ids_are_kept(pair: Pair, write):
+def test_stated_prompt_and_sample_ids_are_kept(pair, write):
     base = {"prompt": "x", "response": "y"}
     records = [{**base, "prompt_id": 7, "sample_id": 4}, {**base, "prompt_id": 7}, {**base, "prompt_id": 3}]
     found = list(read_responses(write("a.jsonl", records), pair, limit=2))
@@ -274,7 +274,7 @@ def test_stated_prompt_and_sample_ids_are_kept(pair: Pair, write):
 BASE = {"prompt": "The sea", "response_token_ids": [5, 6]}
 
 
-def test_texts_as_prompt_ids_are_numbered(pair: Pair, write):
+def test_texts_as_prompt_ids_are_numbered(pair, write):
     """As data sets of preferences have them, whose prompt_id is a hash."""
     ids = ("b", "a", "b", "")
     records = [{**BASE, "prompt": f"The {each}", "prompt_id": each} for each in ids]
@@ -285,7 +285,7 @@ def test_texts_as_prompt_ids_are_numbered(pair: Pair, write):
     assert [(one.prompt_id, one.sample_id) for one in found] == [(0, 0), (1, 0), (0, 1)]
 
 
-def test_numbering_many_samples_takes_linear_time(pair: Pair, write):
+def test_numbering_many_samples_takes_linear_time(pair, write):
     name = write("a.jsonl", [{"prompt_token_ids": [3], "response_token_ids": [5]}] * 16_000)
     seconds = []
     for limit in (1_000, 16_000):
@@ -335,12 +335,12 @@ BAD_RESPONSES = {
 
 
 @pytest.mark.parametrize(("records", "message"), BAD_RESPONSES.values(), ids=BAD_RESPONSES)
-def test_invalid_responses_are_errors_with_their_line(pair: Pair, write, records, message, unhooked):
+def test_invalid_responses_are_errors_with_their_line(pair, write, records, message, unhooked):
     with pytest.raises(SourceError, match=message):
         list(read_responses(write("a.jsonl", records), pair))
 
 
-def test_responses_in_plain_text_are_an_error(pair: Pair, write, unhooked):
+def test_responses_in_plain_text_are_an_error(pair, write, unhooked):
     with pytest.raises(SourceError, match="is read as plain text"):
         list(read_responses(write("a.txt", "hello"), pair))
     with pytest.raises(SourceError, match="entry 1: expected a field 'response'"):
@@ -349,7 +349,7 @@ def test_responses_in_plain_text_are_an_error(pair: Pair, write, unhooked):
         list(read_responses(write("a.jsonl", "\n"), pair))
 
 
-def test_a_response_may_be_as_long_as_the_context(pair: Pair, write):
+def test_a_response_may_be_as_long_as_the_context(pair, write):
     prompt = len(ids("The sea", special=True))
     record = {**BASE, "response_token_ids": [5] * (129 - prompt)}
     (one,) = read_responses(write("a.jsonl", [record]), pair)
@@ -362,14 +362,14 @@ def test_retokenised_responses_give_a_warning():
     assert warning.startswith("2 of 5 responses came as text and were tokenised again")
 
 
-def test_without_a_context_limit_any_length_is_read(pair: Pair, write):
+def test_without_a_context_limit_any_length_is_read(pair, write):
     policy, reference = (replace(model, context_length=None) for model in (pair.policy, pair.reference))
     endless = replace(pair, policy=policy, reference=reference)
     (one,) = read_text(write("a.txt", " ".join(SENTENCES)), endless)
     assert len(one.response_ids) > 128
 
 
-def test_padded_responses_are_refused_after_the_last(pair: Pair, write):
+def test_padded_responses_are_refused_after_the_last(pair, write):
     """Padding would be scored like tokens that were drawn; the pad token here is one that ends responses."""
     pad = pair.tokenizer.pad_token_id
     rows = [

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.ipc
-import pyarrow.parquet as pq
 import pytest
+from source_files import jsonl, parquet
 
 from kleash.errors import KleashError, OptionError, SourceError
 from kleash.jobs import MeasureJob, PPOJob
@@ -27,8 +27,10 @@ from kleash.training.with_trl.preferences import read_pairs
 
 USER = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "The sea was calm."}
+SHAREGPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": ANSWER["content"]}]
 RECORDS = [{"prompt": f"The sea {place}", "answer": str(place)} for place in range(5)]
 PROMPTS = [record["prompt"] for record in RECORDS]
+RENDERED = "<s>user: Hi\nassistant: "
 
 
 PLAIN_NOTE = (
@@ -37,20 +39,10 @@ PLAIN_NOTE = (
 )
 
 
-def jsonl(*records):
-    return "".join(json.dumps(record) + "\n" for record in records).encode()
-
-
 def zst(content):
     sink = pa.BufferOutputStream()
     with pa.CompressedOutputStream(sink, "zstd") as stream:
         stream.write(content)
-    return sink.getvalue().to_pybytes()
-
-
-def parquet(records):
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(records), sink)
     return sink.getvalue().to_pybytes()
 
 
@@ -61,25 +53,8 @@ def arrow(records, new=pyarrow.ipc.new_stream):
     return sink.getvalue()
 
 
-def options(**values):
-    return ReadOptions(**values)
-
-
-@pytest.fixture
-def write(tmp_path):
-    """Writes a file and gives its name."""
-
-    def at(name, content):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return str(path)
-
-    return at
-
-
 def texts(name, pair, **values):
-    return [prompt.text for prompt in read_prompts(name, pair, reading=options(**values))]
+    return [prompt.text for prompt in read_prompts(name, pair, reading=ReadOptions(**values))]
 
 
 def test_every_format_may_be_compressed(pair, write, monkeypatch):
@@ -128,6 +103,9 @@ def test_damaged_compressed_and_arrow_files_are_read_or_refused(pair, write):
         "a.jsonl.zst": zst(jsonl(*many)),
         "a.arrow": arrow(many),
         "b.arrow": arrow(many, pyarrow.ipc.new_file),
+        "a.parquet": parquet(many),
+        "a.csv": b"prompt,answer\n" + b"".join(b"The sea,%d\n" % place for place in range(40)),
+        "a.json": json.dumps(many).encode(),
     }
     refused = 0
     for name, content in contents.items():
@@ -135,15 +113,13 @@ def test_damaged_compressed_and_arrow_files_are_read_or_refused(pair, write):
             damaged = bytearray(content)
             for _ in range(rng.choice([1, 1, 4])):
                 damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+            kept = rng.choice([len(damaged), rng.randrange(8, len(damaged))])
             try:
-                read_prompts(
-                    write(name, bytes(damaged[: rng.choice([len(damaged), rng.randrange(8, len(damaged))])])),
-                    pair,
-                )
+                read_prompts(write(name, bytes(damaged[:kept])), pair)
             except KleashError as error:
                 refused += 1
                 assert "\n" not in str(error)
-    assert refused > 100
+    assert refused > 150
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +156,7 @@ def test_splits_of_saved_data_sets_are_read(pair, saved, monkeypatch):
     assert texts("user/configs", pair, dataset_config="hard") == PROMPTS[:2]
     (note,) = describe_source("prompts", "several")
     assert note == "the split 'train' of several is read, of 'test', 'train'; --split names another"
-    assert not describe_source("prompts", "several", options(split="test"))
+    assert not describe_source("prompts", "several", ReadOptions(split="test"))
     assert not describe_source("prompts", "one")
     read = read_prompts("user/name", pair)
     assert read[3].location.endswith("train-00001-of-00002.parquet, row 1")
@@ -204,7 +180,9 @@ def test_files_of_another_format_in_a_folder_are_noted(pair, write, tmp_path):
 
 def test_the_hash_of_a_data_set_follows_the_files_of_its_split(saved, monkeypatch):
     monkeypatch.chdir(saved)
-    train, test = (find_source("user/name", "prompts", options(split=split)) for split in ("train", "test"))
+    train, test = (
+        find_source("user/name", "prompts", ReadOptions(split=split)) for split in ("train", "test")
+    )
     parts = [sha256(path.read_bytes()).hexdigest() for path in sorted(Path("user/name/data").glob("train*"))]
     assert train.sha256() == sha256("\n".join(parts).encode()).hexdigest()
     assert test.sha256() == sha256(next(Path("user/name/data").glob("test*")).read_bytes()).hexdigest()
@@ -297,9 +275,9 @@ def test_the_hubs_cache_is_read_without_a_network(tmp_path, monkeypatch, pair):
         ({"prompt": "P", "messages": [USER]}, {"prompt_column": "prompt"}, "P"),
         ({"odd name, really": "Q", "text": "T"}, {"prompt_column": "odd name, really"}, "Q"),
         ({"question": "Q", "chosen": "Qa", "rejected": "Qb"}, {}, "Q"),
-        ({"conversations": [{"from": "human", "value": "Hi"}]}, {}, "<s>user: Hi\nassistant: "),
-        ({"prompt": "P", "messages": [USER]}, {"prompt_column": "messages"}, "<s>user: Hi\nassistant: "),
-        ({"dialogue": [USER]}, {"prompt_column": "dialogue"}, "<s>user: Hi\nassistant: "),
+        ({"conversations": [{"from": "human", "value": "Hi"}]}, {}, RENDERED),
+        ({"prompt": "P", "messages": [USER]}, {"prompt_column": "messages"}, RENDERED),
+        ({"dialogue": [USER]}, {"prompt_column": "dialogue"}, RENDERED),
     ],
 )
 def test_prompts_are_found_by_usual_or_named_columns(pair, write, record, values, prompt):
@@ -314,9 +292,7 @@ def test_columns_of_a_csv_are_found_too(pair, write):
     assert texts(write("c", "question\nQ\n"), pair, prompt_column="question") == ["Q"]
     assert texts(write("d.csv", "odd,other\nQ,A\n"), pair, prompt_column="odd") == ["Q"]
     cell = json.dumps(json.dumps([USER])).replace('\\"', '""')
-    assert texts(write("e.csv", f"talk,n\n{cell},1\n"), pair, prompt_column="talk") == [
-        "<s>user: Hi\nassistant: "
-    ]
+    assert texts(write("e.csv", f"talk,n\n{cell},1\n"), pair, prompt_column="talk") == [RENDERED]
 
 
 @pytest.mark.parametrize(
@@ -325,33 +301,16 @@ def test_columns_of_a_csv_are_found_too(pair, write):
         ({"question": "The sea", "answer": " was calm"}, {}, [" was calm"]),
         ({"instruction": "The sea", "input": "", "output": " was calm"}, {}, [" was calm"]),
         ({"prompt": "The sea", "responses": [" was calm", " was not"]}, {}, [" was calm", " was not"]),
-        (
-            {"prompt": "The sea", "answer": "42", "draft": " was calm"},
-            {"response_column": "draft"},
-            [" was calm"],
-        ),
-        (
-            {"prompt": "The sea", "chosen": " a", "rejected": " was"},
-            {"response_column": "rejected"},
-            [" was"],
-        ),
+        ({"prompt": "The", "answer": "42", "draft": " sea"}, {"response_column": "draft"}, [" sea"]),
+        ({"prompt": "The", "chosen": " a", "rejected": " b"}, {"response_column": "rejected"}, [" b"]),
         ({"question": "Q", "chosen": " a", "rejected": " was"}, {}, [" a", " was"]),
         ({"prompt": "x", "messages": [USER, ANSWER]}, {"prompt_column": "messages"}, ["The sea was calm."]),
         ({"input": "The sea", "output": " was calm"}, {}, [" was calm"]),
-        (
-            {
-                "conversations": [
-                    {"from": "human", "value": "Hi"},
-                    {"from": "gpt", "value": ANSWER["content"]},
-                ]
-            },
-            {},
-            ["The sea was calm."],
-        ),
+        ({"conversations": SHAREGPT}, {}, ["The sea was calm."]),
     ],
 )
 def test_responses_are_found_by_usual_or_named_columns(pair, write, record, values, expected):
-    read = read_responses(write("a.jsonl", jsonl(record)), pair, reading=options(**values))
+    read = read_responses(write("a.jsonl", jsonl(record)), pair, reading=ReadOptions(**values))
     assert [one.response_text.removesuffix("</s>").rstrip("\n") for one in read] == expected
 
 
@@ -371,7 +330,7 @@ def test_a_record_has_one_response(pair, write, unhooked):
     name = write("a.jsonl", jsonl({"prompt": "P", "response": " a", "completion": " b"}))
     with pytest.raises(SourceError, match="line 1: expected 'response' or 'completion'"):
         list(read_responses(name, pair))
-    (chosen,) = read_responses(name, pair, reading=options(response_column="completion"))
+    (chosen,) = read_responses(name, pair, reading=ReadOptions(response_column="completion"))
     assert chosen.response_text == " b"
 
 
@@ -387,7 +346,7 @@ def test_texts_are_found_by_usual_or_named_columns(pair, write):
         ({"text": "other", "body": "The sea"}, {"text_column": "body"}),
         ({"Text": "The sea"}, {}),
     ):
-        (window,) = read_text(write("a.jsonl", jsonl(record)), pair, reading=options(**values))
+        (window,) = read_text(write("a.jsonl", jsonl(record)), pair, reading=ReadOptions(**values))
         assert window.response_text.endswith("sea"), record
 
 
@@ -396,7 +355,7 @@ def test_choices_of_columns_are_noted(write):
     assert describe_source("prompts", name) == (
         "prompts are read from 'question'; 'query' could be meant too; --prompt-column names another column",
     )
-    assert describe_source("responses", name, options(prompt_column="query")) == (
+    assert describe_source("responses", name, ReadOptions(prompt_column="query")) == (
         "responses are read from 'answer'; --response-column names another column",
     )
     assert describe_source("text", write("b.jsonl", jsonl({"content": "Q"}))) == (
@@ -410,21 +369,13 @@ def test_choices_of_columns_are_noted(write):
     [
         (jsonl({"a": 1, "b": 2}), {}, "expected a field 'prompt' or 'messages'"),
         (jsonl({"a": 1, "b\x1b": 2}), {"prompt_column": "c"}, "line 1: there is no column 'c'; there"),
-        (
-            jsonl({"prompt": "x"}, {"q": "y"}),
-            {"prompt_column": "prompt"},
-            "line 2: there is no column 'prompt'; there are 'q'",
-        ),
+        (jsonl({"prompt": "x"}, {"q": "y"}), {"prompt_column": "prompt"}, "line 2: there is no column"),
         (jsonl({"a": 3}), {"prompt_column": "a"}, "expected 'a' to be text or a list"),
         (jsonl({"a": None}), {"prompt_column": "a"}, "expected 'a' to be text or a list"),
         (jsonl({"question": 3}), {}, "expected 'question' to be text or a list"),
         (b"The sea\n", {"prompt_column": "a"}, "line 1: there is no column 'a'; there are 'prompt'"),
         (jsonl({f"c{n}": 1 for n in range(20)}), {"prompt_column": "a"}, "'c15' and 4 more: give one"),
-        (
-            jsonl({"prompt": "x", "messages": [USER]}),
-            {},
-            "found both; keep one, or choose by --prompt-column",
-        ),
+        (jsonl({"prompt": "x", "messages": [USER]}), {}, "found both; keep one, or choose by"),
         (jsonl({"prompt": "x"}, {"question": "y"}), {}, "line 2: expected a field 'prompt' or"),
     ],
 )
@@ -456,14 +407,14 @@ def test_the_chat_template_renders_messages_all_prompts_or_nothing(pair, write):
     name = write("a.jsonl", jsonl({"prompt": "Hi"}, {"prompt": [{"role": "system", "content": "Be"}, USER]}))
     rendered = "<s>system: Be\nuser: Hi\nassistant: "
     assert texts(name, pair) == ["Hi", rendered]
-    applied = read_prompts(name, pair, reading=options(chat_template="apply"))
-    assert [one.text for one in applied] == ["<s>user: Hi\nassistant: ", rendered]
+    applied = read_prompts(name, pair, reading=ReadOptions(chat_template="apply"))
+    assert [one.text for one in applied] == [RENDERED, rendered]
     assert applied[0].messages == (USER,)
-    raw = read_prompts(name, pair, reading=options(chat_template="raw"))
+    raw = read_prompts(name, pair, reading=ReadOptions(chat_template="raw"))
     assert [one.text for one in raw] == ["Hi", "Be\n\nHi"]
     assert raw[1].messages is None
     plain = write("a.txt", "Hi\n")
-    assert texts(plain, pair, chat_template="apply") == ["<s>user: Hi\nassistant: "]
+    assert texts(plain, pair, chat_template="apply") == [RENDERED]
     bare = replace(pair, tokenizer=copy.copy(pair.tokenizer))
     bare.tokenizer.chat_template = None
     with pytest.raises(SourceError, match="line 1: --chat-template apply renders"):
@@ -499,10 +450,7 @@ def test_the_template_is_given_the_tools_and_variables_of_a_record(pair, write):
         name = write("a.jsonl", jsonl({**record, "tools": tools, "chat_template_kwargs": variables}))
         assert texts(name, told) == [expected]
     for values, message in (
-        (
-            {"tools": "a hammer"},
-            "expected 'tools' to be a list of JSON schemas and found .*leave the column out",
-        ),
+        ({"tools": "a hammer"}, "expected 'tools' to be a list of JSON schemas and found .*leave the column"),
         ({"chat_template_kwargs": {"tokenize": True}}, "expected 'chat_template_kwargs' to be an object"),
     ):
         with pytest.raises(SourceError, match=f"line 1: {message}"):
@@ -514,28 +462,26 @@ def test_responses_and_texts_follow_the_chat_template(pair, write):
         "a.jsonl", jsonl({"prompt": [USER], "completion": [ANSWER]}, {"prompt": "Hi", "completion": " x"})
     )
     plain, applied, raw = (
-        list(read_responses(name, pair, reading=options(chat_template=kind)))
+        list(read_responses(name, pair, reading=ReadOptions(chat_template=kind)))
         for kind in (None, "apply", "raw")
     )
-    assert [one.prompt_text for one in plain] == ["<s>user: Hi\nassistant: ", "Hi"]
-    assert [one.prompt_text for one in applied] == ["<s>user: Hi\nassistant: "] * 2
+    assert [one.prompt_text for one in plain] == [RENDERED, "Hi"]
+    assert [one.prompt_text for one in applied] == [RENDERED] * 2
     assert [(one.prompt_text, one.response_text) for one in raw] == [
         ("Hi", "The sea was calm."),
         ("Hi", " x"),
     ]
-    (window,) = read_text(
-        write("b.jsonl", jsonl({"messages": [USER, ANSWER]})), pair, reading=options(chat_template="raw")
-    )
-    assert pair.tokenizer.decode([*window.prompt_ids, *window.response_ids]).endswith(
-        "Hi\n\nThe sea was calm."
-    )
+    conversation = write("b.jsonl", jsonl({"messages": [USER, ANSWER]}))
+    (window,) = read_text(conversation, pair, reading=ReadOptions(chat_template="raw"))
+    read = pair.tokenizer.decode([*window.prompt_ids, *window.response_ids])
+    assert read.endswith("Hi\n\nThe sea was calm.")
 
 
 def test_what_is_templated_is_noted(pair, write):
     name = write("a.jsonl", jsonl({"prompt": "Hi"}, {"prompt": [USER]}, {"prompt_token_ids": [5]}))
 
     def notes(source, tokenizer=pair.tokenizer, **values):
-        reading = options(**values)
+        reading = ReadOptions(**values)
         prompts = read_prompts(source, replace(pair, tokenizer=tokenizer), reading=reading)
         return describe_forms("prompts", Counter(one.form for one in prompts), tokenizer, reading)
 
@@ -567,10 +513,9 @@ def test_options_of_reading_are_checked_and_are_settings_of_the_run():
         MeasureJob(chat_template="none")
     with pytest.raises(OptionError, match="--prompt-column must be a name"):
         PPOJob(prompt_column="")
-    job = MeasureJob(
-        prompts="x", policy="p", reference="r", split="test", text_column="t", chat_template="raw"
-    )
-    assert {"split": "test", "text_column": "t", "chat_template": "raw"}.items() <= job.settings().items()
+    reading = {"split": "test", "text_column": "t", "chat_template": "raw"}
+    job = MeasureJob(prompts="x", policy="p", reference="r", **reading)
+    assert reading.items() <= job.settings().items()
     assert job.without_effect() == ("--text-column does nothing with --prompts",)
     job = MeasureJob(text="x", policy="p", reference="r", chat_template="apply")
     assert job.without_effect() == (

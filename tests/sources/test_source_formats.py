@@ -1,12 +1,10 @@
 """Kinds of source files (CSV, Parquet, JSON arrays, standard input) and TRL's data set formats: read or refused."""
 
 import copy
-import csv
 import gzip
 import io
 import json
 import os
-import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,9 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from source_files import jsonl, parquet
 from tiny_models import tiny_tokenizer
 
-from kleash.errors import KleashError, SourceError
+from kleash.errors import SourceError
 from kleash.models import find_source, read_prompts, read_responses, read_text
 from kleash.sources import files
 from kleash.sources.documents import count_documents
@@ -29,30 +28,6 @@ USER = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "The sea was calm."}
 OTHER = {"role": "assistant", "content": "A grey boat."}
 PROMPTS = ["The sea", 'was "calm", and', "two\nlines"]
-
-
-@pytest.fixture
-def write(tmp_path):
-    """Writes a source and gives its name."""
-
-    def at(name, content):
-        path = tmp_path / name
-        if name.endswith((".csv", ".tsv")) and isinstance(content, list):
-            with path.open("w", newline="", encoding="utf-8") as file:
-                csv.writer(file, delimiter="\t" if name.endswith(".tsv") else ",").writerows(content)
-        elif name.endswith(".parquet") and isinstance(content, list):
-            pq.write_table(pa.Table.from_pylist(content), path)
-        elif isinstance(content, bytes):
-            path.write_bytes(content)
-        else:
-            path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
-        return str(path)
-
-    return at
-
-
-def jsonl(*records):
-    return "".join(json.dumps(record) + "\n" for record in records)
 
 
 def test_every_file_format_gives_the_same_prompts(pair, write):
@@ -69,18 +44,12 @@ def test_every_file_format_gives_the_same_prompts(pair, write):
         write("excel.csv", '\ufeffprompt;answer\r\nThe sea;0\r\n"was ""calm"", and";1\r\n"two\nlines";2\r\n'),
         write("pandas.csv", ',prompt\n0,The sea\n1,"was ""calm"", and"\n2,"two\nlines"\n'),
         write("a.parquet", records),
-        write("parquet_by_content", pq_bytes(records)),
+        write("parquet_by_content", parquet(records)),
     ]
     expected = [one.token_ids for one in read_prompts(names[0], pair)]
     for name in names:
         assert [one.token_ids for one in read_prompts(name, pair)] == expected, name
         assert [one.text for one in read_prompts(name, pair, limit=2)] == PROMPTS[:2], name
-
-
-def pq_bytes(records):
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(records), sink)
-    return sink.getvalue().to_pybytes()
 
 
 def test_a_record_has_every_column_of_its_row(write):
@@ -108,9 +77,8 @@ def test_two_columns_of_one_name_are_refused(pair, write, tmp_path):
         stream.write_table(table)
     write("a.csv", "prompt,prompt\na,b\n")
     for suffix in ("parquet", "arrow", "csv"):
-        with pytest.raises(
-            SourceError, match=f"a.{suffix} has the column 'prompt' more than once; keep one$"
-        ):
+        words = f"a.{suffix} has the column 'prompt' more than once; keep one$"
+        with pytest.raises(SourceError, match=words):
             read_prompts(str(tmp_path / f"a.{suffix}"), pair)
 
 
@@ -142,11 +110,7 @@ def test_a_cell_may_be_longer_than_the_csv_modules_default_limit(pair, write):
         ("a.csv", 'prompt\n"x"y\n', "line 2: it is not CSV"),
         ("a.csv", "text\nx\n", "line 2: expected a field 'prompt' or"),
         ("a.csv", "messages\nx\n", "line 2: expected 'messages' to be JSON"),
-        (
-            "a.csv",
-            "prompt\n\"[{'role': 'user', 'content': 'x'}]\"\n",
-            "to be JSON .* that Python prints are none",
-        ),
+        ("a.csv", "prompt\n\"[{'role': 'user', 'content': 'x'}]\"\n", "to be JSON .* that Python prints are"),
         ("a.csv", b"prompt\nna\xefve\n", "line 2: expected UTF-8 and found byte 0xef"),
         ("a.csv", "prompt\n", "holds no prompt"),
         ("a.parquet", "prompt\nx\n", "cannot be read as Parquet"),
@@ -250,12 +214,8 @@ def test_null_keys_of_messages_in_parquet_are_removed(write):
     (row,) = read_records(Path(write("a.parquet", [{"messages": [USER, tool]}])), "prompts")
     assert row.fields == {"messages": [USER, tool]}
     calls = [
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
-        }
-        for arguments in ({"a": 1}, {"b": "two"})
+        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": x}}]}
+        for x in ({"a": 1}, {"b": "two"})
     ]
     rows = read_records(Path(write("b.parquet", [{"messages": [USER, call]} for call in calls])), "prompts")
     assert [row.fields for row in rows] == [{"messages": [USER, call]} for call in calls]
@@ -288,7 +248,12 @@ def test_responses_are_read_from_trl_formats(pair, write):
     assert [one.prompt_text for one in read[6:]] == ["<s>user: Hi\nassistant: "] * 4
     answer = read[6].response_text
     assert answer.startswith("The sea was calm.")
-    assert [one.response_text for one in read[6:]] == [answer, answer, answer, answer.replace(*_swap())]
+    assert [one.response_text for one in read[6:]] == [
+        answer,
+        answer,
+        answer,
+        answer.replace(ANSWER["content"], OTHER["content"]),
+    ]
     assert read[6].response_ids == tuple(tiny_tokenizer()(answer, add_special_tokens=False)["input_ids"])
 
 
@@ -303,10 +268,6 @@ def test_a_response_of_messages_ends_with_its_end_token(pair, write):
     (read,) = read_responses(write("a.jsonl", jsonl(record)), replace(pair, tokenizer=tokenizer))
     assert read.response_text == "The sea was calm.</s>"
     assert read.response_ids[-1] == tokenizer.eos_token_id
-
-
-def _swap():
-    return ANSWER["content"], OTHER["content"]
 
 
 def test_text_is_read_from_trl_formats(pair, write):
@@ -329,12 +290,8 @@ def test_text_is_read_from_trl_formats(pair, write):
 def test_every_file_format_gives_the_same_preference_pairs(write):
     pairs = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
     rows = [list(pairs[0]), list(pairs[0].values())]
-    for name, content in (
-        ("a.jsonl", jsonl(*pairs)),
-        ("a.json", pairs),
-        ("a.csv", rows),
-        ("a.parquet", pairs),
-    ):
+    contents = {"a.jsonl": jsonl(*pairs), "a.json": pairs, "a.csv": rows, "a.parquet": pairs}
+    for name, content in contents.items():
         assert read_pairs(write(name, content), limit=None) == pairs
     implicit = write("b.jsonl", jsonl({"chosen": "The sea was", "rejected": "The sea is"}))
     assert read_pairs(implicit, limit=1) == [{"prompt": "The sea", "chosen": " was", "rejected": " is"}]
@@ -359,10 +316,7 @@ def test_pairs_of_conversations_may_repeat_the_prompt_as_text(pair, write):
         ({"prompt": "x", "chosen": "a", "rejected": "a"}, "'chosen' and 'rejected' are the same"),
         ({"prompt": "x", "chosen": [ANSWER], "rejected": [OTHER]}, "each a text or each a list of messages"),
         ({"prompt": "x", "chosen": "a", "rejected": None}, "each a text or each a list of messages"),
-        (
-            {"prompt": [USER], "chosen": ["a"], "rejected": ["b"]},
-            "each message to have a 'role' and 'content'",
-        ),
+        ({"prompt": [USER], "chosen": ["a"], "rejected": ["b"]}, "each message to have a 'role' and"),
         ({"prompt": 3, "chosen": "a", "rejected": "b"}, "each a text or each a list of messages"),
     ],
 )
@@ -410,28 +364,6 @@ def test_log_probabilities_of_real_draws_are_accepted(pair, write):
     assert second.logp_sampled.tolist() == [0.0, -30.0]
 
 
-def test_damaged_tables_are_read_or_give_a_source_error(pair, tmp_path):
-    """Random damage: other prompts may come out of a text file, a traceback never."""
-    records = [{"prompt": f"The sea {place}", "messages": None, "answer": place} for place in range(40)]
-    whole = {
-        "a.parquet": pq_bytes(records),
-        "a.csv": b"prompt,answer\n" + b"".join(b"The sea,%d\n" % place for place in range(40)),
-        "a.json": json.dumps(records).encode(),
-    }
-    rng = random.Random(0)
-    for name, content in whole.items():
-        path = tmp_path / name
-        for _ in range(60):
-            damaged = bytearray(content)
-            for _ in range(rng.choice([1, 1, 4])):
-                damaged[rng.randrange(len(damaged))] = rng.randrange(256)
-            path.write_bytes(damaged[: rng.choice([len(damaged), rng.randrange(1, len(damaged))])])
-            try:
-                read_prompts(str(path), pair)
-            except KleashError as error:
-                assert "\n" not in str(error)
-
-
 class Stream:
     """A standard input that is no terminal."""
 
@@ -458,14 +390,13 @@ def standard_input(monkeypatch):
         (b'{"prompt": "The sea"}\n', "line 1", {"prompt": "The sea"}),
         (b"prompt,answer\nThe sea,1\n", "line 2", {"prompt": "The sea", "answer": "1"}),
         (b'[\n{"prompt": "The sea"}\n]', "entry 1", {"prompt": "The sea"}),
-        (pq_bytes([{"prompt": "The sea"}]), "row 1", {"prompt": "The sea"}),
+        (parquet([{"prompt": "The sea"}]), "row 1", {"prompt": "The sea"}),
     ],
 )
 def test_standard_input_may_have_any_format(pair, standard_input, content, where, record):
     standard_input(content)
-    assert [
-        (line.location, line.fields) for line in read_records(source_path("-", "prompts"), "prompts")
-    ] == [(f"standard input, {where}", record)]
+    lines = read_records(source_path("-", "prompts"), "prompts")
+    assert [(line.location, line.fields) for line in lines] == [(f"standard input, {where}", record)]
     for _ in range(2):  # a source is read more than once
         assert [one.text for one in read_prompts("-", pair)] == ["The sea"]
 
@@ -494,13 +425,9 @@ def test_a_pipe_is_not_opened(pair, tmp_path):
 
 def test_the_copy_of_standard_input_is_deleted_at_exit(tmp_path):
     script = "from kleash.sources.files import source_path\nprint(source_path('-', 'prompts').read_text())"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        input=b"The sea",
-        capture_output=True,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        check=True,
-    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, input=b"The sea", capture_output=True, env=environment, check=True)
     assert done.stdout == b"The sea\n"
     assert not list(tmp_path.iterdir())
 
@@ -515,7 +442,7 @@ def test_the_copy_of_standard_input_is_deleted_at_exit(tmp_path):
         ("rollouts", "JSONL, a JSON array or Parquet"),
     ],
 )
-def test_errors_name_the_formats_that_a_kind_of_source_takes(kind: str, formats: str, write, tmp_path):
+def test_errors_name_the_formats_that_a_kind_of_source_takes(kind, formats, write, tmp_path):
     contents = {
         "JSONL": ("a.jsonl", '{"prompt": "a"}'),
         "a JSON array": ("a.json", '[{"prompt": "a"}]'),
@@ -551,11 +478,7 @@ def test_errors_name_the_formats_that_a_kind_of_source_takes(kind: str, formats:
         ("a.txt", "The sea".encode("utf-16"), "line 1: expected UTF-8 and found byte 0xff"),
         ("a.txt", b"The s\xe9a", "line 1: expected UTF-8 and found byte 0xe9"),
         ("a.jsonl", b'{"text": "The sea"}', "is read as JSONL, and texts come as plain text"),
-        (
-            "a.csv.gz",
-            gzip.compress(b"text\nThe sea\n", mtime=0),
-            "is read as CSV, and texts come as plain text",
-        ),
+        ("a.csv.gz", gzip.compress(b"text\nx\n", mtime=0), "is read as CSV, and texts come as plain text"),
         ("a.txt", b"", "is empty; give a file of plain text"),
     ],
 )

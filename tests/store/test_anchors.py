@@ -9,14 +9,14 @@ from synthetic_run import columns, measurement_of
 
 from kleash.leash import best_of_n_bound
 from kleash.records import Measurement, Number
-from kleash.store.anchors import ANCHORS, Anchor, scale_sentence
+from kleash.store.anchors import ANCHORS, scale_sentence
 from kleash.store.statistics import label_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "kl.md"
 LABELS = {"kl_engine_trainer": "KL(engine ‖ trainer)"}
 
 
-def measured(nats: float, **job: str) -> Measurement:
+def measured(nats, **job):
     """A measurement with 7 nats in one direction and ``nats`` in the one that anchors of its source have."""
     fields = vars(measurement_of(columns(2, 1, 8, 0, 0.1, False), 2, 1, 1, False))
     names = ("kl_policy_reference", "kl_reference_policy")
@@ -28,7 +28,7 @@ def measured(nats: float, **job: str) -> Measurement:
     return Measurement(**{**fields, "per_token": per_token, "job": job})
 
 
-def row_of(group: tuple[Anchor, ...]) -> str:
+def row_of(group):
     first = group[0]
     label = LABELS.get(first.statistic) or label_of(first.statistic)
     origin = f"[source]({first.origin})" if first.origin.startswith("https") else f"`{first.origin}`"
@@ -36,7 +36,7 @@ def row_of(group: tuple[Anchor, ...]) -> str:
     return f"| {label} per {first.per} | {figures} | {first.data} | {origin} |"
 
 
-def test_the_table_of_the_page_is_the_table_of_the_package() -> None:
+def test_the_table_of_the_page_is_the_table_of_the_package():
     """A row of the page has the anchors of one source."""
     page = PAGE.read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith("| KL(") and " per " in line.split("|")[1]]
@@ -44,7 +44,7 @@ def test_the_table_of_the_page_is_the_table_of_the_package() -> None:
     assert rows == [row_of(tuple(group)) for _, group in groups]
 
 
-def test_anchors_that_are_compared_have_one_direction_and_rise() -> None:
+def test_anchors_that_are_compared_have_one_direction_and_rise():
     for kind, group in groupby(ANCHORS, lambda anchor: (anchor.per, anchor.source)):
         anchors = list(group)
         assert len({anchor.statistic for anchor in anchors}) == 1, kind
@@ -57,11 +57,7 @@ def test_anchors_that_are_compared_have_one_direction_and_rise() -> None:
 @pytest.mark.parametrize(
     ("job", "nats", "expected"),
     [
-        (
-            {"text": "t"},
-            0.02,
-            "KL(reference ‖ policy) per token is above 0.0127 (Llama 2 7B in Q4_K_M) and below 0.0313",
-        ),
+        ({"text": "t"}, 0.02, "KL(reference ‖ policy) per token is above 0.0127 (Llama 2 7B in Q4_K_M) and"),
         ({"text": "t"}, 0.0, "KL(reference ‖ policy) per token is below 0.000369 (Llama 2 7B in Q8_0);"),
         ({"text": "t"}, math.inf, "KL(reference ‖ policy) per token is above 0.445 (Llama 3 8B in Q2_K);"),
         ({"responses": "r"}, 0.6, "KL(policy ‖ reference) per token is above 0.556 (Qwen2.5-1.5B after SFT"),
@@ -69,12 +65,10 @@ def test_anchors_that_are_compared_have_one_direction_and_rise() -> None:
         ({}, 0.1, "KL(policy ‖ reference) per token is above 0.0302 (the shipped reference"),
     ],
 )
-def test_the_nearest_anchors_of_the_source_and_direction_are_named(
-    job: dict[str, str], nats: float, expected: str
-) -> None:
+def test_the_nearest_anchors_of_the_source_and_direction_are_named(job, nats, expected):
     assert scale_sentence(measured(nats, **job)).startswith(expected)
 
 
-def test_there_is_no_scale_without_a_kl() -> None:
+def test_there_is_no_scale_without_a_kl():
     assert scale_sentence(measured(math.nan)) == ""
     assert scale_sentence(Measurement(**{**vars(measured(1.0)), "per_token": {}})) == ""

@@ -1,23 +1,14 @@
 """Temporary files that no link can lead elsewhere, that no other process has, and that a kill leaves to be swept up."""
 
 import errno
-import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from kleash.errors import RunFolderError
-from kleash.store.atomic import (
-    TEMPORARY,
-    is_disk_full,
-    remove_leftovers,
-    temporary_name,
-    write_atomically,
-)
-from kleash.store.codec import to_json
+from kleash.store.atomic import TEMPORARY, is_disk_full, remove_leftovers, temporary_name, write_atomically
 
 WRITER = """
 import sys
@@ -28,7 +19,7 @@ for at in range(40):
 """
 
 
-def test_a_planted_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_link_is_not_followed(tmp_path, monkeypatch):
     (tmp_path / "precious").write_text("kept")
     (tmp_path / ".writing-report.html").symlink_to(tmp_path / "precious")  # where an older kleash wrote
     write_atomically(tmp_path / "report.html", "page")
@@ -50,10 +41,8 @@ def test_a_planted_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.Monk
     ],
     ids=["ENOSPC", "EDQUOT", "EIO", "EACCES"],
 )
-def test_an_error_of_the_disk_says_how_to_go_on(
-    number: int, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(descriptor: int) -> None:
+def test_an_error_of_the_disk_says_how_to_go_on(number, sentence, tmp_path, monkeypatch):
+    def fail(descriptor):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("kleash.store.atomic.os.fsync", fail)
@@ -65,7 +54,7 @@ def test_an_error_of_the_disk_says_how_to_go_on(
     assert not list(tmp_path.iterdir())
 
 
-def test_many_processes_can_write_one_file(tmp_path: Path) -> None:
+def test_many_processes_can_write_one_file(tmp_path):
     path = tmp_path / "report.html"
     words = [sys.executable, "-c", WRITER, str(path)]
     writers = [subprocess.Popen([*words, str(at)], stderr=subprocess.PIPE) for at in range(6)]
@@ -77,7 +66,7 @@ def test_many_processes_can_write_one_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [200, 255])
-def test_a_name_may_be_as_long_as_names_can_be(tmp_path: Path, length: int) -> None:
+def test_a_name_may_be_as_long_as_names_can_be(tmp_path, length):
     path = tmp_path / ("x" * length)
     write_atomically(path, "content")
     assert path.read_text() == "content"
@@ -85,16 +74,10 @@ def test_a_name_may_be_as_long_as_names_can_be(tmp_path: Path, length: int) -> N
         write_atomically(tmp_path / ("x" * 256), "content")
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_is_removed(tmp_path):
     (tmp_path / temporary_name()).write_text("half")
     (tmp_path / f"{TEMPORARY}step-000002").mkdir()
     (tmp_path / f"{TEMPORARY}link").symlink_to(tmp_path)
     (tmp_path / "whole").write_text("whole")
     remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["whole"]
-
-
-def test_a_path_that_is_not_utf8_comes_back_out_of_json(tmp_path: Path) -> None:
-    name = os.fsdecode(b"out-\xff")
-    write_atomically(tmp_path / "a.json", to_json({"out": name}))
-    assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8")) == {"out": name}

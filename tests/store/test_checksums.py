@@ -1,7 +1,5 @@
 """Checksums: written with a file, verified when it is read, and in nobody's way after a kill."""
 
-from pathlib import Path
-
 import pytest
 
 from kleash.errors import RunFolderError
@@ -16,7 +14,7 @@ from kleash.store.checksums import (
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     begin_checksums(tmp_path)
     (tmp_path / "parts").mkdir()
     for name in ("run.json", "parts/0", "parts/1"):
@@ -24,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_was_written_is_read(folder: Path) -> None:
+def test_what_was_written_is_read(folder):
     checksums = Checksums.read(folder)
     assert b"parts/1" in checksums.read_bytes(folder / "parts/1")
     checksums.check_all()
@@ -33,17 +31,12 @@ def test_what_was_written_is_read(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            b'{"name": "parts/1"}',
-            "parts/0 is damaged: it has other bytes than were written",
-        ),
+        (b'{"name": "parts/1"}', "parts/0 is damaged: it has other bytes than were written"),
         (b"", "parts/0 is damaged: it has other bytes than were written"),
         (None, "parts/0 cannot be read: No such file or directory"),
     ],
 )
-def test_a_part_of_another_shard_or_half_a_part_is_refused(
-    folder: Path, content: bytes | None, message: str
-) -> None:
+def test_a_part_of_another_shard_or_half_a_part_is_refused(folder, content, message):
     path = folder / "parts/0"
     path.unlink() if content is None else path.write_bytes(content)
     for read in (Checksums.read(folder).read_bytes, Checksums.read(folder).check):
@@ -53,13 +46,13 @@ def test_a_part_of_another_shard_or_half_a_part_is_refused(
         Checksums.read(folder).check_all()
 
 
-def test_a_file_that_nobody_wrote_is_not_trusted(folder: Path) -> None:
+def test_a_file_that_nobody_wrote_is_not_trusted(folder):
     (folder / "parts/2").write_text("x")
     with pytest.raises(RunFolderError, match=r"cannot be trusted: checksums\.jsonl has no checksum of it"):
         Checksums.read(folder).read_bytes(folder / "parts/2")
 
 
-def test_without_checksums_nothing_is_trusted(folder: Path) -> None:
+def test_without_checksums_nothing_is_trusted(folder):
     (folder / CHECKSUMS).unlink()
     for read in (Checksums.read(folder).read_bytes, Checksums.read(folder).check):
         with pytest.raises(RunFolderError, match=r"checksums\.jsonl has no checksum"):
@@ -68,7 +61,7 @@ def test_without_checksums_nothing_is_trusted(folder: Path) -> None:
         Checksums.read(folder).require_beginning(folder / "parts/0", b"x")
 
 
-def test_no_flipped_bit_of_the_checksums_makes_other_bytes_right(folder: Path) -> None:
+def test_no_flipped_bit_of_the_checksums_makes_other_bytes_right(folder):
     path, others = folder / CHECKSUMS, [b"{}", b'{"name": "parts/2"}']
     intact = path.read_bytes()
     for at in range(0, 8 * len(intact), 3):
@@ -89,7 +82,7 @@ def test_no_flipped_bit_of_the_checksums_makes_other_bytes_right(folder: Path) -
             (folder / name).write_bytes(content)
 
 
-def test_a_kill_leaves_a_checksum_too_many_or_half_of_one(folder: Path) -> None:
+def test_a_kill_leaves_a_checksum_too_many_or_half_of_one(folder):
     with pytest.raises(KeyboardInterrupt):
         write_checked(folder, folder / "parts/0", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
     before = (folder / CHECKSUMS).read_bytes()
@@ -103,7 +96,7 @@ def test_a_kill_leaves_a_checksum_too_many_or_half_of_one(folder: Path) -> None:
     assert (folder / CHECKSUMS).read_bytes() == before + line
 
 
-def test_a_file_that_was_taken_away_is_not_missed(folder: Path) -> None:
+def test_a_file_that_was_taken_away_is_not_missed(folder):
     assert Checksums.read(folder).expects(folder / "parts/1")
     record_removal(folder, folder / "parts/1")
     Checksums.read(folder).check_all()  # killed before it was taken away
@@ -114,7 +107,7 @@ def test_a_file_that_was_taken_away_is_not_missed(folder: Path) -> None:
     assert Checksums.read(folder).expects(folder / "parts/1")
 
 
-def test_a_sealed_folder_has_all_its_files(folder: Path) -> None:
+def test_a_sealed_folder_has_all_its_files(folder):
     (folder / "parts/2").write_text("x")
     seal_folder(folder)
     Checksums.read(folder).check_all()

@@ -22,16 +22,16 @@ class Outer:
     word: str = "left out"
 
 
-def numbers(value: float, error: float) -> Number:
+def numbers(value, error):
     return Number(value=value, unit="nats", standard_error=error, ci95=(value, error), warnings=("a", "b"))
 
 
-def same(a: float, b: float) -> bool:
+def same(a, b):
     return a == b or (math.isnan(a) and math.isnan(b))
 
 
 @given(floats, floats)
-def test_a_number_survives_json_whatever_it_is(value: float, error: float) -> None:
+def test_a_number_survives_json_whatever_it_is(value, error):
     text = to_json(numbers(value, error))
     back = decode(Number, json.loads(text))
     assert same(back.value, value) and same(back.standard_error, error)
@@ -39,17 +39,17 @@ def test_a_number_survives_json_whatever_it_is(value: float, error: float) -> No
     assert back.warnings == ("a", "b") and isinstance(back.warnings, tuple)
 
 
-def test_what_is_not_finite_is_a_word() -> None:
+def test_what_is_not_finite_is_a_word():
     assert encode({"a": math.inf, "b": [-math.inf, math.nan]}) == {"a": "Infinity", "b": ["-Infinity", "NaN"]}
 
 
 @pytest.mark.parametrize("perhaps", [None, numbers(1.0, 0.1)])
-def test_nested_records_come_back_as_they_were(perhaps: Number | None) -> None:
+def test_nested_records_come_back_as_they_were(perhaps):
     outer = Outer(number=numbers(2.0, 0.5), many=(numbers(3.0, 1.0),), named={"x": math.inf}, perhaps=perhaps)
     assert decode(Outer, json.loads(to_json(outer))) == outer
 
 
-def test_keys_of_a_later_kleash_are_ignored_and_absent_ones_take_their_default() -> None:
+def test_keys_of_a_later_kleash_are_ignored_and_absent_ones_take_their_default():
     data = {"number": encode(numbers(1.0, 1.0)), "many": [], "named": {}, "perhaps": None, "new": 1}
     assert decode(Outer, data).word == "left out"
 
@@ -64,7 +64,7 @@ def test_keys_of_a_later_kleash_are_ignored_and_absent_ones_take_their_default()
         (1234.5, 321.0, "1234 ± 321 nats"),
     ],
 )
-def test_digits_follow_the_error(value: float, error: float, text: str) -> None:
+def test_digits_follow_the_error(value, error, text):
     number = numbers(value, error)
     assert with_error(number) == text and str(number).startswith(text)
 
@@ -72,13 +72,13 @@ def test_digits_follow_the_error(value: float, error: float, text: str) -> None:
 @pytest.mark.parametrize(
     ("error", "ends"), [(math.nan, (0.0, math.inf)), (0.0, (0.0, math.inf)), (0.0, (0.1, 0.5))]
 )
-def test_an_error_that_is_not_known_is_words(error: float, ends: tuple[float, float]) -> None:
+def test_an_error_that_is_not_known_is_words(error, ends):
     number = Number(value=0.3, unit="nats", standard_error=error, ci95=ends)
     assert not number.has_error and str(number).startswith("0.30000 nats, error unknown")
     exact = Number(value=0.3, unit="nats", standard_error=0.0, ci95=(0.3, 0.3))
     assert exact.has_error and str(exact) == "0.30000 nats exactly"
 
 
-def test_what_is_nested_too_deeply_is_an_error() -> None:
+def test_what_is_nested_too_deeply_is_an_error():
     with pytest.raises(ValueError, match="nested too deeply"):
         parse_json("[" * 200_000)

@@ -13,7 +13,7 @@ SHA256_OF_ABC = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015a
 """The test vector of FIPS 180-2, appendix B.1."""
 
 
-def test_the_hash_is_that_of_the_bytes(tmp_path: Path) -> None:
+def test_the_hash_is_that_of_the_bytes(tmp_path):
     (tmp_path / "weights").write_bytes(b"abc")
     (tmp_path / "copy").write_bytes(b"abc")
     assert hash_files([tmp_path / "weights", tmp_path / "copy"]) == [SHA256_OF_ABC] * 2
@@ -23,9 +23,7 @@ def test_the_hash_is_that_of_the_bytes(tmp_path: Path) -> None:
         hash_files([tmp_path / "nowhere"])
 
 
-def test_a_watched_file_is_read_once_and_again_after_a_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_watched_file_is_read_once_and_again_after_a_change(tmp_path, monkeypatch):
     path, read = tmp_path / "weights", list[Path]()
     path.write_bytes(b"abc")
     genuine = file_hashes.file_checksum

@@ -8,10 +8,8 @@ import pytest
 from kleash.errors import UnknownNameError
 from kleash.store.metrics import METRICS, metric_of, spelt
 
-UNITS = {"nats", "probability", "tokens", "seconds", "reward", "none"}
 
-
-def source_of(package: str) -> str:
+def source_of(package):
     """All Python text of an installed package; importing it is not needed."""
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
@@ -21,15 +19,8 @@ def source_of(package: str) -> str:
     return "".join(path.read_text(errors="replace") for folder in folders for path in folder.rglob("*.py"))
 
 
-@pytest.mark.parametrize("name", METRICS)
-def test_every_metric_says_what_it_is(name: str) -> None:
-    metric = METRICS[name]
-    assert metric.unit in UNITS
-    assert len(metric.meaning) > 10 and not metric.meaning.endswith(".")
-
-
 @pytest.mark.parametrize("name", [name for name in METRICS if name.startswith("kl/")])
-def test_every_kl_says_its_direction_and_what_it_is_per(name: str) -> None:
+def test_every_kl_says_its_direction_and_what_it_is_per(name):
     meaning = METRICS[name].meaning
     if name.endswith("_error"):
         assert name.removesuffix("_error") in meaning
@@ -40,20 +31,20 @@ def test_every_kl_says_its_direction_and_what_it_is_per(name: str) -> None:
         assert any(word in meaning for word in ("token", "response"))
 
 
-def test_no_two_metrics_are_spelt_alike() -> None:
+def test_no_two_metrics_are_spelt_alike():
     for spelling in ("kleash", "verl", "trl"):
         names = [spelt(name, spelling) for name in METRICS]
         assert len(set(names)) == len(names)
 
 
-def test_a_name_that_others_do_not_have_stays_as_it_is() -> None:
+def test_a_name_that_others_do_not_have_stays_as_it_is():
     assert spelt("kl/k3", "verl") == "kl/k3"
     assert spelt("beta", "kleash") == "beta"
     assert spelt("beta", "verl") == "actor/reward_kl_penalty_coeff"
     assert spelt("kl/exact_per_token", "trl") == "kl"
 
 
-def test_the_parts_of_a_reward_have_names_of_their_own() -> None:
+def test_the_parts_of_a_reward_have_names_of_their_own():
     assert metric_of("reward/part/helpful").unit == "reward"
     assert spelt("reward/part/helpful", "trl") == "rewards/helpful/mean"
     for name in ("reward/part/", "reward/parts/x", "kl"):
@@ -62,7 +53,7 @@ def test_the_parts_of_a_reward_have_names_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("package", ["verl", "trl"])
-def test_others_really_spell_them_so(package: str) -> None:
+def test_others_really_spell_them_so(package):
     text = source_of(package)
     for metric in METRICS.values():
         name = getattr(metric, package)

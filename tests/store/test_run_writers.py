@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,21 +21,21 @@ from kleash.store.tables import SEQUENCE_COLUMNS, TOKEN_COLUMNS, TOP_COLUMNS
 
 HEADER = RunHeader(kleash="1", settings={"seed": 0}, source_sha256="a" * 64, fingerprints={"policy": "p"})
 KINDS = {**TOKEN_COLUMNS, **SEQUENCE_COLUMNS}
-COLUMNS: dict[str, Any] = {name: ["x"] if kind == "string" else np.array([1]) for name, kind in KINDS.items()}
+COLUMNS = {name: ["x"] if kind == "string" else np.array([1]) for name, kind in KINDS.items()}
 
 
-def write(folder: RunFolder, index: int) -> None:
+def write(folder, index):
     """Write a shard whose only token has the shard's number."""
     columns = {name: ["x"] if kind == "string" else np.array([index]) for name, kind in KINDS.items()}
     folder.write_shard(index, columns, columns)
 
 
-def written(folder: RunFolder) -> list[int]:
+def written(folder):
     return [int(part["token_id"][0]) for part in folder.parts("tokens", ["token_id"])]
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_finished_shards_are_any_set_and_are_read_in_order(tmp_path: Path, seed: int) -> None:
+def test_finished_shards_are_any_set_and_are_read_in_order(tmp_path, seed):
     draw = random.Random(seed)
     chosen = draw.sample([*range(20), 99_999, 100_000, 1_234_567], draw.randint(0, 20))
     with RunFolder(tmp_path).writing(HEADER, resume=False) as folder:
@@ -50,7 +49,7 @@ def test_finished_shards_are_any_set_and_are_read_in_order(tmp_path: Path, seed:
 
 
 @pytest.mark.parametrize("name", ["part-000001.parquet", "part-1.parquet", "part-00001.parquet.tmp"])
-def test_files_with_other_names_are_no_shards(tmp_path: Path, name: str) -> None:
+def test_files_with_other_names_are_no_shards(tmp_path, name):
     with RunFolder(tmp_path).writing(HEADER, resume=False) as folder:
         write(folder, 1)
     for kind in ("tokens", "sequences"):
@@ -59,7 +58,7 @@ def test_files_with_other_names_are_no_shards(tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("kind", ["tokens", "sequences", "alternatives"])
-def test_a_shard_counts_with_all_its_files_and_their_checksums_only(tmp_path: Path, kind: str) -> None:
+def test_a_shard_counts_with_all_its_files_and_their_checksums_only(tmp_path, kind):
     top = {name: np.array([1]) for name in TOP_COLUMNS}
     with RunFolder(tmp_path).writing(HEADER, resume=False) as folder:
         for index in (0, 1):
@@ -72,9 +71,11 @@ def test_a_shard_counts_with_all_its_files_and_their_checksums_only(tmp_path: Pa
     assert folder.finished_shards() == (0,)
     with pytest.raises(RunFolderError, match=rf"{kind}/part-00001\.parquet is missing"):
         folder.require_shards(2)
+    with RunFolder(tmp_path).joined(resume=True) as folder:
+        assert not folder.has(1)
 
 
-def test_each_process_has_its_own_checksums_and_readers_take_all(tmp_path: Path) -> None:
+def test_each_process_has_its_own_checksums_and_readers_take_all(tmp_path):
     with (
         RunFolder(tmp_path).writing(HEADER, resume=False) as first,
         RunFolder(tmp_path).writing(HEADER, resume=False) as second,
@@ -96,7 +97,7 @@ def test_each_process_has_its_own_checksums_and_readers_take_all(tmp_path: Path)
         first.finished_shards()
 
 
-def test_a_run_that_was_left_needs_resume_and_one_that_runs_does_not(tmp_path: Path) -> None:
+def test_a_run_that_was_left_needs_resume_and_one_that_runs_does_not(tmp_path):
     with RunFolder(tmp_path).writing(HEADER, resume=False) as folder:
         write(folder, 0)
         with RunFolder(tmp_path).writing(HEADER, resume=False):
@@ -110,7 +111,7 @@ def test_a_run_that_was_left_needs_resume_and_one_that_runs_does_not(tmp_path: P
         pass
 
 
-def test_a_process_of_another_run_cannot_join(tmp_path: Path) -> None:
+def test_a_process_of_another_run_cannot_join(tmp_path):
     other = RunHeader(**{**vars(HEADER), "settings": {"seed": 1}})
     with (  # before the first shard
         RunFolder(tmp_path).writing(HEADER, resume=False),
@@ -122,16 +123,14 @@ def test_a_process_of_another_run_cannot_join(tmp_path: Path) -> None:
         pass
 
 
-def test_a_folder_in_which_nothing_was_written_is_taken_away(tmp_path: Path) -> None:
+def test_a_folder_in_which_nothing_was_written_is_taken_away(tmp_path):
     with RunFolder(tmp_path / "run").joined(resume=False), RunFolder(tmp_path / "run").joined(resume=False):
         assert (tmp_path / "run").is_dir()
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_without_locks_has_no_claims_and_no_company(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: int) -> None:
+def test_a_disk_without_locks_has_no_claims_and_no_company(tmp_path, monkeypatch):
+    def refuse(*_):
         raise OSError(errno.ENOLCK, "no locks available")
 
     monkeypatch.setattr(locks.fcntl, "flock", refuse)
@@ -150,7 +149,7 @@ def test_a_disk_without_locks_has_no_claims_and_no_company(
             pass
 
 
-def test_a_claim_is_freed_when_its_process_is_killed(tmp_path: Path) -> None:
+def test_a_claim_is_freed_when_its_process_is_killed(tmp_path):
     program = (
         "import sys, time\nfrom pathlib import Path\nfrom kleash.store.locks import claim\n"
         "with claim(Path(sys.argv[1]), 'a') as mine:\n    print(mine, flush=True)\n    time.sleep(600)"
@@ -159,7 +158,7 @@ def test_a_claim_is_freed_when_its_process_is_killed(tmp_path: Path) -> None:
         [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None and process.stdout.readline() == "True\n"
-    notes: list[str] = []
+    notes = []
     missing = iter([["a"]] * 3 + [[]])
     assert locks.wait_for_parts(tmp_path, lambda: next(missing), notes.append, poll_seconds=0.01)
     assert len(notes) == 1 and f"process {process.pid} on " in notes[0]
@@ -173,9 +172,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("stage", range(1, 14))
-def test_a_writer_killed_at_any_stage_loses_only_its_shard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
-) -> None:
+def test_a_writer_killed_at_any_stage_loses_only_its_shard(tmp_path, monkeypatch, stage):
     with RunFolder(tmp_path).writing(HEADER, resume=False) as first:
         write(first, 0)
         with RunFolder(tmp_path).writing(HEADER, resume=False) as second:
@@ -183,7 +180,7 @@ def test_a_writer_killed_at_any_stage_loses_only_its_shard(
             steps = iter(range(1, 1000))
             fsync = os.fsync
 
-            def step(descriptor: int) -> None:
+            def step(descriptor):
                 if next(steps) == stage:
                     raise Killed
                 fsync(descriptor)
@@ -201,7 +198,7 @@ def test_a_writer_killed_at_any_stage_loses_only_its_shard(
     assert written(folder) == [0, 1, 2, 3]
 
 
-def test_shards_beyond_the_stop_do_not_count_and_its_record_cannot_be_lost(tmp_path: Path) -> None:
+def test_shards_beyond_the_stop_do_not_count_and_its_record_cannot_be_lost(tmp_path):
     with RunFolder(tmp_path).writing(HEADER, resume=False) as folder:
         for index in (0, 1, 3, 7):
             write(folder, index)
@@ -211,13 +208,3 @@ def test_shards_beyond_the_stop_do_not_count_and_its_record_cannot_be_lost(tmp_p
     (tmp_path / "stop.json").unlink()
     with pytest.raises(RunFolderError, match=r"stop\.json cannot be read"):
         folder.finished_shards()
-
-
-@pytest.mark.parametrize("kind", ["tokens", "alternatives"])
-def test_a_shard_of_which_a_file_is_lost_is_scored_again(tmp_path: Path, kind: str) -> None:
-    top = {name: np.array([1]) for name in TOP_COLUMNS}
-    with RunFolder(tmp_path).writing(HEADER, resume=False) as folder:
-        folder.write_shard(0, COLUMNS, COLUMNS, top)
-    (tmp_path / kind / "part-00000.parquet").unlink()
-    with RunFolder(tmp_path).joined(resume=True) as folder:
-        assert not folder.has(0)

@@ -1,7 +1,6 @@
 """The lines of a run: whole or not there, and cut where a run goes on."""
 
 import math
-from pathlib import Path
 
 import pytest
 
@@ -23,7 +22,7 @@ SAMPLE = Sample(prompt="“Well,\u2028", response='he said\n\x00"\ud83d', reward
 HEADER = RunHeader(kleash="1", settings={"seed": 0}, source_sha256="a", fingerprints={"policy": "p"})
 
 
-def record(step: int) -> StepRecord:
+def record(step):
     return StepRecord(
         step=step,
         metrics={"beta": 0.1 * step, "kl/k1": math.nan, "reward/score": -math.inf},
@@ -32,13 +31,13 @@ def record(step: int) -> StepRecord:
     )
 
 
-def written(folder: Path, steps: int) -> Path:
+def written(folder, steps):
     for step in range(1, steps + 1):
         append_step(folder, record(step), [SAMPLE, SAMPLE])
     return folder
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_what_is_written_is_read_back(tmp_path):
     written(tmp_path, 2)
     first, second = read_steps(tmp_path)
     assert (first.step, second.step) == (1, 2)
@@ -50,14 +49,14 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert samples[0].sample.prompt == SAMPLE.prompt and samples[0].sample.kl == math.inf
 
 
-def test_a_run_that_has_not_begun_has_no_steps(tmp_path: Path) -> None:
+def test_a_run_that_has_not_begun_has_no_steps(tmp_path):
     assert read_steps(tmp_path) == () and read_samples(tmp_path) == ()
     keep_steps(tmp_path, 0)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("left", [1, 10, 60, None])
-def test_a_line_of_an_interrupted_step_is_dropped(tmp_path: Path, left: int | None) -> None:
+def test_a_line_of_an_interrupted_step_is_dropped(tmp_path, left):
     """A kill comes before the total of the step, with its line half written or whole."""
     path = written(tmp_path, 2) / "steps.jsonl"
     third = path.read_bytes().splitlines(keepends=True)[1].replace(b'"step": 2', b'"step": 3')
@@ -69,14 +68,14 @@ def test_a_line_of_an_interrupted_step_is_dropped(tmp_path: Path, left: int | No
     assert [one.step for one in read_steps(tmp_path)] == [1, 2, 3]
 
 
-def test_a_line_cut_inside_a_character_is_dropped_too(tmp_path: Path) -> None:
+def test_a_line_cut_inside_a_character_is_dropped_too(tmp_path):
     path = written(tmp_path, 1) / "samples.jsonl"
     text = path.read_bytes()
     path.write_bytes(text + text[: text.index("“".encode()) + 1])
     assert len(read_samples(tmp_path)) == 2
 
 
-def test_going_on_cuts_what_lies_beyond_the_checkpoint(tmp_path: Path) -> None:
+def test_going_on_cuts_what_lies_beyond_the_checkpoint(tmp_path):
     keep_steps(written(tmp_path, 5), 3)
     assert [one.step for one in read_steps(tmp_path)] == [1, 2, 3]
     assert [one.step for one in read_samples(tmp_path)] == [1, 1, 2, 2, 3, 3]
@@ -84,7 +83,7 @@ def test_going_on_cuts_what_lies_beyond_the_checkpoint(tmp_path: Path) -> None:
     assert read_steps(tmp_path) == () and read_samples(tmp_path) == ()
 
 
-def flipped(lines: list[bytes]) -> list[bytes]:
+def flipped(lines):
     """A digit of the second line is another one, and the line is still JSON."""
     return [lines[0], lines[1].replace(b'"step": ', b'"step": 1', 1)[:-3] + lines[1][-2:], *lines[2:]]
 
@@ -102,7 +101,7 @@ def flipped(lines: list[bytes]) -> list[bytes]:
     ],
     ids=["a line", "all lines", "two swapped", "the last gone", "the first gone", "all gone"],
 )
-def test_damage_is_refused_while_a_run_goes_on(tmp_path: Path, name: str, damage) -> None:
+def test_damage_is_refused_while_a_run_goes_on(tmp_path, name, damage):
     path = written(tmp_path, 3) / name
     path.write_bytes(b"".join(damage(path.read_bytes().splitlines(keepends=True))))
     with pytest.raises(RunFolderError, match="is damaged"):
@@ -111,7 +110,7 @@ def test_damage_is_refused_while_a_run_goes_on(tmp_path: Path, name: str, damage
         keep_steps(tmp_path, 2)
 
 
-def test_a_run_that_was_cut_is_still_checked(tmp_path: Path) -> None:
+def test_a_run_that_was_cut_is_still_checked(tmp_path):
     keep_steps(written(tmp_path, 5), 3)
     path = tmp_path / "steps.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"step": 2', b'"step": 7'))
@@ -119,7 +118,7 @@ def test_a_run_that_was_cut_is_still_checked(tmp_path: Path) -> None:
         read_steps(tmp_path)
 
 
-def test_a_line_that_is_none_is_named(tmp_path: Path) -> None:
+def test_a_line_that_is_none_is_named(tmp_path):
     (tmp_path / "steps.jsonl").write_text('{"step": 1, "metrics": {}}\n{"step": \n')
     with pytest.raises(RunFolderError, match=r"checksums\.jsonl is missing"):
         read_steps(tmp_path)
@@ -128,12 +127,12 @@ def test_a_line_that_is_none_is_named(tmp_path: Path) -> None:
         read_steps(tmp_path)
 
 
-def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_said(tmp_path):
     with pytest.raises(RunFolderError, match="cannot be written"):
         append_step(tmp_path / "nowhere", record(1), [])
 
 
-def test_a_training_run_is_gone_on_with_only_on_request(tmp_path: Path) -> None:
+def test_a_training_run_is_gone_on_with_only_on_request(tmp_path):
     folder = TrainingFolder(tmp_path / "run")
     with folder.writing(HEADER, resume=False):
         assert folder.header() == HEADER
@@ -147,7 +146,7 @@ def test_a_training_run_is_gone_on_with_only_on_request(tmp_path: Path) -> None:
         pass
 
 
-def test_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
+def test_another_run_is_not_gone_on_with(tmp_path):
     folder = TrainingFolder(tmp_path)
     with folder.writing(HEADER, resume=False):
         written(folder.root, 1)
@@ -156,13 +155,7 @@ def test_another_run_is_not_gone_on_with(tmp_path: Path) -> None:
         folder.writing(other, resume=True).__enter__()
 
 
-def test_a_stranger_s_folder_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(RunFolderError, match=r"is not a run of kleash \(it holds thesis\.tex\)"):
-        TrainingFolder(tmp_path).check(resume=False)
-
-
-def test_the_result_is_there_once_the_run_has_ended(tmp_path: Path) -> None:
+def test_the_result_is_there_once_the_run_has_ended(tmp_path):
     folder = TrainingFolder(tmp_path)
     assert folder.result() is None
     result = TrainingResult(

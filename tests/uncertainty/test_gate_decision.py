@@ -2,7 +2,6 @@
 
 import math
 import runpy
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,9 +37,7 @@ def decided(value: float, low: float, high: float, **changes: Any) -> tuple[str,
         ((0.5, -math.inf, math.inf), {}, "undecided"),
     ],
 )
-def test_the_interval_and_the_noise_floor_decide(
-    numbers: tuple[float, float, float], changes: dict[str, Any], verdict: str
-) -> None:
+def test_the_interval_and_the_noise_floor_decide(numbers, changes, verdict):
     assert decided(*numbers, **changes)[0] == verdict
 
 
@@ -64,13 +61,11 @@ def test_the_interval_and_the_noise_floor_decide(
         ((0.5, 0.4, 0.6), {}, None),  # decided
     ],
 )
-def test_an_undecided_gate_says_how_many_tokens_would_decide(
-    numbers: tuple[float, float, float], changes: dict[str, Any], more_tokens: int | None
-) -> None:
+def test_an_undecided_gate_says_how_many_tokens_would_decide(numbers, changes, more_tokens):
     assert decided(*numbers, **changes)[1] == more_tokens
 
 
-def test_as_many_more_tokens_do_decide() -> None:
+def test_as_many_more_tokens_do_decide():
     draw = np.random.default_rng(3)
     small = ratio_of_sums(draw.exponential(0.9, 60), np.ones(60), lower=0.0)
     verdict, more_tokens = decided(small.value, *small.ci95, clusters=60, tokens=60)
@@ -84,7 +79,7 @@ def test_as_many_more_tokens_do_decide() -> None:
 
 
 @pytest.mark.parametrize(("process", "clusters"), [("normal", 30), ("lognormal", 30), ("lognormal", 64)])
-def test_a_kl_at_the_limit_rarely_passes(process: str, clusters: int, root: Path) -> None:
+def test_a_kl_at_the_limit_rarely_passes(process, clusters, root):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(root / "benchmarks")
         benchmark = runpy.run_path(str(root / "benchmarks" / "gates.py"))

@@ -28,7 +28,7 @@ def by_sorting(values: np.ndarray, level: float) -> float:
         np.float32, st.integers(1, 300), elements=st.floats(width=32) | st.sampled_from([0.0, -0.0, 1.0])
     )
 )
-def test_quantiles_agree_with_the_definition_bit_for_bit(values: np.ndarray) -> None:
+def test_quantiles_agree_with_the_definition_bit_for_bit(values):
     if np.isnan(values).all():
         values = np.append(values, np.float32(1.0))
     estimates = quantiles(values, np.arange(len(values)) % 7, LEVELS)
@@ -37,34 +37,20 @@ def test_quantiles_agree_with_the_definition_bit_for_bit(values: np.ndarray) -> 
         assert estimate.ci95[0] <= estimate.value <= estimate.ci95[1]
 
 
-def test_adjacent_floats_are_distinguished() -> None:
-    values = np.array([1.0], np.float32)
-    for _ in range(99):
-        values = np.append(values, np.nextafter(values[-1], np.float32(2)))
-    estimates = quantiles(values, np.arange(100), (0.01, 0.5, 0.51, 1.0))
-    assert [estimate.value for estimate in estimates] == [float(values[k]) for k in (0, 49, 50, 99)]
-
-
-def test_a_level_is_read_as_a_decimal() -> None:
+def test_a_level_is_read_as_a_decimal():
     """0.07 * 100 is 7.000000000000001 in floating point; the quantile is the seventh value."""
     values = np.arange(1, 101, dtype=np.float32)
     assert quantiles(values, np.arange(100), (0.07,))[0].value == 7.0
 
 
-def test_quantiles_can_be_infinite() -> None:
-    values = np.array([1, 2, math.inf, 3], np.float32)
-    low, high = quantiles(values, np.arange(4), (0.75, 0.76))
-    assert (low.value, high.value) == (3.0, math.inf)
-
-
-def test_negative_and_positive_zero_are_one_value() -> None:
+def test_negative_and_positive_zero_are_one_value():
     estimate = quantiles(np.array([0.0, -0.0, -0.0, 0.0], np.float32), np.arange(4), (0.5,))[0]
     assert math.copysign(1.0, estimate.value) == 1.0
     assert not any(math.copysign(1.0, end) < 0 for end in estimate.ci95 if end == 0)
 
 
 @pytest.mark.parametrize(("level", "bad", "end"), [(0.9, math.inf, 1), (0.1, -math.inf, 0)])
-def test_an_interval_that_reaches_infinite_values_is_infinite(level: float, bad: float, end: int) -> None:
+def test_an_interval_that_reaches_infinite_values_is_infinite(level, bad, end):
     values = np.random.default_rng(6).random(400).astype(np.float32)
     values[::20] = bad
     estimate = quantiles(values, np.arange(400) % 40, (level,))[0]
@@ -73,7 +59,7 @@ def test_an_interval_that_reaches_infinite_values_is_infinite(level: float, bad:
     assert math.isfinite(estimate.ci95[1 - end])
 
 
-def test_nan_values_are_left_out_with_a_warning() -> None:
+def test_nan_values_are_left_out_with_a_warning():
     values = np.array([math.nan, 5.0, math.nan, 1.0, 3.0], np.float32)
     estimate = quantiles(values, np.arange(5), (0.5,))[0]
     assert estimate.value == 3.0
@@ -81,7 +67,7 @@ def test_nan_values_are_left_out_with_a_warning() -> None:
     assert estimate.clusters == 3
 
 
-def test_quantiles_of_no_values_are_nan() -> None:
+def test_quantiles_of_no_values_are_nan():
     for values in (np.zeros(0, np.float32), np.array([math.nan], np.float32)):
         estimate = quantiles(values, np.zeros(len(values), int), (0.5,))[0]
         assert math.isnan(estimate.value) and math.isnan(estimate.standard_error) and estimate.clusters == 0
@@ -109,7 +95,7 @@ def woodruff(values: np.ndarray, clusters: np.ndarray, level: float) -> tuple[fl
 
 @pytest.mark.parametrize("level", [0.1, 0.5, 0.9, 0.99])
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_intervals_agree_with_woodruffs(level: float, seed: int) -> None:
+def test_intervals_agree_with_woodruffs(level, seed):
     random = np.random.default_rng(seed)
     clusters = np.repeat(np.arange(60), random.integers(20, 200, 60))
     effects = random.standard_normal(60)
@@ -127,7 +113,7 @@ def test_intervals_agree_with_woodruffs(level: float, seed: int) -> None:
     )
 
 
-def test_too_few_values_give_an_infinite_or_clipped_end() -> None:
+def test_too_few_values_give_an_infinite_or_clipped_end():
     values = np.random.default_rng(4).random(400).astype(np.float32)
     clusters = np.arange(400) % 40
     assert quantiles(values, clusters, (0.999,))[0].ci95[1] == math.inf
@@ -136,21 +122,21 @@ def test_too_few_values_give_an_infinite_or_clipped_end() -> None:
     assert math.isinf(clipped[0].standard_error)
 
 
-def test_a_quantile_of_identical_clusters_is_not_exact() -> None:
+def test_a_quantile_of_identical_clusters_is_not_exact():
     """Each cluster has the same ten values, so the share up to any value is the same in all clusters."""
     values = np.tile(np.arange(10, dtype=np.float32), 40)
     low, high = quantiles(values, np.repeat(np.arange(40), 10), (0.5,))[0].ci95
     assert low <= 4 <= high and low < high
 
 
-def test_the_interval_of_a_maximum_has_no_upper_end() -> None:
+def test_the_interval_of_a_maximum_has_no_upper_end():
     values = np.arange(100, dtype=np.float32)
     estimate = quantiles(values, np.arange(100), (1.0,))[0]
     assert (estimate.value, estimate.ci95) == (99.0, (99.0, math.inf))
     assert math.isnan(estimate.standard_error)
 
 
-def test_intervals_of_constant_values_depend_on_the_number_of_clusters() -> None:
+def test_intervals_of_constant_values_depend_on_the_number_of_clusters():
     """40 equal clusters bound the share of other clusters by 1 - 0.025^(1/40) = 8.8 %."""
     unseen = float(stats.beta.ppf(0.975, 1, 40))
     levels = (0.05, unseen + 1e-6, 0.5, 1 - unseen - 1e-6, 0.95)
@@ -164,7 +150,7 @@ def test_intervals_of_constant_values_depend_on_the_number_of_clusters() -> None
         assert estimate.warnings == ()
 
 
-def test_a_quantile_inside_ties_has_an_interval_of_width_zero() -> None:
+def test_a_quantile_inside_ties_has_an_interval_of_width_zero():
     """Most tokens of two similar models have a KL of exactly 0."""
     random = np.random.default_rng(5)
     values = np.where(random.random(4000) < 0.9, 0.0, random.random(4000)).astype(np.float32)
@@ -172,7 +158,7 @@ def test_a_quantile_inside_ties_has_an_interval_of_width_zero() -> None:
     assert (estimate.value, estimate.standard_error, estimate.ci95) == (0.0, 0.0, (0.0, 0.0))
 
 
-def test_the_error_of_a_quantile_of_one_cluster_is_nan() -> None:
+def test_the_error_of_a_quantile_of_one_cluster_is_nan():
     estimate = quantiles(np.arange(50, dtype=np.float32), np.zeros(50, int), (0.5,), lower=0.0)[0]
     assert math.isnan(estimate.standard_error)
     assert estimate.ci95 == (0.0, math.inf)
@@ -181,7 +167,7 @@ def test_the_error_of_a_quantile_of_one_cluster_is_nan() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("size", [1, 37, 99, 100, 1000, 1001])
-def test_top_share_agrees_with_sorting(seed: int, size: int) -> None:
+def test_top_share_agrees_with_sorting(seed, size):
     values = np.random.default_rng(seed).lognormal(sigma=2, size=size).astype(np.float32)
     if seed == 3:
         values = np.round(values)
@@ -192,12 +178,12 @@ def test_top_share_agrees_with_sorting(seed: int, size: int) -> None:
     )
 
 
-def test_top_share_of_no_values_or_infinite_values_is_nan() -> None:
+def test_top_share_of_no_values_or_infinite_values_is_nan():
     for values in (np.zeros(0, np.float32), np.zeros(9, np.float32), np.array([1, math.inf], np.float32)):
         assert math.isnan(top_share(values, 0.01))
 
 
-def test_invalid_levels_and_clusters_raise(unhooked: None) -> None:
+def test_invalid_levels_and_clusters_raise(unhooked):
     for level in (0.0, -0.1, 1.1):
         with pytest.raises(OptionError, match=rf"there is no quantile at {level}"):
             quantiles(np.ones(3), np.zeros(3, int), (0.5, level))

@@ -24,7 +24,7 @@ def means_of_clusters(seed: int, clusters: int, shifts: list[float], noise: floa
     return shared + noise * generator.standard_normal((clusters, len(shifts))) + np.array(shifts)
 
 
-def test_two_candidates_have_the_interval_of_one_paired_difference_with_a_longer_shorter_side() -> None:
+def test_two_candidates_have_the_interval_of_one_paired_difference_with_a_longer_shorter_side():
     values = means_of_clusters(0, 40, [0.0, 0.05])
     counts = np.full(values.shape, 7.0)
     result = simultaneous_differences(values * 7, counts)
@@ -37,7 +37,7 @@ def test_two_candidates_have_the_interval_of_one_paired_difference_with_a_longer
     assert sides == pytest.approx([shorter ** (2 / 3) * longer ** (1 / 3), longer], rel=1e-12)
 
 
-def test_the_critical_value_of_equal_correlations_is_the_studentised_range() -> None:
+def test_the_critical_value_of_equal_correlations_is_the_studentised_range():
     """Independent candidates of equal variance: max |t_ij| is the studentised range divided by sqrt(2)."""
     clusters, candidates = 41, 5
     values = np.random.default_rng(0).standard_normal((clusters, candidates))
@@ -64,7 +64,7 @@ def dunnett_quantile(others: int, degrees_of_freedom: int) -> float:
     return optimize.brentq(excess, 1.5, 5.0)
 
 
-def test_the_critical_value_of_differences_from_a_control_is_that_of_dunnett() -> None:
+def test_the_critical_value_of_differences_from_a_control_is_that_of_dunnett():
     clusters, candidates = 41, 5
     values = np.random.default_rng(0).standard_normal((clusters, candidates))
     whitened = np.linalg.qr(values - values.mean(axis=0))[0]
@@ -78,7 +78,7 @@ def test_the_critical_value_of_differences_from_a_control_is_that_of_dunnett() -
     assert result.pairs[1].estimate.ci95 == pytest.approx((-high, -low), rel=1e-9)
 
 
-def test_a_candidate_that_copies_another_does_not_raise_the_critical_value() -> None:
+def test_a_candidate_that_copies_another_does_not_raise_the_critical_value():
     values = means_of_clusters(1, 60, [0.0, 0.1])
     repeated = np.repeat(values, 3, axis=1)
     result = simultaneous_differences(repeated, np.ones_like(repeated))
@@ -89,7 +89,7 @@ def test_a_candidate_that_copies_another_does_not_raise_the_critical_value() -> 
 
 
 @pytest.mark.parametrize("noise", [1e-3, 1e-8])
-def test_differences_far_smaller_than_what_candidates_share_are_compared(noise: float) -> None:
+def test_differences_far_smaller_than_what_candidates_share_are_compared(noise):
     values = means_of_clusters(4, 60, [0.0, 0.0, 0.0, 8 * noise], noise)
     result = simultaneous_differences(values, np.ones_like(values))
     expected = simultaneous_differences((values - values[:, :1]) / noise, np.ones_like(values))
@@ -97,7 +97,7 @@ def test_differences_far_smaller_than_what_candidates_share_are_compared(noise: 
     assert result.critical_value == pytest.approx(expected.critical_value, rel=0.012)
 
 
-def test_a_candidate_of_another_size_leaves_the_critical_value_of_the_others() -> None:
+def test_a_candidate_of_another_size_leaves_the_critical_value_of_the_others():
     """Beside a candidate with 10^12 times their noise, the others keep the correlations of their differences."""
     values = means_of_clusters(5, 60, [0.0, 0.0, 0.0, 0.0])
     values[:, 1:3] = values[:, :1] + 1e-3 * (values[:, 1:3] - 1)
@@ -115,7 +115,7 @@ def test_a_candidate_of_another_size_leaves_the_critical_value_of_the_others() -
 
 
 @pytest.mark.parametrize("clusters", [30, 300])
-def test_tied_candidates_are_seldom_ranked_and_different_ones_are(clusters: int) -> None:
+def test_tied_candidates_are_seldom_ranked_and_different_ones_are(clusters):
     false_rankings = missed = 0
     for seed in range(200):
         values = means_of_clusters(seed, clusters, [0.0, 0.0, 0.0, 0.3])
@@ -127,7 +127,7 @@ def test_tied_candidates_are_seldom_ranked_and_different_ones_are(clusters: int)
     assert missed == 0
 
 
-def test_ties_of_candidates_with_unequal_tails_are_seldom_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ties_of_candidates_with_unequal_tails_are_seldom_ranked(monkeypatch):
     """Of a sample without the long tail that some of them have, nothing says that it is missing."""
     monkeypatch.setattr("kleash.uncertainty.simultaneous.DRAWS", 4_000)
     false_rankings = 0
@@ -141,7 +141,7 @@ def test_ties_of_candidates_with_unequal_tails_are_seldom_ranked(monkeypatch: py
     assert false_rankings <= 9  # 6 %; without a lengthened side, 12 %
 
 
-def test_the_difference_of_two_known_means_is_exact() -> None:
+def test_the_difference_of_two_known_means_is_exact():
     """As of two copies of the reference, whose KL is 0 by construction."""
     values = np.column_stack([np.zeros((50, 2)), means_of_clusters(6, 50, [0.0])])
     result = simultaneous_differences(values, np.ones_like(values), known_values=[0.0, 0.0, None])
@@ -151,7 +151,7 @@ def test_the_difference_of_two_known_means_is_exact() -> None:
     assert unknown.pairs[0].simultaneous_ci95 == (-math.inf, math.inf)
 
 
-def test_differences_without_an_error_rank_nothing() -> None:
+def test_differences_without_an_error_rank_nothing():
     constant = np.broadcast_to(np.array([1.0, 2.0, 2.0]), (50, 3)).copy()
     result = simultaneous_differences(constant, np.ones_like(constant))
     assert all(pair.is_tie for pair in result.pairs)
@@ -160,7 +160,7 @@ def test_differences_without_an_error_rank_nothing() -> None:
     assert all(pair.is_tie for pair in alone.pairs) and math.isnan(alone.critical_value)
 
 
-def test_an_infinite_mean_leaves_the_other_pairs_as_they_are() -> None:
+def test_an_infinite_mean_leaves_the_other_pairs_as_they_are():
     values = means_of_clusters(2, 50, [0.0, 0.5, 0.0])
     values[3, 2] = math.inf
     result = simultaneous_differences(values, np.ones_like(values))
@@ -169,7 +169,7 @@ def test_an_infinite_mean_leaves_the_other_pairs_as_they_are() -> None:
     assert math.isnan(result.pairs[1].simultaneous_ci95[0])
 
 
-def test_letters_are_shared_exactly_by_ties() -> None:
+def test_letters_are_shared_exactly_by_ties():
     generator = np.random.default_rng(3)
     for candidates in (1, 2, 5, 9):
         for _ in range(40):
@@ -189,7 +189,7 @@ def test_letters_are_shared_exactly_by_ties() -> None:
                 assert any(not any({i, j} <= other for other in others) for i in group for j in group)
 
 
-def test_ties_without_an_order_have_few_letters() -> None:
+def test_ties_without_an_order_have_few_letters():
     """120 candidates of which each is different from one other have 2^60 largest groups."""
     pairs = list(combinations(range(120), 2))
     different = {(i, i + 1) for i in range(0, 120, 2)}
@@ -199,12 +199,12 @@ def test_ties_without_an_order_have_few_letters() -> None:
     assert len(set.union(*groups)) < 120
 
 
-def test_letters_go_with_the_means_and_need_not_be_transitive() -> None:
+def test_letters_go_with_the_means_and_need_not_be_transitive():
     assert compact_letters([3.0, 1.0, 2.0], [(0, 1)]) == ("b", "a", "ab")
     assert compact_letters([math.nan, 1.0], [(0, 1)]) == ("b", "a")
 
 
 @pytest.mark.parametrize("shape", [(5,), (5, 1)])
-def test_one_candidate_is_refused(shape: tuple[int, ...]) -> None:
+def test_one_candidate_is_refused(shape):
     with pytest.raises(ShapeError, match="two candidates or more"):
         simultaneous_differences(np.ones(shape), np.ones(shape))

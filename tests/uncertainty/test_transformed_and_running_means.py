@@ -17,7 +17,7 @@ def make_estimate(value: float, error: float, low: float, high: float) -> Estima
     )
 
 
-def test_perplexity_maps_value_error_and_interval() -> None:
+def test_perplexity_maps_value_error_and_interval():
     result = transformed(make_estimate(2.0, 0.1, 1.7, 2.5), math.exp, math.exp)
     assert (result.value, result.unit) == (math.exp(2), "none")
     assert result.standard_error == pytest.approx(0.1 * math.exp(2))
@@ -25,17 +25,13 @@ def test_perplexity_maps_value_error_and_interval() -> None:
     assert (result.clusters, result.warnings) == (40, ("because",))
 
 
-def test_a_decreasing_function_swaps_the_ends() -> None:
+def test_a_decreasing_function_swaps_the_ends():
     result = transformed(make_estimate(2.0, 0.1, 1.7, 2.5), lambda x: -x, lambda x: -1.0, unit="nats")
-    assert (result.value, result.standard_error, result.ci95, result.unit) == (
-        -2.0,
-        0.1,
-        (-2.5, -1.7),
-        "nats",
-    )
+    assert (result.value, result.standard_error, result.unit) == (-2.0, 0.1, "nats")
+    assert result.ci95 == (-2.5, -1.7)
 
 
-def test_the_root_of_an_exact_zero_is_an_exact_zero() -> None:
+def test_the_root_of_an_exact_zero_is_an_exact_zero():
     result = transformed(make_estimate(0.0, 0.0, 0.0, 0.0), math.sqrt, lambda x: 0.5 / math.sqrt(x))
     assert (result.value, result.standard_error, result.ci95) == (0.0, 0.0, (0.0, 0.0))
 
@@ -46,14 +42,14 @@ def test_a_derivative_that_divides_by_zero_is_infinite():
     assert (result.value, result.ci95) == (0.0, (0.0, math.inf)) and math.isnan(result.standard_error)
 
 
-def test_a_function_that_overflows_is_infinite() -> None:
+def test_a_function_that_overflows_is_infinite():
     result = transformed(make_estimate(700.0, 10.0, 600.0, 800.0), math.exp, math.exp)
     assert result.ci95 == (math.exp(600), math.inf)
     infinite = transformed(make_estimate(math.inf, math.nan, math.nan, math.nan), math.exp, math.exp)
     assert math.isinf(infinite.value) and math.isnan(infinite.standard_error)
 
 
-def test_the_transformed_error_agrees_with_simulation() -> None:
+def test_the_transformed_error_agrees_with_simulation():
     random = np.random.default_rng(1)
     samples = 1 + 0.3 * random.standard_normal((2000, 100))
     true_error = np.exp(samples.mean(1)).std()
@@ -61,7 +57,7 @@ def test_the_transformed_error_agrees_with_simulation() -> None:
     assert result.standard_error == pytest.approx(float(true_error), rel=0.2)
 
 
-def test_the_running_mean_agrees_with_the_mean_of_each_prefix() -> None:
+def test_the_running_mean_agrees_with_the_mean_of_each_prefix():
     sums, counts = lognormal_prompts(57, seed=2)
     counts[4] = sums[4] = 0
     running = running_mean(sums, counts, points=10)
@@ -79,20 +75,20 @@ def test_the_running_mean_agrees_with_the_mean_of_each_prefix() -> None:
             assert math.isnan(half_width)
 
 
-def test_the_running_mean_of_few_or_no_clusters() -> None:
+def test_the_running_mean_of_few_or_no_clusters():
     few = running_mean(np.array([1.0, 2.0, 6.0]), np.array([1, 1, 1]))
     assert few.tokens.tolist() == [1, 2, 3]
     assert few.mean.tolist() == pytest.approx([1.0, 1.5, 3.0])
     assert [len(column) for column in running_mean(np.zeros(0), np.zeros(0, int))] == [0, 0, 0]
 
 
-def test_the_running_mean_is_infinite_from_the_first_infinite_cluster_on() -> None:
+def test_the_running_mean_is_infinite_from_the_first_infinite_cluster_on():
     running = running_mean(np.array([1.0, 2.0, math.inf, 4.0]), np.ones(4, int))
     assert running.mean.tolist() == [1.0, 1.5, math.inf, math.inf]
     assert np.isnan(running.half_width[2:]).all()
 
 
-def test_the_running_mean_of_nearly_constant_clusters_keeps_its_error() -> None:
+def test_the_running_mean_of_nearly_constant_clusters_keeps_its_error():
     """A sum of squares minus a squared sum would cancel."""
     sums = 1e6 + 1e-3 * np.arange(50)
     running = running_mean(sums, np.ones(50, int), points=1)
@@ -100,6 +96,6 @@ def test_the_running_mean_of_nearly_constant_clusters_keeps_its_error() -> None:
     assert running.half_width[-1] == pytest.approx(exact.half_width[-1], rel=1e-5)
 
 
-def test_sums_and_counts_of_different_lengths_raise(unhooked: None) -> None:
+def test_sums_and_counts_of_different_lengths_raise(unhooked):
     with pytest.raises(ShapeError, match=r"sums are \(3,\) and counts \(2,\); give one of each per cluster"):
         running_mean(np.ones(3), np.ones(2))

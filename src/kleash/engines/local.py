@@ -76,7 +76,7 @@ class LocalEngine(Engine):
             ),
             cache=self.cache,
             top=self.top,
-            sampler=self._sampling if draws_from_part else None,
+            sampler=sampling_of(self.job) if draws_from_part else None,
             on_scored=self.on_scored,
         )
         self.files.require_unchanged()
@@ -105,23 +105,26 @@ class LocalEngine(Engine):
         self.files.require_unchanged()
         return columns
 
-    @property
-    def _sampling(self) -> Sampling:
-        """The job's options of sampling."""
-        job = self.job
-        return Sampling(
-            samples_per_prompt=job.samples_per_prompt,
-            max_new_tokens=job.max_new_tokens,
-            temperature=job.temperature,
-            top_p=job.top_p,
-            top_k=job.top_k,
-            min_p=job.min_p,
-            seed=job.seed,
-        )
-
     def _answer(self, prompts: Sequence[Prompt]) -> list[TokenSequence]:
         # The reference scores what the policy generates, so the shorter context of the two applies.
         policy = replace(self.pair.policy, context_length=self.pair.context_length)
         return generate(
-            policy, prompts, self._sampling, batch_tokens=self.job.batch_tokens, on_tokens=self.on_tokens
+            policy,
+            prompts,
+            sampling_of(self.job),
+            batch_tokens=self.job.batch_tokens,
+            on_tokens=self.on_tokens,
         )
+
+
+def sampling_of(job: MeasureJob) -> Sampling:
+    """The job's options of sampling."""
+    return Sampling(
+        samples_per_prompt=job.samples_per_prompt,
+        max_new_tokens=job.max_new_tokens,
+        temperature=job.temperature,
+        top_p=job.top_p,
+        top_k=job.top_k,
+        min_p=job.min_p,
+        seed=job.seed,
+    )

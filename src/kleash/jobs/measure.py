@@ -79,6 +79,9 @@ class MeasureJob(
     """Folder of the reference's hidden states: as "kleash cache" made it, and then the reference is not loaded;
     or else filled by this run for later ones. Or a file of llama.cpp's base logits, which is the reference and has the
     text: KL is then bounded, as 16 bits a log-probability allow."""
+    show_reference: bool = False
+    """In the report, show the policy's response to the prompts with the largest KL beside one that the reference draws
+    to them, which is not measured."""
     resume: bool = False
     """Go on with an interrupted run in --out. A run that other processes work on is joined without it."""
 
@@ -97,6 +100,7 @@ class MeasureJob(
             )
         self._check_endpoint()
         self._check_base_logits()
+        self._check_shown()
 
     def _read_stored_text(self) -> None:
         """Make a file of base logits the text as well, which is in it."""
@@ -158,6 +162,19 @@ class MeasureJob(
         ):
             if getattr(self, name) is not None:
                 raise OptionError(f"{flag(name)} {reason}; leave it out where --{role} is a server")
+
+    def _check_shown(self) -> None:
+        """Check that the reference can draw what ``show_reference`` shows."""
+        for is_set, reason in (
+            (self.source[0] != "prompts", f"--{self.source[0]} asks for none"),
+            (self.engine != "local", f"with --engine {self.engine} it is in the workers"),
+            (self.device_map in RANK_MAPS, f"--device-map {self.device_map} divides it over processes"),
+            (self.reference_cache is not None, "--reference-cache stands for it"),
+        ):
+            if self.show_reference and is_set:
+                raise OptionError(
+                    f"--show-reference has the reference answer --prompts, and {reason}; leave it out"
+                )
 
     def _check_base_logits(self) -> None:
         """Check that a file of base logits is measured against as far as such files allow."""

@@ -28,7 +28,9 @@ SHIPPED_TEXT = "shipped:text"
 
 RANK_MAPS = ("fsdp", "tensor")
 """Device maps that divide a model over processes."""
-OUTPUT_OPTIONS = frozenset({"out", "resume", "at_most", "direction", "quiet", "json", "format", "report_to"})
+OUTPUT_OPTIONS = frozenset(
+    {"out", "resume", "at_most", "direction", "quiet", "json", "format", "report_to", "show_reference"}
+)
 """Options that change where a result goes, or what is done with it, and not what it is."""
 DEALING_OPTIONS = frozenset({"engine", "address", "workers", "resources_per_worker"})
 """Options that change which process does which part of the work, and not the result."""
@@ -52,7 +54,8 @@ OPTION_HEADINGS: Mapping[str, str] = {
     "endpoint_retries",
     "loading": "tokenizer revision_policy revision_reference trust_remote_code",
     "workers of a Ray cluster": "engine address workers resources_per_worker",
-    "running and output": "checkpoint_every on_hacking report_to metric_names direction json format picture quiet",
+    "running and output": "checkpoint_every on_hacking report_to metric_names direction show_reference json format "
+    "picture quiet",
 }
 """Headings of the help and the fields under each, in order. A field that is missing stands under "options"."""
 

@@ -1,8 +1,7 @@
 """Attribution of a candidate's KL to groups of its weights: swap one group back at a time, and measure again."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -38,14 +37,7 @@ REMAINING_SHARE = 0.01
 """Share of a candidate's KL above which what remains with all groups swapped is warned of."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SwapPass:
-    """One pass over the sequences."""
-
-    name: str
-    """Of its run folder."""
-    groups: tuple[WeightGroup, ...]
-    """Those that are swapped."""
+Groups = tuple[WeightGroup, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,34 +101,42 @@ def read_chosen(job: MeasureJob, pair: Pair, run: SequenceSums, chosen: Ids) -> 
     return tuple(sequences)
 
 
-def plan_passes(groups: Mapping[str, Sequence[WeightGroup]]) -> dict[tuple[str, str], SwapPass]:
-    """The passes over the sequences (each swaps some groups of weights), by grouping and group's name.
+def plan_passes(
+    groups: Mapping[str, Sequence[WeightGroup]],
+) -> tuple[dict[str, Groups], dict[tuple[str, str], str]]:
+    """The passes over the sequences, and the name of the pass of each grouping and group's name.
 
-    The passes ``CANDIDATE``, ``ALL`` and ``CONTROL`` have no grouping (""). Groups that are identical in both models
-    need no pass; if all are, the candidate's own is the only one. Two groups of the same modules share a pass.
+    A pass has a name, that of its run folder, and groups of weights that are swapped. The passes ``CANDIDATE``, ``ALL``
+    and ``CONTROL`` have no grouping (""). Groups that are identical in both models need no pass; if all are, the
+    candidate's own is the only one. Two groups of the same modules share a pass.
     """
-    passes: dict[tuple[str, str], SwapPass] = {("", CANDIDATE): SwapPass(name=CANDIDATE, groups=())}
-    by_weights: dict[tuple[str, ...], SwapPass] = {}
+    passes: dict[str, Groups] = {CANDIDATE: ()}
+    names = {("", CANDIDATE): CANDIDATE}
+    by_weights: dict[tuple[str, ...], str] = {}
     for grouping, groups_of_network in groups.items():
         for number, group in enumerate(groups_of_network):
-            if group.is_identical:
-                continue
-            new = SwapPass(name=f"{grouping}-{number:03d}", groups=(group,))
-            passes[grouping, group.name] = by_weights.setdefault(group.parts, new)
+            if not group.is_identical:
+                name = by_weights.setdefault(group.parts, f"{grouping}-{number:03d}")
+                names[grouping, group.name] = name
+                passes.setdefault(name, (group,))
     if by_weights:
         # the groups of any grouping are all weights
-        passes["", ALL] = SwapPass(name=ALL, groups=tuple(next(iter(groups.values()))))
-        passes["", CONTROL] = SwapPass(name=CONTROL, groups=())
-    return passes
+        passes |= {ALL: tuple(next(iter(groups.values()))), CONTROL: ()}
+        names |= {("", ALL): ALL, ("", CONTROL): CONTROL}
+    return passes, names
 
 
 def run_passes(
-    passes: Iterable[SwapPass], models: SwapModels, root: Path, header: RunHeader, reporter: ProgressReporter
+    passes: Mapping[str, Groups],
+    models: SwapModels,
+    root: Path,
+    header: RunHeader,
+    reporter: ProgressReporter,
 ) -> dict[str, SequenceSums]:
     """The sums by sequence of each pass, by name: this process scores the shards that no other has claimed.
 
     Args:
-        passes: all of them.
+        passes: by name, the groups that are swapped.
         models: loaded here.
         root: the folder that has a run folder for each pass.
         header: of the candidate's run on the sequences that are scored.
@@ -146,7 +146,6 @@ def run_passes(
         NonFiniteError: if a swapped network gives NaN or infinite logits.
         RunFolderError: if a shard cannot be written, or is damaged, or a folder holds a run of something else.
     """
-    by_name = {swap.name: swap for swap in passes}
     shards = [
         Shard(index=index, sequences=tuple(part))
         for index, part in enumerate(
@@ -157,7 +156,7 @@ def run_passes(
     def missing() -> list[str]:
         return [
             _claim_of(name, shard)
-            for name in by_name
+            for name in passes
             for shard in shards
             if not RunFolder(root / name).has(shard.index)
         ]
@@ -165,14 +164,15 @@ def run_passes(
     reporter.set_total(len(missing()) * len(models.sequences) // len(shards))
     is_complete = False
     while not is_complete:
-        for swap in by_name.values():
-            _score_missing(swap, shards, models, root, header, reporter)
+        for name, groups in passes.items():
+            _score_missing(name, groups, shards, models, root, header, reporter)
         is_complete = wait_for_parts(root, missing, reporter.note, poll_seconds=POLL_S)
-    return {name: sum_run(root / name, models.statistic, len(shards)) for name in by_name}
+    return {name: sum_run(root / name, models.statistic, len(shards)) for name in passes}
 
 
 def _score_missing(
-    swap: SwapPass,
+    name: str,
+    groups: Groups,
     shards: Sequence[Shard],
     models: SwapModels,
     root: Path,
@@ -184,16 +184,16 @@ def _score_missing(
     Raises:
         RunFolderError: if its folder holds another run.
     """
-    swapped = ", ".join(group.name for group in swap.groups) or "none"
+    swapped = ", ".join(group.name for group in groups) or "none"
     header = replace(header, fingerprints={**header.fingerprints, "policy groups of the reference": swapped})
     with (
-        RunFolder(root / swap.name).writing(header, resume=True) as folder,
-        swapped_weights(models.pair.policy, models.reference, swap.groups) as policy,
+        RunFolder(root / name).writing(header, resume=True) as folder,
+        swapped_weights(models.pair.policy, models.reference, groups) as policy,
     ):
         pair = replace(models.pair, policy=policy)
         engine = LocalEngine(pair=pair, job=models.job, top=0, on_scored=reporter.add_scored)
         for shard in shards:
-            with claim(root, _claim_of(swap.name, shard)) as is_ours:
+            with claim(root, _claim_of(name, shard)) as is_ours:
                 if is_ours and not folder.has(shard.index):
                     result = engine.run(shard)
                     folder.write_shard(shard.index, result.tokens, result.sequences)
@@ -232,7 +232,7 @@ def attribute(
     """
     with watching_files():
         models = load_swap_models(job, out, candidate, run)
-        passes = plan_passes(models.groups)
+        passes, names = plan_passes(models.groups)
         tokens = sum(len(sequence.response_ids) for sequence in models.sequences)
         reporter.note(
             f"attribution of {candidate.name}: {len(passes)} passes of {tokens:,} tokens in "
@@ -242,8 +242,8 @@ def attribute(
         header = replace(header, settings={**header.settings, "attribute_tokens": job.attribute_tokens})
         root = out / "attribution" / Path(candidate.folder).name / f"{job.attribute_tokens}-tokens"
         with threads_for_scoring(models.pair, local_world_size()):
-            sums = run_passes(passes.values(), models, root, header, reporter)
-        by_group = {key: sums[swap.name] for key, swap in passes.items()}
+            sums = run_passes(passes, models, root, header, reporter)
+        by_group = {key: sums[name] for key, name in names.items()}
         return tuple(
             attribution_of(models, candidate.number, grouping, by_group, on_text=job.responses is None)
             for grouping in job.attribute
@@ -302,7 +302,9 @@ def attribution_of(
     everything = clusters.sum(sums.get(("", ALL), candidate).total)
     total = np.sum(single, axis=0) if single else np.zeros_like(candidate_sums)
 
-    difference = partial(_difference, counts=counts)
+    def difference(first: Floats, second: Floats, *, is_0: bool) -> Estimate:
+        return paired_difference(first, counts, second, counts, known_value=0.0 if is_0 else None)
+
     known_mean = 0.0 if models.pair.is_one_model else None
     mean = ratio_of_sums(candidate_sums, counts, unit="nats", lower=0.0, known_value=known_mean)
     is_repeatable = np.array_equal(candidate.total, again.total)
@@ -331,11 +333,6 @@ def attribution_of(
         critical_value=float("nan") if changes is None else changes.critical_value,
         warnings=tuple(dict.fromkeys(warnings)),
     )
-
-
-def _difference(first: Floats, second: Floats, *, counts: Floats, is_0: bool) -> Estimate:
-    """The difference of two ratios of sums over the same counts, by cluster; exactly 0 if that is known."""
-    return paired_difference(first, counts, second, counts, known_value=0.0 if is_0 else None)
 
 
 def _group_changes(

@@ -16,7 +16,7 @@ from kleash.measuring.cluster_sums import (
     SumKey,
     clusters_per_group,
 )
-from kleash.measuring.sequence_clusters import Clusters, sequence_starts
+from kleash.measuring.sequence_clusters import Clusters, labelled_parts
 from kleash.store import RunFolder
 from kleash.store.measurement import Bin, ConvergencePoint, EstimatorRecord, SequenceTotal
 from kleash.store.statistics import ALL_STATISTICS, STATISTICS
@@ -178,15 +178,10 @@ def token_quantiles(
         headline: name of the KL of which the share is.
         is_one_model: whether policy and reference are the same model, so that all divergences are known to be 0.
     """
-    groups = (clusters.labels // clusters_per_group(clusters.count)).astype(np.int32)
-    parts: list[np.ndarray] = [np.zeros(0, np.int32)]
-    first_sequence = 0
-    for part in folder.parts("tokens", ["prompt_id", "sample_id"]):
-        starts = sequence_starts(part["prompt_id"], part["sample_id"])
-        lengths = np.diff([*starts, len(part["prompt_id"])])
-        parts.append(np.repeat(groups[first_sequence : first_sequence + len(starts)], lengths))
-        first_sequence += len(starts)
-    token_groups = np.concatenate(parts)
+    size = clusters_per_group(clusters.count)
+    labels_of_parts = (labels for _, labels in labelled_parts(folder, clusters, ["prompt_id", "sample_id"]))
+    groups = [(labels // size).astype(np.int32) for labels in labels_of_parts]
+    token_groups = np.concatenate([np.zeros(0, np.int32), *groups])
     by_divergence: dict[str, dict[str, Estimate]] = {}
     headline_share = np.nan
     for name in DIVERGENCES:

@@ -124,18 +124,17 @@ class ImportedStates:
     def _find_sequences(self, job: CacheJob, pair: Pair) -> list[tuple[TokenSequence, EngineRequest]]:
         """Evenly spaced probes of the source with their requests."""
         requests: list[list[EngineRequest]] = []
-        num_tokens, num_missing, missing = 0, 0, ""
+        num_tokens, missing = 0, list[str]()
         for sequence in source_sequences(job.measurement(), pair):
             requests.append(self._saved.find(sequence))
             num_tokens += len(sequence.response_ids)
             if not requests[-1]:
-                num_missing += 1
-                missing = missing or sequence.name
-        if num_missing:
+                missing.append(sequence.name)
+        if missing:
             kind, path = job.measurement().source
             raise ModelError(
-                f"{self._saved.folder} holds no hidden states of {num_missing} of the {len(requests)} sequences of "
-                f"--{kind} {path}, the first being {missing}; send the "
+                f"{self._saved.folder} holds no hidden states of {len(missing)} of the {len(requests)} sequences of "
+                f"--{kind} {path}, the first being {missing[0]}; send the "
                 "token ids of each sequence, and not its text, to the engine as one prompt, without prefix caching and "
                 "chunked prefill"
             )

@@ -47,7 +47,7 @@ from kleash.measuring.sequence_clusters import (
     clusters_of,
     distinct_prompts,
     hashes_as_ints,
-    sequence_starts,
+    labelled_parts,
 )
 from kleash.measuring.shard_scoring import OpenRun
 from kleash.measuring.shards import ShardPlan, source_warnings
@@ -86,7 +86,6 @@ class RunTotals:
     sums: ClusterSums
     terms: SequenceTerms
     largest: LargestDrift
-    tokens: int
 
 
 def make_measurement(
@@ -125,9 +124,10 @@ def make_measurement(
         statistics=statistics,
         headline=run.job.headline,
     )
-    if totals.tokens != counts.record.tokens:  # of processes that may round apart, on a disk without locks
+    summed = int(totals.sums[TOKENS].sum())
+    if summed != counts.record.tokens:  # of processes that may round apart, on a disk without locks
         raise RunFolderError(
-            f"{run.folder.root} has {totals.tokens} tokens in tokens/ and {counts.record.tokens} in sequences/: some "
+            f"{run.folder.root} has {summed} tokens in tokens/ and {counts.record.tokens} in sequences/: some "
             "files are of different processes; measure again into another --out, with one process"
         )
     write_alternatives(run.folder, totals.largest.sequences.drifted(), run.pair.tokenizer)
@@ -280,16 +280,10 @@ def sum_tokens(
     sums = ClusterSums(clusters.count, is_one_model=is_one_model)
     largest = LargestDrift(column=headline)
     terms = [SequenceTerms(*np.zeros((3, 0)))]
-    first_sequence = tokens = 0
     has_kl = "kl_policy_reference" in statistics
-    for part in folder.parts("tokens", [*columns_to_read(statistics), "text"]):
-        starts = sequence_starts(part["prompt_id"], part["sample_id"])
-        labels = clusters.labels[first_sequence : first_sequence + len(starts)]
-        first_sequence += len(starts)
+    for part, labels in labelled_parts(folder, clusters, [*columns_to_read(statistics), "text"]):
         quantities = token_quantities(part, estimand.weighting, statistics, headline)
-        lengths = np.diff([*starts, len(part["prompt_id"])])
-        tokens += len(part["prompt_id"])
-        sums.add(np.repeat(labels, lengths), quantities)
+        sums.add(labels, quantities)
         if not has_kl:
             continue
         if estimand.has_sequence_kl and estimand.weighting is not None:
@@ -298,7 +292,6 @@ def sum_tokens(
     return RunTotals(
         sums=sums,
         largest=largest,
-        tokens=tokens,
         terms=SequenceTerms(*(np.concatenate(column) for column in zip(*terms, strict=True))),
     )
 

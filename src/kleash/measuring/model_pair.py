@@ -172,48 +172,54 @@ def load_beside_server(job: MeasureJob, role: str) -> Pair:
     )
 
 
+@contextmanager
 def engine_for(
-    job: MeasureJob, pair: Pair, cache: ReferenceCache | None, reporter: ProgressReporter, top: int
-) -> Engine:
-    """The engine that runs a job's shards: of this process, alone or with a server or a file of base logits.
+    job: MeasureJob, pair: Pair, reporter: ProgressReporter, top: int, workers: Engine | None = None
+) -> Generator[Engine]:
+    """Context with the engine that runs a job's shards: the workers, or one of this process.
+
+    That is alone, or with a server or a file of base logits. A cache that the measurement fills is locked for it.
 
     Args:
         job: the job.
         pair: from ``load_models``.
-        cache: of the reference's hidden states; None for none.
         reporter: receives the progress within shards.
         top: number of likeliest tokens of each model in a shard's result.
+        workers: the engine of other processes; None if there is none.
+
+    Raises:
+        ModelError, OptionError: if the cache is of another model, or the option is unsupported.
+        RunFolderError: if the cache cannot be written, or is in use by another process.
     """
-    if isinstance(pair.reference, BaseLogits):
-        return BaseLogitsEngine(pair=pair, job=job, reference=pair.reference, on_scored=reporter.add_scored)
-    for model in (pair.policy, pair.reference):
-        if isinstance(model, ServedModel):
-            return EndpointEngine(
+    served = next((model for model in (pair.policy, pair.reference) if isinstance(model, ServedModel)), None)
+    if workers is not None:
+        yield workers
+    elif isinstance(pair.reference, BaseLogits):
+        yield BaseLogitsEngine(pair=pair, job=job, reference=pair.reference, on_scored=reporter.add_scored)
+    elif served is not None:
+        yield EndpointEngine(
+            pair=pair,
+            job=job,
+            endpoint=served.endpoint,
+            endpoint_role=served.role,
+            on_scored=reporter.add_scored,
+        )
+    else:
+        with _filled_cache(job, pair) as cache:
+            yield LocalEngine(
                 pair=pair,
                 job=job,
-                endpoint=model.endpoint,
-                endpoint_role=model.role,
+                cache=cache,
+                on_tokens=reporter.add_generated,
                 on_scored=reporter.add_scored,
+                top=top,
             )
-    return LocalEngine(
-        pair=pair,
-        job=job,
-        cache=cache,
-        on_tokens=reporter.add_generated,
-        on_scored=reporter.add_scored,
-        top=top,
-    )
 
 
 @contextmanager
-def filled_cache(job: MeasureJob, pair: Pair) -> Generator[ReferenceCache | None]:
-    """The cache that a measurement fills, locked for this process; None if there is none.
-
-    Raises:
-        ModelError, OptionError: if it is of another model, or the option is unsupported.
-        RunFolderError: if it cannot be written, or is in use by another process.
-    """
-    if job.reference_cache is None or job.has_base_logits or pair.reference.stored is not None:
+def _filled_cache(job: MeasureJob, pair: Pair) -> Generator[ReferenceCache | None]:
+    """The cache that a measurement fills, locked for this process; None if there is none."""
+    if job.reference_cache is None or pair.reference.stored is not None:
         yield None
         return
     folder = Path(job.reference_cache).expanduser()

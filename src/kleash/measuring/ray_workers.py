@@ -61,13 +61,6 @@ class LoadedModels(NamedTuple):
     traits: EngineTraits
 
 
-class WorkerResult(NamedTuple):
-    """A shard as a worker returns it."""
-
-    header: RunHeader
-    result: ShardResult
-
-
 class ShardWorker:
     """The actor. It loads the models on first use, so also after Ray has started it again."""
 
@@ -95,9 +88,9 @@ class ShardWorker:
         """Load the models, and describe them."""
         return LoadedModels(self._header, without_networks(self._engine.pair), self._engine.traits)
 
-    def run(self, shard: Shard) -> WorkerResult:
+    def run(self, shard: Shard) -> tuple[RunHeader, ShardResult]:
         """Score a shard; raises KleashError as ``LocalEngine.run``."""
-        return WorkerResult(self._header, self._engine.run(shard))
+        return self._header, self._engine.run(shard)
 
     def rounding_columns(self, kind: RoundingKind, sequences: Sequence[TokenSequence]) -> Any:
         """As ``LocalEngine.rounding_columns``."""
@@ -146,13 +139,13 @@ class RayEngine(Engine):
                 return
             (reference,), _ = self.ray.wait(list(calls), num_returns=1)
             actor, shard = calls.pop(reference)
-            answer = _get(self.ray, reference)
-            _require_same(self.loaded.header, answer.header, "on another worker")
+            header, *answer = _get(self.ray, reference)
+            _require_same(self.loaded.header, header, "on another worker")
             places.extend([actor] * (IN_FLIGHT if shard is None else 1))
             if shard is not None:
-                tokens = answer.result.sequences["tokens"]
+                tokens = answer[0].sequences["tokens"]
                 self.reporter.add_scored(len(tokens), sum(tokens))
-                yield shard, answer.result
+                yield shard, answer[0]
 
     def run(self, shard: Shard) -> ShardResult:
         """Run one shard in any worker. A run uses ``results``."""

@@ -19,7 +19,8 @@ from kleash.measuring.estimand import sampler_note
 from kleash.measuring.keywords import job_of_keywords, pair_in_memory
 from kleash.measuring.largest_drift import NUM_ALTERNATIVES
 from kleash.measuring.measurement import make_measurement
-from kleash.measuring.model_pair import engine_for, filled_cache, header_of, load_models
+from kleash.measuring.model_pair import engine_for, header_of, load_models
+from kleash.measuring.own_responses import with_responses
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.ray_workers import ray_engine
 from kleash.measuring.shard_scoring import OpenRun, run_shards
@@ -115,7 +116,7 @@ def _measure(job: MeasureJob, reporter: ProgressReporter, pair: Pair | None) -> 
     """``measure_together`` without trackers."""
     with opened_run(job, reporter, pair) as run:
         start = monotonic()
-        with _engine(run) as local_engine:
+        with engine_for(job, run.pair, run.reporter, NUM_ALTERNATIVES, run.workers) as local_engine:
             if is_mirrored(job) and not is_first_of_weights(job):
                 follow(local_engine)
                 return Measurement.read(run.folder.root), False
@@ -142,6 +143,8 @@ def _made_measurement(
         if engine.traits.float32_gap_reloads:
             run.reporter.note("the reference is loaded a second time, in float32, for dtype_gap")
         measurement = make_measurement(run, engine, source, seconds=lambda: monotonic() - start)
+        if run.job.show_reference:
+            measurement = replace(measurement, prompts=with_responses(run, measurement.prompts))
         for sentence in measurement.notes:
             if sentence not in (*run.pair.notes, *run.source_notes, *source.notes, *run.job.without_effect()):
                 run.reporter.note(sentence)
@@ -209,16 +212,6 @@ def resumable(out: Path, how: str = "finished shards are on disk: resume with --
 def folder_of(job: MeasureJob) -> Path:
     """The run folder of a job."""
     return Path(str(job.out)).expanduser()
-
-
-@contextmanager
-def _engine(run: OpenRun) -> Generator[Engine]:
-    """Context with the engine that scores the run's shards: the workers, or the models in this process."""
-    if run.workers is not None:
-        yield run.workers
-        return
-    with filled_cache(run.job, run.pair) as cache:
-        yield engine_for(run.job, run.pair, cache, run.reporter, NUM_ALTERNATIVES)
 
 
 def on_device_of_rank(job: MeasureJob) -> MeasureJob:

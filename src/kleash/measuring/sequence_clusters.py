@@ -1,12 +1,13 @@
 """The sequences of a run: where each begins in the token table, its cluster, and the running KL."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kleash.store import RunFolder
 from kleash.uncertainty import Estimate, cluster_labels, ratio_of_sums
 
 Floats = NDArray[np.float64]
@@ -55,6 +56,24 @@ class Clusters:
     def sum(self, values: Floats) -> Floats:
         """The sums over the sequences of each cluster of numbers that there is one of per sequence."""
         return np.bincount(self.labels, weights=values).astype(np.float64)
+
+
+def labelled_parts(
+    folder: RunFolder, clusters: Clusters, names: Sequence[str]
+) -> Iterator[tuple[dict[str, Any], Ids]]:
+    """Iterate over the shards of a run: token columns, and the cluster of each token.
+
+    Args:
+        folder: of the run.
+        clusters: of its sequences.
+        names: of the columns, ``prompt_id`` and ``sample_id`` among them.
+    """
+    first = 0
+    for part in folder.parts("tokens", list(names)):
+        starts = sequence_starts(part["prompt_id"], part["sample_id"])
+        labels = clusters.labels[first : first + len(starts)]
+        first += len(starts)
+        yield part, np.repeat(labels, np.diff([*starts, len(part["prompt_id"])]))
 
 
 def distinct_prompts(prompt: Ids, sample: Ids, prompt_hash: Ids, *, on_text: bool) -> Ids:

@@ -43,7 +43,7 @@ def write_comparison(path: Path, comparison: Comparison) -> Path:
             *(name for name in BOUND_STATISTICS if any(name in run.numbers for run in comparison.runs)),
             *(name for name in compared if any(name in run.numbers for run in comparison.runs)),
         ],
-        "charts": {"runs": runs_chart(comparison), "differences": differences_chart(comparison)},
+        "charts": comparison_charts(comparison),
         "summary": summarize(comparison),
         "noun": comparison.paired_noun,
         "gates": [(run.name, describe_gate(run.gate)) for run in comparison.runs if run.gate is not None],
@@ -51,19 +51,18 @@ def write_comparison(path: Path, comparison: Comparison) -> Path:
     return write_page(path, "comparison.html", context)
 
 
-def runs_chart(comparison: Comparison) -> Chart:
-    """Each run's KL in both directions."""
+def comparison_charts(comparison: Comparison) -> dict[str, Chart]:
+    """Each run's KL in both directions, and the paired differences from the first run, by name."""
     names = short_names([run.name for run in comparison.runs])
-    rows = [(name, run.numbers) for name, run in zip(names, comparison.runs, strict=True)]
-    return _rows_chart("runs", "KL of each run", rows, comparison.headline, is_difference=False)
-
-
-def differences_chart(comparison: Comparison) -> Chart:
-    """The paired differences from the first run."""
-    first, *names = short_names([run.name for run in comparison.runs])
-    rows = [(name, each.differences) for name, each in zip(names, comparison.differences, strict=True)]
-    title = f"Difference from {first}, on shared {comparison.paired_noun}"
-    return _rows_chart("differences", title, rows, comparison.headline, is_difference=True)
+    runs = list(zip(names, (run.numbers for run in comparison.runs), strict=True))
+    differences = list(zip(names[1:], (each.differences for each in comparison.differences), strict=True))
+    title = f"Difference from {names[0]}, on shared {comparison.paired_noun}"
+    return {
+        "runs": _rows_chart("runs", "KL of each run", runs, comparison.headline, is_difference=False),
+        "differences": _rows_chart(
+            "differences", title, differences, comparison.headline, is_difference=True
+        ),
+    }
 
 
 def _rows_chart(

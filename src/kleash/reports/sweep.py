@@ -4,8 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from kleash.estimate import Estimate
 from kleash.reports.drawing import (
@@ -36,6 +37,9 @@ from kleash.store.result_summaries import attribution_table
 from kleash.store.statistics import kl_directions, label_of
 from kleash.store.summary import summarize
 from kleash.store.sweep import QUANTILE, Attribution, Sweep, SweepCandidate, SweepPair
+
+Point = tuple[int, SweepCandidate, float]
+"""A candidate in a chart of KL against a size: its place in the ranking, and the size."""
 
 PAGE = "sweep.html"
 MAX_CANDIDATES = 40
@@ -117,21 +121,13 @@ def sweep_charts(sweep: Sweep) -> list[Chart]:
     charts = [_ranking_chart(sweep)] if sweep.ranking else []
     for name, (title, x_title, x_of) in sized.items():
         points = [
-            Point(place, candidate, float(x_of(candidate)))
+            (place, candidate, float(x_of(candidate)))
             for place, candidate in enumerate(sweep.ranking, 1)
             if x_of(candidate) is not None
         ]
         if points:
-            charts.append(_scatter(name, title, x_title, sweep, sorted(points, key=lambda point: point.x)))
+            charts.append(_scatter(name, title, x_title, sweep, sorted(points, key=itemgetter(2))))
     return charts
-
-
-class Point(NamedTuple):
-    """A candidate in a chart of KL against ``x``, with its place in the ranking."""
-
-    place: int
-    candidate: SweepCandidate
-    x: float
 
 
 def _ranking_chart(sweep: Sweep) -> Chart:
@@ -172,7 +168,7 @@ def _draw_ranking(axes: Any, *, numbers: Sequence[Estimate], labels: Sequence[st
 def _scatter(name: str, title: str, x_title: str, sweep: Sweep, points: Sequence[Point]) -> Chart:
     """A chart of KL against ``x``, with the Pareto front as a line."""
     rank_by = sweep.rank_by
-    has_zero = any(point.candidate.numbers[rank_by].value == 0 for point in points)
+    has_zero = any(candidate.numbers[rank_by].value == 0 for _, candidate, _ in points)
     return Chart(
         name=name,
         title=title,
@@ -204,28 +200,23 @@ def _scatter(name: str, title: str, x_title: str, sweep: Sweep, points: Sequence
 
 def _draw_scatter(axes: Any, *, points: Sequence[Point], rank_by: str, x_title: str, is_bytes: bool) -> None:
     """Draw the candidates with their places in the ranking, and the Pareto front as a line."""
-    numbers = [point.candidate.numbers[rank_by] for point in points]
+    numbers = [candidate.numbers[rank_by] for _, candidate, _ in points]
     front = [
-        (x, number.value)
-        for (_, candidate, x), number in zip(points, numbers, strict=True)
-        if candidate.is_on_pareto_front
+        (x, candidate.numbers[rank_by].value) for _, candidate, x in points if candidate.is_on_pareto_front
     ]
     line(axes, [x for x, _ in front], [y for _, y in front], color=MUTED, drawstyle="steps-post", linewidth=1)
     for color, is_on_front, label in ((ACCENT, True, "on the Pareto front"), (INK, False, "not on it")):
         chosen = [
-            (number, point.x)
-            for point, number in zip(points, numbers, strict=True)
-            if point.candidate.is_on_pareto_front == is_on_front
+            (candidate.numbers[rank_by], x)
+            for _, candidate, x in points
+            if candidate.is_on_pareto_front == is_on_front
         ]
         if chosen:
             dots(axes, chosen, color=color, label=label)
     log_axis(axes, "y", shown_ends(numbers))
     if is_bytes:
-        log_axis(axes, "x", [point.x for point in points], partial(format_bytes, is_round=True))
-    label_points(
-        axes,
-        [(str(point.place), point.x, number.value) for point, number in zip(points, numbers, strict=True)],
-    )
+        log_axis(axes, "x", [x for _, _, x in points], partial(format_bytes, is_round=True))
+    label_points(axes, [(str(place), x, candidate.numbers[rank_by].value) for place, candidate, x in points])
     name_axes(axes, x_title, f"{label_of(rank_by)}, nats per token")
 
 

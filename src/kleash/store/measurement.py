@@ -231,6 +231,10 @@ class PromptDrift:
     kl_per_token: float
     kl_per_sequence: float
     kl_max: float
+    policy_response: str | None = None
+    """The beginning of the policy's first response, with --show-reference."""
+    reference_response: str | None = None
+    """The beginning of a response that the reference drew, with --show-reference."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

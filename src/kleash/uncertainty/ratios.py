@@ -129,9 +129,8 @@ def clustered_mean(
         raise ShapeError(
             f"values are {values.shape} and clusters {clusters.shape}; give a label for each value"
         )
-    names, index = np.unique(clusters, return_inverse=True)
-    sums = np.bincount(index, weights=values, minlength=len(names))
-    counts = np.bincount(index, minlength=len(names))
+    _, label = np.unique(clusters, return_inverse=True)
+    sums, counts = np.bincount(label, weights=values), np.bincount(label)
     return ratio_of_sums(sums, counts, unit=unit, lower=lower, upper=upper)
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from string import ascii_lowercase, ascii_uppercase
+from string import ascii_letters
 
 import numpy as np
 from jaxtyping import Bool, Float64, Real
@@ -258,7 +258,8 @@ def compact_letters(means: Sequence[float], different: Iterable[tuple[int, int]]
     for i, j in different:
         are_tied[ranks[i], ranks[j]] = are_tied[ranks[j], ranks[i]] = False
     groups = sorted(_groups_of_ties(are_tied))
-    letters = _letter_names(len(groups))
+    beyond_z = (f"({number})" for number in range(len(ascii_letters) + 1, len(groups) + 1))
+    letters = [*ascii_letters[: len(groups)], *beyond_z]
     return tuple(
         "".join(letter for letter, group in zip(letters, groups, strict=True) if ranks[index] in group)
         for index in range(len(means))
@@ -316,9 +317,3 @@ def _largest_group(
             return sorted(set(group))
         gains = is_open[group].sum(axis=0)
         group.append(int(np.argmax(np.where(common, gains, -1))))
-
-
-def _letter_names(count: int) -> list[str]:
-    """So many names of groups: a to z, A to Z, then (53), (54) and so on."""
-    names = [*ascii_lowercase, *ascii_uppercase]
-    return [*names[:count], *(f"({number})" for number in range(len(names) + 1, count + 1))]

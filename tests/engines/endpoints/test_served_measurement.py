@@ -2,17 +2,15 @@
 
 import json
 import math
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from threading import Barrier
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as parquet
 import pytest
 import torch
+from command_words import words
 from single_loads import load_one_at_a_time
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -42,20 +40,20 @@ KEY = "sk-of-the-policy"
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("source") / "text.txt"
     path.write_text(TEXT)
     return path
 
 
 @pytest.fixture(scope="module")
-def distributions() -> dict[str, Callable[[list[int]], torch.Tensor]]:
+def distributions():
     """Next-token log-probabilities of both shipped models in float64, by transformers alone."""
 
-    def of(name: str) -> Callable[[list[int]], torch.Tensor]:
+    def of(name):
         network = AutoModelForCausalLM.from_pretrained(shipped_folder(name), dtype=torch.float64).eval()
 
-        def log_probabilities(ids: list[int]) -> torch.Tensor:
+        def log_probabilities(ids):
             with torch.inference_mode():
                 return torch.log_softmax(network(torch.tensor([ids])).logits[0], dim=-1)
 
@@ -64,18 +62,16 @@ def distributions() -> dict[str, Callable[[list[int]], torch.Tensor]]:
     return {name: of(name) for name in ("policy", "reference")}
 
 
-def exact_divergences(
-    distributions: dict[str, Callable[[list[int]], torch.Tensor]], path: Path
-) -> dict[str, np.ndarray]:
+def exact_divergences(distributions, path):
     """The divergences at every token of the documents, by their definitions."""
     tokenizer = AutoTokenizer.from_pretrained(shipped_folder("reference"))
-    rows: dict[str, list[torch.Tensor]] = {}
+    rows = {}
     for document in path.read_text().strip().split("\n\n"):
         ids = tokenizer(document)["input_ids"]
         p, q = (distributions[name](ids)[:-1] for name in ("policy", "reference"))
         m = torch.log((p.exp() + q.exp()) / 2)
 
-        def kl(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        def kl(first, second):
             return (first.exp() * (first - second)).sum(-1)
 
         values = {
@@ -92,12 +88,12 @@ def exact_divergences(
     return {name: torch.cat(columns).numpy() for name, columns in rows.items()}
 
 
-def tokens_of(folder: Path) -> dict[str, np.ndarray]:
+def tokens_of(folder):
     table = parquet.read_table(folder / "tokens", partitioning=None)
     return {name: table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names}
 
 
-def assert_bounds_hold(tokens: dict[str, np.ndarray], exact: dict[str, np.ndarray]) -> None:
+def assert_bounds_hold(tokens, exact):
     for name in ("kl_policy_reference", "kl_reference_policy", "jensen_shannon", "total_variation"):
         lower, upper = tokens[f"{name}_lower"], tokens[f"{name}_upper"]
         assert (lower <= exact[name]).all() and (exact[name] <= upper).all(), name
@@ -105,24 +101,22 @@ def assert_bounds_hold(tokens: dict[str, np.ndarray], exact: dict[str, np.ndarra
 
 
 @pytest.fixture(scope="module")
-def runs(server: str, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs(server, text, tmp_path_factory):
     """A run with each dialect, one with the server as reference, and one with both models loaded."""
     folder = tmp_path_factory.mktemp("runs")
-    jobs: dict[str, dict[str, Any]] = {
+    jobs = {
         name: {"policy": f"{server}/{name}/none/v1", "reference": "shipped:reference"}
         for name in ("vllm", "sglang")
     }
     jobs["reference"] = {"policy": "shipped:reference", "reference": f"{server}/vllm/none/v1/"}
     jobs["local"] = {"policy": "shipped:policy", "reference": "shipped:reference"}
     for name, options in jobs.items():
-        measure(MeasureJob(text=str(text), out=str(folder / name), quiet=True, **options))
+        measure(text=text, out=folder / name, quiet=True, **options)
     return {name: folder / name for name in jobs}
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_the_bounds_hold_the_exact_divergences_at_every_token(
-    runs: dict[str, Path], text: Path, distributions: Any, name: str
-) -> None:
+def test_the_bounds_hold_the_exact_divergences_at_every_token(runs, text, distributions, name):
     exact, tokens = exact_divergences(distributions, text), tokens_of(runs[name])
     np.testing.assert_array_equal(tokens["position"], exact["position"])
     np.testing.assert_allclose(tokens["logp_policy"], exact["logp_policy"], atol=1e-4)
@@ -133,12 +127,9 @@ def test_the_bounds_hold_the_exact_divergences_at_every_token(
         assert np.isnan(tokens[column]).all()
 
 
-def test_a_reference_behind_a_server_has_the_upper_bound_in_the_other_direction(
-    runs: dict[str, Path], text: Path, distributions: Any
-) -> None:
-    exact = exact_divergences(
-        {"policy": distributions["reference"], "reference": distributions["policy"]}, text
-    )
+def test_a_reference_behind_a_server_has_the_upper_bound_in_the_other_direction(runs, text, distributions):
+    turned = {"policy": distributions["reference"], "reference": distributions["policy"]}
+    exact = exact_divergences(turned, text)
     tokens = tokens_of(runs["reference"])
     assert_bounds_hold(tokens, exact)
     assert np.isinf(tokens["kl_policy_reference_upper"]).all()
@@ -148,11 +139,10 @@ def test_a_reference_behind_a_server_has_the_upper_bound_in_the_other_direction(
     assert any("the reference is behind a server" in warning for warning in measurement.warnings)
 
 
-def test_what_is_unknown_is_left_out_with_its_reason(runs: dict[str, Path]) -> None:
+def test_what_is_unknown_is_left_out_with_its_reason(runs):
     measurement, local = Measurement.read(runs["vllm"]), Measurement.read(runs["local"])
-    assert set(measurement.per_token) >= {
-        name for name in BOUND_COLUMNS if name.endswith(("_lower", "_upper"))
-    }
+    bounds = {name for name in BOUND_COLUMNS if name.endswith(("_lower", "_upper"))}
+    assert set(measurement.per_token) >= bounds
     for name in ("kl_policy_reference", "total_variation", "acceptance_rate", "entropy_policy"):
         assert name not in measurement.per_token
         assert "lists 20 tokens" in measurement.left_out[name]
@@ -173,7 +163,7 @@ def test_what_is_unknown_is_left_out_with_its_reason(runs: dict[str, Path]) -> N
     assert low < kl < high
 
 
-def test_a_gate_takes_the_range_of_both_bounds(runs: dict[str, Path]) -> None:
+def test_a_gate_takes_the_range_of_both_bounds(runs):
     measurement = Measurement.read(runs["vllm"])
     by_default = gate_of_measurement(measurement, at_most=1e9)
     assert (by_default.quantity, by_default.ci95[1]) == ("per_token.kl_reference_policy", math.inf)
@@ -189,9 +179,7 @@ def test_a_gate_takes_the_range_of_both_bounds(runs: dict[str, Path]) -> None:
     assert gate_of_measurement(served_reference, 1e9, name).ci95[1] == math.inf
 
 
-def test_report_summary_and_comparison_show_the_bounds(
-    runs: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_summary_and_comparison_show_the_bounds(runs, capsys):
     page = write_report(runs["vllm"]).read_text()
     assert "KL(reference ‖ policy), lower bound per token" in page and "Upper bound" in page
     assert "lists 20 tokens at each position and not its whole distribution" in page
@@ -208,27 +196,27 @@ def test_report_summary_and_comparison_show_the_bounds(
     assert "unknown" in capsys.readouterr().out
 
 
-def drawn_responses(path: Path, distributions: Any) -> Path:
+def drawn_responses(path, distributions):
     """Responses that the policy draws, as token ids."""
     generator = torch.Generator().manual_seed(0)
-    lines: list[str] = []
+    lines = []
     for prompt in ([0, 40, 50], [0, 60, 70, 80], [0, 90, 100]):
         ids, drawn = list(prompt), []
         for _ in range(12):
             logp = distributions["policy"](ids)[-1]
             ids.append(int(torch.multinomial(logp.exp(), 1, generator=generator)))
             drawn.append(float(logp[ids[-1]]))
-        record: dict[str, Any] = {"prompt_token_ids": prompt, "response_token_ids": ids[len(prompt) :]}
+        record = {"prompt_token_ids": prompt, "response_token_ids": ids[len(prompt) :]}
         lines.append(json.dumps(record | {"logprobs": drawn}))
     path.write_text("\n".join(lines))
     return path
 
 
-def test_responses_have_sampled_estimates(server: str, distributions: Any, tmp_path: Path) -> None:
+def test_responses_have_sampled_estimates(server, distributions, tmp_path):
     responses = str(drawn_responses(tmp_path / "responses.jsonl", distributions))
     options = {"responses": responses, "quiet": True}
-    served = measure(MeasureJob(policy=f"{server}/vllm/none/v1", out=str(tmp_path / "served"), **options))
-    local = measure(MeasureJob(out=str(tmp_path / "local"), **options))
+    served = measure(policy=f"{server}/vllm/none/v1", out=tmp_path / "served", **options)
+    local = measure(out=tmp_path / "local", **options)
     assert set(served.estimators) == {*local.estimators, LISTED_AND_SAMPLED}
     for name, record in local.estimators.items():
         assert served.estimators[name].value == pytest.approx(record.value, abs=1e-5)
@@ -241,18 +229,12 @@ def test_responses_have_sampled_estimates(server: str, distributions: Any, tmp_p
 
 @pytest.mark.parametrize(("least", "warns"), [(3, True), (2559, False)])
 def test_listed_rows_that_are_no_tokens_are_named(
-    server: str,
-    text: Path,
-    distributions: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    least: int,
-    warns: bool,
-) -> None:
+    server, text, distributions, tmp_path, monkeypatch, least, warns
+):
     """With the rows from ``least`` on taken for rows that are no tokens."""
     monkeypatch.setattr(engine_module, "find_padding", lambda model: torch.arange(model.vocab_size) >= least)
     options = {"text": str(text), "limit": 1, "quiet": True}
-    measurement = measure(MeasureJob(policy=f"{server}/vllm/none/v1", out=str(tmp_path / "run"), **options))
+    measurement = measure(policy=f"{server}/vllm/none/v1", out=tmp_path / "run", **options)
     ids = AutoTokenizer.from_pretrained(shipped_folder("reference"))(TEXT.partition("\n")[0])["input_ids"]
     reference = float(distributions["reference"](ids)[:-1, least:].exp().sum(-1).mean())
     (note,) = [note for note in measurement.notes if "rows of a head that are no tokens" in note]
@@ -266,7 +248,7 @@ def test_listed_rows_that_are_no_tokens_are_named(
     assert set(warnings) <= set(measurement.per_token["kl_policy_reference_lower"].warnings)
 
 
-def test_the_listed_terms_with_a_sampled_tail_are_unbiased() -> None:
+def test_the_listed_terms_with_a_sampled_tail_are_unbiased():
     generator = torch.Generator().manual_seed(3)
     logp, logq = torch.log_softmax(2 * torch.randn(2, 50, generator=generator, dtype=torch.float64), -1)
     mu = torch.log_softmax(torch.randn(50, generator=generator, dtype=torch.float64), -1)
@@ -290,9 +272,7 @@ def test_the_listed_terms_with_a_sampled_tail_are_unbiased() -> None:
         assert float((drawn_from.exp().numpy() * estimates).sum()) == pytest.approx(exact, abs=1e-12)
 
 
-def test_an_interrupted_run_goes_on_after_its_last_shard(
-    server: str, text: Path, runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_interrupted_run_goes_on_after_its_last_shard(server, text, runs, tmp_path, capsys):
     words = ["measure", "--policy", f"{server}/vllm/later/v1", "--reference", "shipped:reference"]
     words += ["--text", str(text), "--out", str(tmp_path / "run"), "--batch-tokens", "8", "--quiet"]
     options = ["--endpoint-concurrency", "1", "--endpoint-retries", "0"]
@@ -318,9 +298,7 @@ def test_an_interrupted_run_goes_on_after_its_last_shard(
     )
 
 
-def test_a_run_is_not_resumed_with_another_model_of_the_same_name(
-    server: str, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_not_resumed_with_another_model_of_the_same_name(server, text, tmp_path, capsys):
     """As of a server that a training run updates, or that was started again with another checkpoint."""
     words = ["measure", "--policy", f"{server}/vllm/retrained/v1", "--reference", "shipped:reference"]
     words += ["--text", str(text), "--out", str(tmp_path / "run"), "--batch-tokens", "8", "--quiet"]
@@ -331,9 +309,7 @@ def test_a_run_is_not_resumed_with_another_model_of_the_same_name(
     assert "holds another run: the server of the policy serves another model" in error
 
 
-def test_windows_leave_room_for_the_token_that_a_server_generates(
-    server: str, text: Path, tmp_path: Path
-) -> None:
+def test_windows_leave_room_for_the_token_that_a_server_generates(server, text, tmp_path):
     path = tmp_path / "one.txt"
     path.write_text(text.read_text().replace("\n\n", "\n"))
     job = MeasureJob(policy=f"{server}/vllm/full/v1", text=str(path), out=str(tmp_path / "run"), quiet=True)
@@ -342,9 +318,7 @@ def test_windows_leave_room_for_the_token_that_a_server_generates(
 
 
 @pytest.mark.filterwarnings("ignore")  # filters belong to the process, and processes are threads here
-def test_several_processes_measure_what_one_measures(
-    server: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_processes_measure_what_one_measures(server, text, tmp_path, monkeypatch):
     load_one_at_a_time(monkeypatch)
     models = {"policy": f"{server}/vllm/none/v1", "reference": "shipped:reference"}
     jobs = {
@@ -356,7 +330,7 @@ def test_several_processes_measure_what_one_measures(
     begin = Barrier(2)
 
     class Reporter(ProgressReporter):
-        def set_total(self, sequences: int | None) -> None:
+        def set_total(self, sequences):
             begin.wait(60)
 
     with ThreadPoolExecutor(2) as threads:
@@ -365,25 +339,10 @@ def test_several_processes_measure_what_one_measures(
             assert measured.left_out == alone.left_out
 
 
-def test_the_key_is_sent_and_written_nowhere(
-    server: str,
-    seen: Callable[[], dict[str, Any]],
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_key_is_sent_and_written_nowhere(server, seen, text, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("KLEASH_POLICY_API_KEY", KEY)
-    words = [
-        "measure",
-        "--policy",
-        f"{server}/vllm/none/v1",
-        "--text",
-        str(text),
-        "--out",
-        str(tmp_path / "run"),
-    ]
-    assert main([*words, "--endpoint-concurrency", "2"]) == 0
+    options = {"policy": f"{server}/vllm/none/v1", "text": text, "out": tmp_path / "run"}
+    assert main(words("measure", **options, endpoint_concurrency=2)) == 0
     captured = capsys.readouterr()
     assert KEY not in captured.out + captured.err
     assert f"Bearer {KEY}" in seen()["keys"]
@@ -395,61 +354,39 @@ def test_the_key_is_sent_and_written_nowhere(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"prompts": "x.jsonl"},
-            "draw responses with its own client first, keep their token ids, and give them with --resp",
-        ),
+        ({"prompts": "x.jsonl"}, "draw responses with its own client first"),
         ({"text": "x", "reference": "https://there/v1"}, "both behind servers"),
-        (
-            {"text": "x", "temperature": 0.7},
-            "--temperature is 0.7, and servers give log-probabilities of prompts at 1",
-        ),
+        ({"text": "x", "temperature": 0.7}, "servers give log-probabilities of prompts at 1"),
         ({"text": "x", "reference_cache": "c"}, "--reference-cache holds a loaded reference's hidden states"),
         ({"text": "x", "until_relative_error": 0.1}, "--until-relative-error needs the exact KL"),
-        (
-            {"text": "x", "reference_model": "r"},
-            "--reference-model is a model's name on a server, and --reference",
-        ),
+        ({"text": "x", "reference_model": "r"}, "--reference-model is a model's name on a server"),
         ({"text": "x", "top_logprobs": 0}, "--top-logprobs must be at least 1"),
-        ({"text": "x", "endpoint_concurrency": 0}, "--endpoint-concurrency must be at least 1"),
         ({"text": "x", "endpoint_timeout": math.nan}, "--endpoint-timeout must be a number above 0"),
         ({"text": "x", "endpoint_retries": -1}, "--endpoint-retries must be at least 0"),
     ],
 )
-def test_options_that_a_server_cannot_meet(options: dict[str, Any], message: str) -> None:
+def test_options_that_a_server_cannot_meet(options, message):
     with pytest.raises(OptionError, match=message):
         MeasureJob(policy="http://127.0.0.1:1/v1", **options)
 
 
-def test_a_server_is_named_as_such_where_a_model_has_to_be_loaded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_is_named_as_such_where_a_model_has_to_be_loaded(tmp_path, capsys):
     rollout = {"prompt_token_ids": [1], "response_token_ids": [2]}
     rollout |= {"trainer_logprobs": [-1], "engine_logprobs": [-1]}
     (tmp_path / "rollouts.jsonl").write_text(json.dumps(rollout))
-    out, server = ["--out", str(tmp_path / "run")], "http://127.0.0.1:1/v1"
-    for words in (
-        ["doctor", str(tmp_path / "rollouts.jsonl"), "--policy", server, "--reference", "shipped:reference"],
-        ["train", "rloo", "--policy", server, "--prompts", "shipped:prompts", "--reward", "math.fsum", *out],
-        [
-            "train",
-            "distill",
-            "--policy",
-            "shipped:policy",
-            "--teacher",
-            server,
-            "--prompts",
-            "shipped:prompts",
-            *out,
-        ],
-        ["cache", "--reference", server, "--text", "shipped:text", *out],
+    out, server, prompts = tmp_path / "out", "http://127.0.0.1:1/v1", "shipped:prompts"
+    for line in (
+        words("doctor", tmp_path / "rollouts.jsonl", policy=server, reference="shipped:reference"),
+        words("train", "rloo", policy=server, prompts=prompts, reward="math.fsum", out=out),
+        words("train", "distill", policy="shipped:policy", teacher=server, prompts=prompts, out=out),
+        words("cache", reference=server, text="shipped:text", out=out),
     ):
-        assert main(words) == 2
+        assert main(line) == 2
         error = capsys.readouterr().err
         assert "server" in error and "name" in error and error.count("\n") == 1, error
 
 
-def test_options_of_servers_without_one_do_nothing() -> None:
+def test_options_of_servers_without_one_do_nothing():
     job = MeasureJob(top_logprobs=5, tokenizer="t")
     assert "--top-logprobs does nothing without a server" in job.without_effect()
     assert "top_logprobs" not in job.settings()

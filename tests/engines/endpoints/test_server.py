@@ -1,42 +1,37 @@
 """Faults of servers: each is one sentence, passing ones are tried again, and no key is in any of them."""
 
 import socket
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
-from kleash.engines.endpoints import Endpoint, JSONClient, connect, find_model, http_client
+from kleash.engines.endpoints import JSONClient, connect, find_model, http_client
 from kleash.errors import EndpointError, OptionError
 from kleash.models import TokenizerMismatchError, TokenSequence
 from kleash.shipped import shipped_folder
 
 KEY = "sk-not/to-be-seen"
-Connect = Callable[..., Endpoint]
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
+def tokenizer():
     return AutoTokenizer.from_pretrained(shipped_folder("reference"))
 
 
 @pytest.fixture
-def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def pauses(monkeypatch):
     """Pauses between retries, which are noted and not made."""
-    seconds: list[float] = []
+    seconds = []
     monkeypatch.setattr("threading.Event.wait", lambda self, timeout: seconds.append(timeout))
     return seconds
 
 
 @pytest.fixture
-def connected(server: str, tokenizer: PreTrainedTokenizerBase) -> Connect:
+def connected(server, tokenizer):
     """Connects to a dialect with a fault."""
 
-    def run(
-        dialect: str, fault: str = "none", *, model: str | None = None, top: int = 5, **options: Any
-    ) -> Endpoint:
+    def run(dialect, fault="none", *, model=None, top=5, **options):
         client = JSONClient(
             url=f"{server}/{dialect}/{fault}",
             subject="the policy's server",
@@ -48,11 +43,8 @@ def connected(server: str, tokenizer: PreTrainedTokenizerBase) -> Connect:
     return run
 
 
-@pytest.mark.parametrize(
-    ("dialect", "name"),
-    [("vllm", "vLLM"), ("sglang", "SGLang"), ("proxy", "vLLM")],
-)
-def test_the_dialect_is_that_of_the_server(connected: Connect, dialect: str, name: str) -> None:
+@pytest.mark.parametrize(("dialect", "name"), [("vllm", "vLLM"), ("sglang", "SGLang"), ("proxy", "vLLM")])
+def test_the_dialect_is_that_of_the_server(connected, dialect, name):
     endpoint = connected(dialect)
     assert (endpoint.dialect.name, endpoint.probe.model, endpoint.probe.top) == (name, "policy", 5)
     assert endpoint.context_length == 400
@@ -89,7 +81,7 @@ def test_the_dialect_is_that_of_the_server(connected: Connect, dialect: str, nam
     ],
 )
 @pytest.mark.usefixtures("pauses")
-def test_a_fault_is_a_sentence(connected: Connect, dialect: str, fault: str, message: str) -> None:
+def test_a_fault_is_a_sentence(connected, dialect, fault, message):
     with pytest.raises(EndpointError, match=message) as raised:
         connected(dialect, fault)
     sentence = str(raised.value)
@@ -97,13 +89,13 @@ def test_a_fault_is_a_sentence(connected: Connect, dialect: str, fault: str, mes
     assert "to-be-seen" not in sentence and "\x1b" not in sentence
 
 
-def test_an_answer_without_end_is_not_read(connected: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_without_end_is_not_read(connected, monkeypatch):
     monkeypatch.setattr(http_client, "MAX_ANSWER_BYTES", 2**22)
     with pytest.raises(EndpointError, match="sends an answer of more than 4 MiB"):
         connected("vllm", "endless")
 
 
-def test_another_model_behind_the_same_name_is_noticed(connected: Connect) -> None:
+def test_another_model_behind_the_same_name_is_noticed(connected):
     endpoint = connected("vllm", "swapped")
     for _ in range(3):
         endpoint.require_same_model()
@@ -112,17 +104,13 @@ def test_another_model_behind_the_same_name_is_noticed(connected: Connect) -> No
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-def test_another_tokenizer_is_refused(connected: Connect, dialect: str) -> None:
-    with pytest.raises(
-        TokenizerMismatchError, match=r"has another tokenizer: .* is 'wrong' there and '.*' here"
-    ):
+def test_another_tokenizer_is_refused(connected, dialect):
+    with pytest.raises(TokenizerMismatchError, match=r"has another tokenizer: .* is 'wrong' there"):
         connected(dialect, "texts")
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-def test_a_token_of_another_text_is_found_in_the_answer_that_first_has_it(
-    connected: Connect, dialect: str
-) -> None:
+def test_a_token_of_another_text_is_found_in_the_answer_that_first_has_it(connected, dialect):
     endpoint = connected(dialect, "renamed")  # the probe has none of the two tokens
     endpoint.score(sequence((0, 10), (11, 12)))
     with pytest.raises(TokenizerMismatchError, match=r"has another tokenizer: .*token 2001 is '.*' there"):
@@ -130,21 +118,21 @@ def test_a_token_of_another_text_is_found_in_the_answer_that_first_has_it(
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-def test_an_adapter_is_asked_for_by_its_name(connected: Connect, dialect: str) -> None:
+def test_an_adapter_is_asked_for_by_its_name(connected, dialect):
     base, adapter = (connected(dialect, "adapter", model=name) for name in ("policy", "lora"))
     assert base.context_length == adapter.context_length == 400  # which the list has for the base alone
     assert base.probe_logps == connected(dialect).probe_logps
     assert min(abs(a - b) for a, b in zip(base.probe_logps, adapter.probe_logps, strict=True)) > 1e-6
 
 
-def test_the_last_token_of_the_vocabulary_is_scored(connected: Connect) -> None:
+def test_the_last_token_of_the_vocabulary_is_scored(connected):
     window = sequence((0, 10), (2559, 11))
     by_vllm, by_sglang = (connected(dialect).score(window).token_logp for dialect in ("vllm", "sglang"))
     assert by_vllm.tolist() == by_sglang.tolist()
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-def test_listed_tokens_without_probability(connected: Connect, dialect: str) -> None:
+def test_listed_tokens_without_probability(connected, dialect):
     """vLLM writes their log-probabilities as -9999, and SGLang as null."""
     answer = connected(dialect).score(sequence((0, 10), (11,)))
     likeliest = int(answer.listed_ids[0, answer.listed_logp[0].argmax()])
@@ -153,33 +141,31 @@ def test_listed_tokens_without_probability(connected: Connect, dialect: str) -> 
     assert answer.unlisted_most[0] == -np.inf
 
 
-def test_a_model_that_the_server_lacks_is_named(connected: Connect) -> None:
+def test_a_model_that_the_server_lacks_is_named(connected):
     with pytest.raises(EndpointError, match="has no model 'policy-2'; it has policy"):
         connected("vllm", model="policy-2")
     assert connected("vllm", "models", model="policy").probe.model == "policy"
 
 
 @pytest.mark.parametrize("fault", ["truncated-2", "html-2", "close-2"])
-def test_passing_faults_are_tried_again_after_growing_pauses(
-    connected: Connect, pauses: list[float], fault: str
-) -> None:
+def test_passing_faults_are_tried_again_after_growing_pauses(connected, pauses, fault):
     connected("vllm", fault)
     assert len(pauses) == 2
     assert 0.25 <= pauses[0] <= 0.75 and 0.5 <= pauses[1] <= 1.5
 
 
-def test_a_pause_that_the_server_asks_for_is_kept_to(connected: Connect, pauses: list[float]) -> None:
+def test_a_pause_that_the_server_asks_for_is_kept_to(connected, pauses):
     connected("vllm", "429-1")  # Retry-After: 7
     assert pauses == [7.0]
 
 
-def test_a_server_that_does_not_answer_is_not_waited_for(connected: Connect) -> None:
+def test_a_server_that_does_not_answer_is_not_waited_for(connected):
     with pytest.raises(EndpointError, match=r"broke off its answer \(timed out\) \(tries: 1\)"):
         connected("vllm", "hang", timeout_seconds=0.4, retries=0)
 
 
 @pytest.mark.usefixtures("pauses")
-def test_an_address_that_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_that_nobody_answers(monkeypatch):
     """Proxies of the environment are not used."""
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     with socket.socket() as free:
@@ -191,36 +177,35 @@ def test_an_address_that_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.usefixtures("pauses")
-def test_a_short_key_is_removed_from_errors(connected: Connect) -> None:
+def test_a_short_key_is_removed_from_errors(connected):
     with pytest.raises(EndpointError, match=r"answers 429: '.*Bearer \*\*\*"):
         connected("vllm", "429", api_key="Q7q")
 
 
-def test_a_closed_client_sends_no_more(connected: Connect) -> None:
+def test_a_closed_client_sends_no_more(connected):
     client = connected("vllm").client
     client.is_closed.set()
     with pytest.raises(EndpointError, match="was cancelled"):
         client.request("/v1/models")
 
 
-def test_a_key_that_no_header_can_hold() -> None:
+def test_a_key_that_no_header_can_hold():
     with pytest.raises(OptionError, match="KLEASH_POLICY_API_KEY has characters") as raised:
-        JSONClient(
-            url="http://x", subject="s", key_variable="KLEASH_POLICY_API_KEY", api_key="sk\nInjected: 1"
-        )
+        variable = "KLEASH_POLICY_API_KEY"
+        JSONClient(url="http://x", subject="s", key_variable=variable, api_key="sk\nInjected: 1")
     assert "Injected" not in str(raised.value)
 
 
-def test_the_key_is_not_in_the_representation(connected: Connect) -> None:
+def test_the_key_is_not_in_the_representation(connected):
     assert KEY not in repr(connected("vllm"))
 
 
-def sequence(prompt: tuple[int, ...], response: tuple[int, ...]) -> TokenSequence:
+def sequence(prompt, response):
     return TokenSequence(
         prompt_id=0, sample_id=0, prompt_ids=prompt, response_ids=response, prompt_text="", response_text=""
     )
 
 
-def test_a_sequence_leaves_room_for_the_token_that_a_server_generates(connected: Connect) -> None:
+def test_a_sequence_leaves_room_for_the_token_that_a_server_generates(connected):
     lengths = (None, 300, 400, 500)
     assert [connected("vllm").max_input_tokens(length) for length in lengths] == [398, 300, 398, 398]

@@ -69,11 +69,6 @@ class Dialect:
             raise AnswerError(f"has not the form of {self.name}'s ({reason})") from error
 
 
-def _token_id(value: Any) -> int:
-    """A token id of an answer, which may be a number or its digits; raises ValueError for another value."""
-    return int(str(value))
-
-
 def _rows_of_vllm(answer: Any, query: Query, texts: dict[int, str]) -> Iterator[Mapping[int, float]]:
     """The rows of ``prompt_logprobs``: a mapping from token ids for each token of the prompt.
 
@@ -85,7 +80,7 @@ def _rows_of_vllm(answer: Any, query: Query, texts: dict[int, str]) -> Iterator[
     if len(rows) != len(query.token_ids):
         raise AnswerError(f"has {len(rows)} prompt_logprobs where {len(query.token_ids)} tokens were sent")
     for row in rows[query.first :]:
-        entries = {_token_id(key): entry for key, entry in row.items()}
+        entries = {int(str(key)): entry for key, entry in row.items()}
         texts.update({token: entry.get("decoded_token") or "" for token, entry in entries.items()})
         yield {token: float(entry["logprob"]) for token, entry in entries.items()}
 
@@ -112,8 +107,8 @@ def _rows_of_sglang(answer: Any, query: Query, texts: dict[int, str]) -> Iterato
         if len(row) != min(query.top, query.vocab_size):
             raise AnswerError(f"lists {len(row)} tokens where {query.top} were asked for")
         texts[token] = own_text if own_id == token and own_text else ""
-        texts.update({_token_id(each): text or "" for _, each, text in row})
-        entries = {_token_id(each): _or_zero(logp) for logp, each, _ in row}
+        texts.update({int(str(each)): text or "" for _, each, text in row})
+        entries = {int(str(each)): _or_zero(logp) for logp, each, _ in row}
         yield {token: _or_zero(own_logp)} | entries
 
 
