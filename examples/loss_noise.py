@@ -10,13 +10,14 @@ from markov_models import MarkovModel, random_markov
 from kleash.auditing.toy_distributions import every_sequence
 from kleash.divergences import kl
 from kleash.estimators import importance_weights, sampled_kl
+from kleash.estimators.weights import Level
 from kleash.losses import future_kl_loss, kl_loss
 
 POLICY = random_markov(4, seed=0)
 REFERENCE, BEHAVIOUR = POLICY.moved(1, apart=0.5), POLICY.moved(2, apart=0.3)
 TOKENS = every_sequence(4, 4)
 EVERY = torch.ones(TOKENS.shape, dtype=torch.bool)
-LOSSES = {
+LOSSES: dict[str, tuple[bool, bool, Level | None]] = {
     "per token, sampled": (False, False, None),
     "per token, exact": (True, False, None),
     "of responses, sampled": (False, True, None),
@@ -29,7 +30,7 @@ LOSSES = {
 """Whether the KL of each token is exact, whether later tokens count, and the level of importance weights."""
 
 
-def noise(exact: bool, of_responses: bool, level: str | None) -> tuple[float, float]:
+def noise(exact: bool, of_responses: bool, level: Level | None) -> tuple[float, float]:
     """Standard deviation of one response's value, and of its gradient, over the size of the mean."""
     policy, reference, behaviour = (model.token_logp(TOKENS) for model in (POLICY, REFERENCE, BEHAVIOUR))
     drawn, weights = policy.sum(-1).exp(), None

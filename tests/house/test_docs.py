@@ -54,7 +54,7 @@ def test_every_code_block_runs(page, tmp_path, monkeypatch):
 def test_every_notebook_runs(page, tmp_path, monkeypatch):
     """Its cells run in their order, and it was committed without their outputs."""
     monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {"__name__": "docs"}
+    namespace = {"__name__": "docs"}
     cells = [
         cell for cell in json.loads(page.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"
     ]
