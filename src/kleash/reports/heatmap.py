@@ -80,7 +80,7 @@ def _code(prompt_id: Any, sample_id: Any) -> Any:
 
 
 def _key(code: int) -> SequenceKey:
-    """Inverse of ``_code``."""
+    """Prompt id and sample id from the 64-bit number that ``_code`` makes of them."""
     return code >> 32, code & 0xFFFFFFFF
 
 
