@@ -75,7 +75,7 @@ def batch_findings(
 
 
 def _batch_inputs(rows: list[int] = ROWS) -> AuditInputs:
-    """The inputs of a batch of these rows of ``SEQUENCES``, as leaves of the graph."""
+    """The responses ``rows`` of the toy named ``SEQUENCES``; p's tensors are leaves of the graph."""
     return leaf_inputs(SEQUENCES).select(rows)
 
 
