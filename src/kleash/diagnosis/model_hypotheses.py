@@ -241,9 +241,11 @@ def _fits(few: ModelScores, side: str, limit: float) -> Iterator[Prediction]:
         return Prediction(cause, what, column, 2.0 if temperature == 1 else 4.0)
 
     def left(column: Floats) -> float:
+        """The size of the differences that a column leaves unexplained."""
         return _size(_rest(few, column, side))
 
     def strength(setting: Setting, temperature: float = 1.0) -> float:
+        """The strength of a setting, within its limits, that leaves the least unexplained."""
         return _minimum(lambda x: left(at(setting, x, temperature).column(few)), *setting[2:4])
 
     difference = few.table.difference

@@ -118,6 +118,7 @@ class _Psi(torch.autograd.Function):
 
 
 def _phi_of_elementary_functions(u: Tensor) -> Tensor:
+    """exp(-u) - 1 + u: a polynomial for small ``u``, where the difference cancels, and expm1 beyond."""
     far = u.abs() > SERIES_LIMIT
     near, rest = torch.where(far, 0.0, u), torch.where(far, u, 1.0)
     beyond = torch.expm1(-rest) + torch.where(rest < -EXP_SATURATES, -EXP_SATURATES, rest)

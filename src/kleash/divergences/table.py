@@ -30,7 +30,7 @@ class Side:
     of: Elementwise
     """``exp(-growth gap) f(gap)`` for ``gap >= 0``: bounded by a polynomial, 0 at 0, never negative."""
     score: Elementwise
-    """``f + f'`` for every ``gap``: the weight of ``mass * grad log mass`` in the gradient."""
+    """``f + f'`` for every ``gap``, also below 0: the weight of ``mass * grad log mass`` in the gradient."""
     limit: float
     """Contribution per unit of mass where the other distribution is zero: the limit of f for an infinite gap."""
     growth: float = 0.0

@@ -227,7 +227,7 @@ class PIDBeta(TargetController):
         require_above(0.0, largest_error=self.largest_error, reach=self.reach)
 
     def respond(self, ratio: float, error: float | None, sequences: int) -> "tuple[PIDBeta, float]":
-        """The step of the velocity form."""
+        """The filtered controller, and the factor of beta: the change of the PID output since the last step, as exp."""
         controller, ratio = self.filtered(ratio, error)
         growth = controller.growth(self.reach)
         log_factor = self.integral * clip(ratio - 1, self.largest_error) + self.proportional * growth

@@ -101,6 +101,7 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
 
 
 def _refuse_second_derivative(name: str) -> None:
+    """Raise CannotRunError in a backward pass that is itself differentiated."""
     if torch.is_grad_enabled():
         raise CannotRunError(
             f"{name} can be differentiated once; leave create_graph off, or take linear_kl with impl='reference'"

@@ -350,6 +350,7 @@ def head_on_device(head: Head, hidden: Tensor) -> Head:
 
 
 def _to_numpy(values: Tensor) -> np.ndarray:
+    """The values on the CPU: float32, or int32 if they are integers."""
     return values.to(torch.float32 if values.is_floating_point() else torch.int32).cpu().numpy()
 
 

@@ -134,6 +134,7 @@ def make_visible(text: str) -> str:
 
 
 def _visible_character(character: str, only_joiners: bool) -> str:
+    """The character, or its name or code point in brackets if a reader would not see it."""
     if character in NAMED_CHARACTERS:
         return NAMED_CHARACTERS[character]
     if character == " " or (character in JOINERS and not only_joiners):

@@ -75,6 +75,7 @@ def batch_findings(
 
 
 def _batch_inputs(rows: list[int] = ROWS) -> AuditInputs:
+    """The responses ``rows`` of the toy named ``SEQUENCES``; p's tensors are leaves of the graph."""
     return leaf_inputs(SEQUENCES).select(rows)
 
 
