@@ -24,7 +24,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from harness import RESULTS, interleaved, ratio, write_result
+from harness import RESULTS, interleaved, parser_of, ratio, write_result
 from linear_methods import (
     METHODS,
     PACKAGES,
@@ -129,9 +129,7 @@ def synchronised_clock() -> float:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="main")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")

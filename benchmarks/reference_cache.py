@@ -7,7 +7,6 @@ Both read documents of 250 tokens of the shipped text and must report the same K
 ratios within rounds, of wall time and of processor time, and the largest resident memory of a process.
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -20,7 +19,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from harness import ratio, write_result
+from harness import parser_of, ratio, write_result
 
 TOKENS = 250
 KLEASH = (sys.executable, "-m", "kleash")
@@ -86,9 +85,7 @@ def compare(documents: int, rounds: int, work: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Run the comparison, print the result and write it to benchmarks/results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--documents", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
