@@ -18,7 +18,6 @@ that; held-out rewards, measured every 5 or 10 steps, are also given two evaluat
 before a plant begins, are false.
 """
 
-import argparse
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-from harness import RESULTS, write_result
+from harness import RESULTS, parser_of, write_result
 
 from kleash.leash import DualBeta, FixedBeta, Leash, PIDBeta, ZieglerBeta
 from kleash.store import StepRecord, read_steps
@@ -445,9 +444,7 @@ def judge_good(task: str, seeds: range, verbose: bool) -> tuple[int, Counter[str
 
 def main(arguments: list[str] | None = None) -> None:
     """Simulate, write the figures and print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--seeds", type=int, nargs=2, default=(100, 120), help="first, and one beyond the last"
     )

@@ -11,7 +11,6 @@ the controller is given is the noise times the *measured* KL, as a trainer estim
 KL over its target in updates 101 to 200.
 """
 
-import argparse
 import itertools
 import math
 import random
@@ -19,7 +18,7 @@ from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from harness import RESULTS, write_result
+from harness import RESULTS, parser_of, write_result
 
 from kleash.leash import DualBeta, Leash, PIDBeta, ZieglerBeta
 
@@ -146,9 +145,7 @@ def peak_table(records: list[dict[str, Any]]) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Simulate, write the figures and print the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--controllers", nargs="+", default=list(START), choices=START)
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--errors", choices=("reported", "estimated", "none"), default="reported")

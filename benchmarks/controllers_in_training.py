@@ -12,7 +12,6 @@ steps over the target, and the highest step over it. docs/reference/evidence.md 
 ``results/controllers_in_training.json``.
 """
 
-import argparse
 import json
 import random
 from concurrent.futures import ProcessPoolExecutor
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
-from harness import RESULTS, write_result
+from harness import RESULTS, parser_of, write_result
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl.trainer.grpo_config import GRPOConfig
@@ -299,9 +298,7 @@ def _row(record: dict[str, Any]) -> tuple[str, str, str, float]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Train, write the figures and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--tasks", nargs="+", default=list(TARGETS), choices=TARGETS)
     parser.add_argument("--algorithms", nargs="+", default=[], help="ppo, grpo, plug-in; those of the task")
     parser.add_argument("--controllers", nargs="+", default=["pid"], choices=CONTROLLERS)

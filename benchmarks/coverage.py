@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from harness import write_result
+from harness import markdown_table, write_result
 from numpy.typing import NDArray
 
 from kleash.uncertainty import Estimate, quantiles, ratio_of_many
@@ -185,10 +185,7 @@ def seen_rows(name: str, measurements: int, seed: int) -> list[dict[str, Any]]:
 
 def seen_table(rows: list[dict[str, Any]]) -> str:
     """Coverage in percent by what the sample shows, and in brackets the percentage of measurements that show it."""
-    lines = [
-        f"| the sample shows | {' | '.join(DISTRIBUTIONS)} |",
-        "|---" * (1 + len(DISTRIBUTIONS)) + "|",
-    ]
+    lines: list[list[str]] = []
     for what, low, high in dict.fromkeys((row["what"], row["low"], row["high"]) for row in rows):
         cells: list[str] = []
         for name in DISTRIBUTIONS:
@@ -203,8 +200,8 @@ def seen_table(rows: list[dict[str, Any]]) -> str:
             label = f"worth {low} clusters of equal length or more"
         else:
             label = f"worth {low} to {high} clusters of equal length"
-        lines.append(f"| {label} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        lines.append([label, *cells])
+    return markdown_table(["the sample shows", *DISTRIBUTIONS], lines) + "\n"
 
 
 def quantile_row(clusters: int, measurements: int, seed: int) -> dict[str, Any]:
@@ -243,15 +240,12 @@ def tables(figures: dict[str, Any]) -> dict[str, str]:
 
 def table(rows: list[dict[str, Any]], key: str, columns: Sequence[tuple[str, str, float]]) -> str:
     """A row for each number of clusters; a column is a heading, an interval and the value of ``key``."""
-    lines = [
-        f"| clusters | {' | '.join(heading for heading, _, _ in columns)} |",
-        "|---" * (1 + len(columns)) + "|",
-    ]
+    lines: list[list[str]] = []
     for clusters in dict.fromkeys(row["clusters"] for row in rows):
         shares = {row[key]: row["coverage"] for row in rows if row["clusters"] == clusters}
         cells = (f"{100 * shares[value][name]:.1f}" for _, name, value in columns)
-        lines.append(f"| {clusters} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        lines.append([str(clusters), *cells])
+    return markdown_table(["clusters", *(heading for heading, _, _ in columns)], lines) + "\n"
 
 
 def main() -> None:

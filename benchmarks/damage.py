@@ -14,7 +14,6 @@ Each outcome is one of: "identical" (the same output as from the undamaged folde
 KleashError), "silent" (other output), "traceback".
 """
 
-import argparse
 import hashlib
 import json
 import random
@@ -29,7 +28,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from harness import RESULTS, write_result
+from harness import RESULTS, parser_of, write_result
 
 KINDS = ("run", "cache", "training")
 NEVER_READ = {".lock", "report.html"}
@@ -83,10 +82,13 @@ def damages(tested: TestedFolder, count: int, seed: int = 0) -> Iterator[tuple[s
             shutil.rmtree(folder)
             shutil.copytree(tested.pristine, folder)
             before = _contents(folder)
-            kind = draw.choice(DAMAGES)
+            kind = draw.choice((*OF_BYTES, *OF_FILES))
             files = sorted(name for name in before if Path(name).name not in NEVER_READ)
             victim = draw.choice(files)
-            kind(draw, folder, victim, tested)
+            if kind in OF_BYTES:
+                (folder / victim).write_bytes(kind(draw, before[victim]))
+            else:
+                kind(draw, folder, victim, tested)
             if _contents(folder) == before:
                 continue  # for example, a zero was overwritten by a zero
             count_done += 1
@@ -240,48 +242,42 @@ def _ppo_job(out: Path, seed: int) -> Any:
     )
 
 
-# ---- the damages: each takes a random generator, the folder, the name of a file in it, and the tested folder
+# ---- damages of bytes: each takes a random generator and the content of a file
 
 
-def _flipped_bit(draw: random.Random, folder: Path, victim: str, _: TestedFolder) -> None:
-    content = bytearray((folder / victim).read_bytes())
-    if content:
-        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
-    (folder / victim).write_bytes(content)
+def _flipped_bit(draw: random.Random, content: bytes) -> bytes:
+    changed = bytearray(content)
+    if changed:
+        changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
+    return bytes(changed)
 
 
-def _overwritten_bytes(draw: random.Random, folder: Path, victim: str, _: TestedFolder) -> None:
-    content = bytearray((folder / victim).read_bytes())
+def _overwritten_bytes(draw: random.Random, content: bytes) -> bytes:
     start = draw.randrange(len(content) + 1)
     size = min(draw.choice((1, 4, 64, 4096)), len(content) - start)
-    content[start : start + size] = draw.randbytes(size)
-    (folder / victim).write_bytes(content)
+    return content[:start] + draw.randbytes(size) + content[start + size :]
 
 
-def _zeroed_bytes(draw: random.Random, folder: Path, victim: str, _: TestedFolder) -> None:
-    content = bytearray((folder / victim).read_bytes())
+def _zeroed_bytes(draw: random.Random, content: bytes) -> bytes:
     start = draw.randrange(len(content) + 1)
-    size = draw.choice((8, 512, 4096, len(content)))
-    content[start : start + size] = bytes(min(size, len(content) - start))
-    (folder / victim).write_bytes(content)
+    size = min(draw.choice((8, 512, 4096, len(content))), len(content))
+    return content[:start] + bytes(size) + content[start + size :]
 
 
-def _truncated(draw: random.Random, folder: Path, victim: str, _: TestedFolder) -> None:
-    content = (folder / victim).read_bytes()
+def _truncated(draw: random.Random, content: bytes) -> bytes:
     size = draw.choice((0, len(content) - 1, draw.randrange(len(content) + 1)))
-    (folder / victim).write_bytes(content[: max(0, size)])
+    return content[: max(0, size)]
 
 
-def _extended(draw: random.Random, folder: Path, victim: str, _: TestedFolder) -> None:
-    more = draw.choice((b"\n", b"\0", b" ", draw.randbytes(16), bytes(512)))
-    with (folder / victim).open("ab") as file:
-        file.write(more)
+def _extended(draw: random.Random, content: bytes) -> bytes:
+    return content + draw.choice((b"\n", b"\0", b" ", draw.randbytes(16), bytes(512)))
 
 
-def _repeated(draw: random.Random, folder: Path, victim: str, _: TestedFolder) -> None:
-    content = (folder / victim).read_bytes()
-    start = draw.randrange(len(content) + 1)
-    (folder / victim).write_bytes(content[:start] + content)
+def _repeated(draw: random.Random, content: bytes) -> bytes:
+    return content[: draw.randrange(len(content) + 1)] + content
+
+
+# ---- damages of files: each takes a random generator, the folder, the name of a file in it, and the tested folder
 
 
 def _lost_file(_: random.Random, folder: Path, victim: str, __: TestedFolder) -> None:
@@ -379,23 +375,10 @@ def _alike(source: Path, folder: Path, victim: str) -> list[Path]:
     return files or [path]
 
 
-DAMAGES: tuple[Callable[[random.Random, Path, str, TestedFolder], None], ...] = (
-    _flipped_bit,
-    _flipped_bit,
-    _overwritten_bytes,
-    _zeroed_bytes,
-    _truncated,
-    _extended,
-    _repeated,
-    _lost_file,
-    _renamed_file,
-    _added_file,
-    _swapped_files,
-    _other_part,
-    _other_run,
-    _changed_lines,
-    _changed_json,
-    _changed_json,
+OF_BYTES = (_flipped_bit, _flipped_bit, _overwritten_bytes, _zeroed_bytes, _truncated, _extended, _repeated)
+OF_FILES = (
+    *(_lost_file, _renamed_file, _added_file, _swapped_files, _other_part, _other_run),
+    *(_changed_lines, _changed_json, _changed_json),
 )
 
 
@@ -408,9 +391,7 @@ def read_earlier_results(name: str, count: int, seed: int) -> dict[str, Any]:
 
 def main() -> int:
     """Damage folders of each kind, print the counts, and write them to benchmarks/results/damage.json."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--damages", type=int, default=1000)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--seed", type=int, default=0)

@@ -113,15 +113,6 @@ class Case:
         )
         return rounding, kind, level, self.log_uniform(3, 30), float(self.random.choice([0.0, 0.5, 1.0]))
 
-    @property
-    def rounding(self) -> str:
-        return self.setting[0]
-
-    @property
-    def allowance(self) -> float:
-        """Errors of logits that ``rounding`` explains, in nats."""
-        return 4 * EPSILON[self.rounding] + 1e-5
-
     @cached_property
     def lengths(self) -> list[int]:
         """Tokens of each response: of one length in a quarter of the trials."""
@@ -153,6 +144,10 @@ class Case:
             for row, length in zip(rows, self.lengths, strict=False)
         ]
 
+    def plain_scores(self) -> Scores:
+        """The policy's scores of its own responses at temperature 1."""
+        return Scores.of(self.network, self.plain())
+
     def drawn(
         self, engine: Engine, prompts: Sequence[tuple[int, ...]] | None = None
     ) -> tuple[list[Response], Array]:
@@ -180,7 +175,7 @@ class Case:
         """The effect to make, in nats."""
         unit = rms(self.calibration.unit)
         aim = self.setting[3] * max(LEAST_FLOOR, self.setting[2] * unit)
-        return max(aim, 1.5 * self.allowance * unit) if like_rounding else aim
+        return max(aim, 1.5 * explained(self.setting[0]) * unit) if like_rounding else aim
 
     def strength(
         self, effect: Callable[[float], float], low: float, high: float, target: float, *, steps: int = 8
@@ -198,26 +193,24 @@ class Case:
     def finish(
         self,
         scores: Scores,
-        trainer: Array,
-        engine: Array,
         *,
         variant: str,
         accepted: Sequence[str],
+        trainer: Array | None = None,
+        engine: Array | None = None,
         without: Sequence[str] | None = None,
         after_noise: Callable[[Array, Array], tuple[Array, Array]] | None = None,
         like_rounding: bool = False,
         **more: Any,
     ) -> Rollouts:
-        """Rollouts with healthy noise added to two exact columns."""
+        """Rollouts with healthy noise added to two exact columns, which are those of the scores if not given."""
+        trainer = scores.logp if trainer is None else trainer
+        engine = scores.logp if engine is None else engine
         changed = (trainer, engine) if after_noise is None else after_noise(trainer, engine)
         effect = more.pop("effect", rms(changed[0] - changed[1]))
         rounding, kind, level, ratio, share = self.setting
         unit = scores.unit
-        while (
-            like_rounding
-            and effect < 1.5 * (4 * EPSILON[rounding] + 1e-5) * rms(unit)
-            and rounding != "float32"
-        ):
+        while like_rounding and effect < 1.5 * explained(rounding) * rms(unit) and rounding != "float32":
             rounding = "float16" if rounding == "bfloat16" else "float32"
             kind, level = "gaussian", LEVELS[rounding][1]
         if kind in ("network", "logits"):
@@ -227,12 +220,10 @@ class Case:
             if low <= fitting <= 2 * high:  # beyond it the fault has no strength, and the noise is as drawn
                 level = min(fitting, high)
             noise = level * self.shaped(kind, scores) * unit
-        noisy = (
-            np.minimum(trainer - math.sqrt(share) * noise, 0),
-            np.minimum(
-                engine + (noise if share == 0 else math.sqrt(1 - share) * self.resigned(noise, scores)), 0
-            ),
-        )
+        other = noise
+        if share > 0:  # random signs make the noise of the two sides independent
+            other = math.sqrt(1 - share) * noise * self.random.choice([-1.0, 1.0], len(noise))
+        noisy = (np.minimum(trainer - math.sqrt(share) * noise, 0), np.minimum(engine + other, 0))
         columns = noisy if after_noise is None else after_noise(*noisy)
         if "reference" not in more and self.random.random() < 0.5:
             more["reference"] = Scores.of(shipped_pair().reference.network, scores.responses).logp
@@ -275,14 +266,36 @@ class Case:
         other = Scores.of(getattr(shipped_pair("bfloat16"), role).network, scores.responses)
         return other.logp - scores.logp
 
-    def resigned(self, noise: Array, scores: Scores) -> Array:
-        """Noise of the second side: the first side's with random signs, so that the two are independent."""
-        return noise * self.random.choice([-1.0, 1.0], len(noise))
+    def with_engine(self, engine: Engine, **settings: Any) -> Rollouts:
+        """Rollouts that an engine draws and returns its log-probabilities of; the trainer's are the policy's."""
+        responses, column = self.drawn(engine)
+        return self.finish(Scores.of(self.network, responses), engine=column, **settings)
+
+    def with_weights(self, change: Callable[[str, Tensor], Tensor], **settings: Any) -> Rollouts:
+        """Rollouts of an engine that has other weights."""
+        with weights_of(self.network, change):
+            responses, column = self.drawn(Engine(network=self.network))
+        scores = Scores.of(self.network, responses)
+        return self.finish(scores, engine=column, like_rounding=True, **settings)
+
+    def with_column(self, scores: Scores, change: Callable[[Array], Array], **settings: Any) -> Rollouts:
+        """Rollouts of which one column is changed: the engine's, or in a third of the trials the trainer's."""
+        is_trainer = self.random.random() < 1 / 3
+
+        def changed(trainer: Array, engine: Array) -> tuple[Array, Array]:
+            return (change(trainer), engine) if is_trainer else (trainer, change(engine))
+
+        return self.finish(scores, after_noise=changed, **settings)
 
 
 def rms(values: Array) -> float:
     """The root mean square."""
     return float(np.sqrt(np.mean(np.square(values)))) if len(values) else 0.0
+
+
+def explained(rounding: str) -> float:
+    """Errors of logits that a dtype explains, in nats."""
+    return 4 * EPSILON[rounding] + 1e-5
 
 
 def by_response(scores: Scores, change: Callable[[Array, int], Array]) -> Callable[[Array], Array]:
@@ -291,15 +304,6 @@ def by_response(scores: Scores, change: Callable[[Array, int], Array]) -> Callab
     return lambda column: np.concatenate(
         [change(part, row) for row, part in enumerate(np.split(column, ends))]
     )
-
-
-def on_one_side(
-    case: Case, change: Callable[[Array], Array]
-) -> Callable[[Array, Array], tuple[Array, Array]]:
-    """A change of the engine's column, or in a third of the trials of the trainer's."""
-    if case.random.random() < 1 / 3:
-        return lambda trainer, engine: (change(trainer), engine)
-    return lambda trainer, engine: (trainer, change(engine))
 
 
 def at_temperature(case: Case) -> float:
@@ -321,16 +325,15 @@ def temperature(case: Case) -> Rollouts:
     value, variant = at_temperature(case), case.pick("engine divides", "engine divides", "trainer divides")
     both = ("temperature", "processed")
     if variant == "trainer divides":
-        scores = Scores.of(case.network, case.plain())
-        trainer, engine = scores.at(value), scores.logp
+        scores = case.plain_scores()
+        columns = {"trainer": scores.at(value)}
     else:
         responses, engine = case.drawn(Engine(network=case.network, process=divided(value)))
         scores = Scores.of(case.network, responses)
-        trainer = scores.logp
+        columns = {"engine": engine}
     return case.finish(
         scores,
-        trainer,
-        engine,
+        **columns,
         variant=f"{variant} by {value:.3f}",
         accepted=both[:1] if evidence_of_draws(scores, value) >= LEAST_EVIDENCE else both,
         without=both,
@@ -353,8 +356,7 @@ def processed(case: Case) -> Rollouts:
         raw = scores.token(lambda logits: logits)
         return case.finish(
             scores,
-            at_value,
-            scores.logp,
+            trainer=at_value,
             after_noise=lambda trainer, engine: (trainer, engine - scores.logp + raw),
             variant=f"logits, drawn at {value:.3f}",
             accepted=("processed", "column"),
@@ -362,8 +364,7 @@ def processed(case: Case) -> Rollouts:
         )
     return case.finish(
         scores,
-        at_value,
-        scores.logp,
+        trainer=at_value,
         variant=f"{variant}, drawn at {value:.3f}",
         accepted=names[1:] if evidence_of_draws(scores, value) >= LEAST_EVIDENCE else names,
         without=names,
@@ -394,18 +395,13 @@ def truncation(case: Case) -> Rollouts:
         lambda strength: rms(kept_mass(case.calibration, cut_by(name, strength))), low, high, case.target()
     )
     cut = cut_by(name, strength)
-    responses, engine = case.drawn(
-        Engine(network=case.network, process=lambda ids, logits, start: cut(logits))
-    )
-    scores = Scores.of(case.network, responses)
-    return case.finish(
-        scores, scores.logp, engine, variant=f"{name} {strength:.3g}", accepted=("truncation",)
-    )
+    engine = Engine(network=case.network, process=lambda ids, logits, start: cut(logits))
+    return case.with_engine(engine, variant=f"{name} {strength:.3g}", accepted=("truncation",))
 
 
 def shift(case: Case) -> Rollouts:
     """A column is one to three tokens late or early; its first or last values come round, or are 0."""
-    scores, offset = Scores.of(case.network, case.plain()), case.pick(1, -1, 1, -1, 2, -2, 3, -1, 1, -3)
+    scores, offset = case.plain_scores(), case.pick(1, -1, 1, -1, 2, -2, 3, -1, 1, -3)
     is_zero = case.random.random() < 0.4
 
     def moved(part: Array, row: int) -> Array:
@@ -414,19 +410,13 @@ def shift(case: Case) -> Rollouts:
             rolled[: max(offset, 0)] = rolled[len(rolled) + min(offset, 0) :] = 0.0
         return rolled
 
-    return case.finish(
-        scores,
-        scores.logp,
-        scores.logp,
-        after_noise=on_one_side(case, by_response(scores, moved)),
-        variant=f"by {offset}{' with zeros' if is_zero else ''}",
-        accepted=("shift",),
-    )
+    variant = f"by {offset}{' with zeros' if is_zero else ''}"
+    return case.with_column(scores, by_response(scores, moved), variant=variant, accepted=("shift",))
 
 
 def column(case: Case) -> Rollouts:
     """A column has another base, the other sign, probabilities, or the values of other responses."""
-    scores = Scores.of(case.network, case.plain())
+    scores = case.plain_scores()
     changes: dict[str, Callable[[Array], Array]] = {
         "base 10": lambda values: values / math.log(10),
         "base 2": lambda values: values / math.log(2),
@@ -435,19 +425,12 @@ def column(case: Case) -> Rollouts:
         "other responses": lambda values: np.roll(values, max(scores.lengths)),
     }
     variant = case.pick(*changes)
-    return case.finish(
-        scores,
-        scores.logp,
-        scores.logp,
-        after_noise=on_one_side(case, changes[variant]),
-        variant=variant,
-        accepted=("column",),
-    )
+    return case.with_column(scores, changes[variant], variant=variant, accepted=("column",))
 
 
 def column_other(case: Case) -> Rollouts:
     """A column holds something else than the log-probability of the token."""
-    scores = Scores.of(case.network, case.plain())
+    scores = case.plain_scores()
     variant = case.pick("likeliest", "masked logits", "ranks", "zeros in a stretch", "another token")
     accepted: tuple[str, ...] = ("column",)
     if variant == "likeliest":
@@ -461,13 +444,7 @@ def column_other(case: Case) -> Rollouts:
         )
     elif variant == "another token":
         other = int(case.random.integers(1, 2560))
-        values = scores.rowwise(
-            lambda logits, rows: (
-                logits.log_softmax(-1)
-                .gather(-1, ((scores.ids[rows] + other) % 2560).unsqueeze(-1))
-                .squeeze(-1)
-            )
-        )
+        values = scores.rowwise(lambda logits, rows: logp_of(logits, (scores.ids[rows] + other) % 2560))
     else:
         share, accepted = case.random.uniform(0.2, 1), ("column", "mask")
 
@@ -478,24 +455,13 @@ def column_other(case: Case) -> Rollouts:
             return changed if case.random.random() < share else part
 
         values = by_response(scores, with_zeros)(scores.logp)
-    shifted = values - scores.logp
-    is_kept = shifted == 0
+    has_noise = variant not in ("ranks", "zeros in a stretch")
 
     def changed(noisy: Array) -> Array:
-        return np.where(
-            is_kept,
-            noisy,
-            values + (0.0 if variant in ("ranks", "zeros in a stretch") else noisy - scores.logp),
-        )
+        other = values + (noisy - scores.logp if has_noise else 0.0)
+        return np.where(values - scores.logp == 0, noisy, other)
 
-    return case.finish(
-        scores,
-        scores.logp,
-        scores.logp,
-        after_noise=on_one_side(case, changed),
-        variant=variant,
-        accepted=accepted,
-    )
+    return case.with_column(scores, changed, variant=variant, accepted=accepted)
 
 
 def mask(case: Case) -> Rollouts:
@@ -517,8 +483,6 @@ def mask(case: Case) -> Rollouts:
     scores, is_tool = Scores.of(case.network, extended), np.concatenate(is_inserted)
     return case.finish(
         scores,
-        scores.logp,
-        scores.logp,
         after_noise=lambda trainer, engine: (trainer, np.where(is_tool, constant, engine)),
         variant=f"tool results, {constant:g}",
         accepted=("mask",),
@@ -542,16 +506,11 @@ def padding(case: Case) -> Rollouts:
     ]
     scores = Scores.of(case.network, responses)
     is_pad = np.concatenate(
-        [
-            np.arange(len(response.tokens)) >= len(short.tokens)
-            for response, short in zip(responses, plain, strict=True)
-        ]
+        [np.arange(length) >= length - count for length, count in zip(scores.lengths, widths, strict=True)]
     )
     constants = case.pick((0.0, 0.0), (0.0, 0.0), (-1.0, -1.0), (0.0, -1.0))
     return case.finish(
         scores,
-        scores.logp,
-        scores.logp,
         after_noise=lambda trainer, engine: (
             np.where(is_pad, constants[0], trainer),
             np.where(is_pad, constants[1], engine),
@@ -569,15 +528,12 @@ def context(case: Case) -> Rollouts:
     def encode(text: str) -> tuple[int, ...]:
         return tuple(tokenizer.encode(text, add_special_tokens=False))
 
+    system = encode("A letter from Mrs. Weston to her friend at Highbury. ")
     changes: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
         "two BOS": lambda ids: (0, *ids),
         "no BOS": lambda ids: ids[1:],
         "line break": lambda ids: (*ids, *encode("\n")),
-        "system prompt": lambda ids: (
-            0,
-            *encode("A letter from Mrs. Weston to her friend at Highbury. "),
-            *ids[1:],
-        ),
+        "system prompt": lambda ids: (0, *system, *ids[1:]),
         "last token missing": lambda ids: ids[:-1],
         "end of sentence": lambda ids: (*ids, 1),
         "left part missing": lambda ids: ids[len(ids) // 2 :],
@@ -593,15 +549,8 @@ def context(case: Case) -> Rollouts:
     responses = [
         Response(prompt, response.tokens) for prompt, response in zip(case.prompts, drawn, strict=True)
     ]
-    scores = Scores.of(case.network, responses)
-    return case.finish(
-        scores,
-        scores.logp,
-        np.concatenate(columns),
-        variant=variant,
-        accepted=("context",),
-        like_rounding=True,
-    )
+    scores, column = Scores.of(case.network, responses), np.concatenate(columns)
+    return case.finish(scores, engine=column, variant=variant, accepted=("context",), like_rounding=True)
 
 
 def reference_weights() -> dict[str, Tensor]:
@@ -648,17 +597,11 @@ def weights(case: Case) -> Rollouts:
     strength = case.strength(
         effect_of_weights(case, changes[variant]), 1e-3, high, case.target(like_rounding=True), steps=6
     )
-    with weights_of(case.network, changes[variant](strength)):
-        responses, engine = case.drawn(Engine(network=case.network))
-    scores = Scores.of(case.network, responses)
-    return case.finish(
-        scores,
-        scores.logp,
-        engine,
+    return case.with_weights(
+        changes[variant](strength),
         variant=f"{variant} {strength:.3g}",
         accepted=("weights",),
         without=("weights", "modules", "dropout"),
-        like_rounding=True,
     )
 
 
@@ -678,31 +621,22 @@ MODULES: Mapping[str, Callable[[str], bool]] = {
 
 def modules(case: Case) -> Rollouts:
     """The engine has the policy without its head's update, or some modules of the reference."""
-    names = ("modules",)
-    settings: dict[str, Any] = {
-        "accepted": names,
-        "without": ("weights", "modules", "dropout"),
-        "like_rounding": True,
-    }
+    settings: dict[str, Any] = {"accepted": ("modules",), "without": ("weights", "modules", "dropout")}
     kinds = list(MODULES)
     variant = "head" if case.seed % 5 in (0, 2) else kinds[3 * case.seed % len(kinds)]
     if variant != "head":
         stale = reference_weights()
-        with weights_of(case.network, lambda name, weight: stale[name] if MODULES[variant](name) else weight):
-            responses, engine = case.drawn(Engine(network=case.network))
-        scores = Scores.of(case.network, responses)
-        return case.finish(scores, scores.logp, engine, variant=variant, **settings)
+        return case.with_weights(
+            lambda name, weight: stale[name] if MODULES[variant](name) else weight,
+            variant=variant,
+            **settings,
+        )
     calibration, update = case.calibration, head_update(case.seed)
 
     def scored(scores: Scores, scale: float) -> Array:
         """Log-probabilities with the head that the trainer has."""
         return scores.rowwise(
-            lambda logits, rows: (
-                (logits + scale * scores.hidden[rows] @ update.T)
-                .log_softmax(-1)
-                .gather(-1, scores.ids[rows].unsqueeze(-1))
-                .squeeze(-1)
-            )
+            lambda logits, rows: logp_of(logits + scale * scores.hidden[rows] @ update.T, scores.ids[rows])
         )
 
     scale = case.strength(
@@ -715,18 +649,19 @@ def modules(case: Case) -> Rollouts:
     scores = Scores.of(case.network, responses)
     return case.finish(
         scores,
-        scored(scores, scale),
-        engine,
+        trainer=scored(scores, scale),
+        engine=engine,
         variant=f"head {scale:.3g}",
         pair=pair_with_head(case.seed, scale),
         reference=None,
+        like_rounding=True,
         **settings,
     )
 
 
 def reference(case: Case) -> Rollouts:
     """The reference's column is the policy's (adapters on), of other weights, or at another temperature."""
-    scores = Scores.of(case.network, case.plain())
+    scores = case.plain_scores()
     network = shipped_pair().reference.network
     right = Scores.of(network, scores.responses)
     variant = case.pick("policy", "adapter", "part of the policy", "temperature")
@@ -758,13 +693,10 @@ def reference(case: Case) -> Rollouts:
             wrong = Scores.of(network, scores.responses).logp
     made = case.finish(
         scores,
-        scores.logp,
-        scores.logp,
         effect=rms(wrong - right.logp),
         variant=variant,
         reference=wrong,
         accepted=("reference",),
-        without=("reference",),
     )
     is_copy = variant == "policy" and case.random.random() < 0.5
     return replace(made, reference=made.trainer.copy()) if is_copy else made
@@ -794,20 +726,13 @@ def precision(case: Case) -> Rollouts:
     variant = case.pick("logits", "weights", "logits", "column")
     calibration, target = case.calibration, case.target(like_rounding=True)
     if variant == "column":
-        scores = Scores.of(case.network, case.plain())
+        scores = case.plain_scores()
 
         def rounded(column: Array) -> Array:
             return torch.from_numpy(column).bfloat16().double().numpy()
 
-        return case.finish(
-            scores,
-            scores.logp,
-            scores.logp,
-            after_noise=on_one_side(case, rounded),
-            variant="column in bfloat16",
-            accepted=("precision",),
-            like_rounding=True,
-        )
+        settings = {"variant": "column in bfloat16", "accepted": ("precision",)}
+        return case.with_column(scores, rounded, like_rounding=True, **settings)
     if variant == "logits":
         effects = {
             bits: rms(
@@ -821,22 +746,12 @@ def precision(case: Case) -> Rollouts:
         effects = {bits: effect(bits) for bits in (3, 4, 5, 6, 8)}
     enough = {bits: effect for bits, effect in effects.items() if effect > 0.9 * target} or effects
     bits = min(enough, key=lambda bits: abs(math.log(enough[bits] / target)))
-    if variant == "logits":
-        engine = Engine(network=case.network, process=lambda ids, logits, start: to_mantissa(logits, bits))
-        responses, column = case.drawn(engine)
-    else:
-        with weights_of(case.network, quantised(bits)):
-            responses, column = case.drawn(Engine(network=case.network))
-    scores = Scores.of(case.network, responses)
-    return case.finish(
-        scores,
-        scores.logp,
-        column,
-        variant=f"{variant} to {bits} bits",
-        accepted=("precision",) if variant == "logits" else ("precision", "weights"),
-        without=("precision", "weights"),
-        like_rounding=True,
-    )
+    both = ("precision", "weights")
+    settings = {"variant": f"{variant} to {bits} bits", "without": both}
+    if variant == "weights":
+        return case.with_weights(quantised(bits), accepted=both, **settings)
+    engine = Engine(network=case.network, process=lambda ids, logits, start: to_mantissa(logits, bits))
+    return case.with_engine(engine, accepted=both[:1], like_rounding=True, **settings)
 
 
 def routing(case: Case) -> Rollouts:
@@ -885,12 +800,8 @@ def with_moved_tokens(case: Case, cause: str, share: float) -> Rollouts:
         is_here = torch.from_numpy(is_moved[rows, step]).unsqueeze(-1)
         return torch.where(is_here, moved(hidden, amounts[rows, step], scale), hidden)
 
-    responses, engine = case.drawn(Engine(network=case.network, change_hidden=change_hidden))
-    scores = Scores.of(case.network, responses)
-    return case.finish(
-        scores,
-        scores.logp,
-        engine,
+    return case.with_engine(
+        Engine(network=case.network, change_hidden=change_hidden),
         variant=f"{share:.2%} of the tokens, {scale:.3g}",
         accepted=(cause,),
         like_rounding=True,
@@ -947,15 +858,17 @@ def penalty(case: Case) -> Rollouts:
 
     def effect(strength: float) -> float:
         logits = penalised_logits(few, penalise(case, name, strength))
-        changed = logits.log_softmax(-1).gather(-1, few.ids.unsqueeze(-1)).squeeze(-1)
-        return rms(changed.double().numpy() - few.logp)
+        return rms(logp_of(logits, few.ids).double().numpy() - few.logp)
 
     low, high = {"repetition": (2e-3, 0.8), "frequency": (2e-3, 1.0)}.get(name, (3e-3, 4.0))
     strength = case.strength(effect, low, high, case.target(), steps=6)
     engine = Engine(network=case.network, process=penalise(case, name, strength))
-    responses, column = case.drawn(engine)
-    scores = Scores.of(case.network, responses)
-    return case.finish(scores, scores.logp, column, variant=f"{name} {strength:.3g}", accepted=("penalty",))
+    return case.with_engine(engine, variant=f"{name} {strength:.3g}", accepted=("penalty",))
+
+
+def logp_of(logits: Tensor, ids: Tensor) -> Tensor:
+    """The log-probabilities of tokens, one a row."""
+    return logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
 
 
 def sub_sample(scores: Scores, tokens: int) -> Scores:
@@ -1001,23 +914,19 @@ def sampler(case: Case) -> Rollouts:
         name, sign = "temperature", 1
         strength = case.strength(effect, 0.01, 1.2, case.setting[3], steps=6)
     responses, _ = case.drawn(Engine(network=case.network, process=process(strength)))
-    scores = Scores.of(case.network, responses)
     return case.finish(
-        scores,
-        scores.logp,
-        scores.logp,
+        Scores.of(case.network, responses),
         effect=0.0,
         ratio=effect(strength),
         variant=f"{name} {strength:.3g}",
         accepted=("sampler",),
-        without=("sampler",),
     )
 
 
 @torch.inference_mode()
 def dropout(case: Case) -> Rollouts:
     """The trainer scores in train mode: dropout after the layers' parts, at the embeddings, or in an adapter."""
-    scores = Scores.of(case.network, case.plain())
+    scores = case.plain_scores()
     variant = case.pick("residual", "adapter", "attention", "residual", "embeddings")
     network, stale = case.network, reference_weights()
     generator = torch.Generator()
@@ -1025,28 +934,20 @@ def dropout(case: Case) -> Rollouts:
     def dropped(values: Tensor, share: float) -> Tensor:
         return values * (torch.rand(values.shape, generator=generator) >= share) / (1 - share)
 
-    def hooks(share: float) -> list[Any]:
-        handles = []
-        for name, module in network.named_modules():
-            is_output = name.endswith("self_attn.o_proj") or (
-                name.endswith("mlp.down_proj") and variant == "residual"
-            )
-            if variant in ("residual", "attention") and is_output:
-                handles.append(module.register_forward_hook(lambda m, inputs, out: dropped(out, share)))
-            if variant == "embeddings" and name.endswith("embed_tokens"):
-                handles.append(module.register_forward_hook(lambda m, inputs, out: dropped(out, share)))
-            if variant == "adapter" and isinstance(module, torch.nn.Linear) and name != "lm_head":
-                update = module.weight.detach() - stale[f"{name}.weight"]
-
-                def adapted(m: Any, inputs: Any, out: Tensor, update: Tensor = update) -> Tensor:
-                    return out + (dropped(inputs[0], share) - inputs[0]) @ update.T
-
-                handles.append(module.register_forward_hook(adapted))
-        return handles
+    def hook_of(name: str, module: Any, share: float) -> Callable[..., Tensor] | None:
+        """What is done to a module's output; None where nothing is dropped."""
+        places = {"residual": ("self_attn.o_proj", "mlp.down_proj"), "attention": ("self_attn.o_proj",)}
+        if name.endswith(places.get(variant, ("embed_tokens",) if variant == "embeddings" else ())):
+            return lambda module, inputs, out: dropped(out, share)
+        if variant != "adapter" or not isinstance(module, torch.nn.Linear) or name == "lm_head":
+            return None
+        update = module.weight.detach() - stale[f"{name}.weight"]
+        return lambda module, inputs, out: out + (dropped(inputs[0], share) - inputs[0]) @ update.T
 
     def scored(responses: Sequence[Response], share: float) -> Array:
         generator.manual_seed(case.seed)
-        handles = hooks(share)
+        hooks = [(module, hook_of(name, module, share)) for name, module in network.named_modules()]
+        handles = [module.register_forward_hook(hook) for module, hook in hooks if hook is not None]
         try:
             return Scores.of(network, responses).logp
         finally:
@@ -1063,8 +964,7 @@ def dropout(case: Case) -> Rollouts:
     )
     return case.finish(
         scores,
-        scored(scores.responses, share),
-        scores.logp,
+        trainer=scored(scores.responses, share),
         variant=f"{variant} {share:.3g}",
         accepted=("dropout",),
         without=("dropout", "weights", "modules", "precision"),
@@ -1097,12 +997,8 @@ def break_at(case: Case) -> Rollouts:
 
             strength = case.strength(effect, 0.02, 3.0, case.target(like_rounding=True), steps=5)
             engine = Engine(network=case.network, position=stretched(1 + strength))
-        responses, column = case.drawn(engine)
-        scores = Scores.of(case.network, responses)
-        return case.finish(
-            scores, scores.logp, column, variant=f"{variant} at {start} of the sequence", **settings
-        )
-    scores = Scores.of(case.network, case.plain())
+        return case.with_engine(engine, variant=f"{variant} at {start} of the sequence", **settings)
+    scores = case.plain_scores()
     of_sequence = case.random.random() < 0.5
     starts = [len(response.prompt) if of_sequence else 0 for response in scores.responses]
     place = (float(np.mean(starts)) if of_sequence else 0) + longest * case.random.uniform(0.15, 0.6)
@@ -1114,8 +1010,7 @@ def break_at(case: Case) -> Rollouts:
     extra *= case.target(like_rounding=True) / max(rms(extra), 1e-9)
     return case.finish(
         scores,
-        scores.logp,
-        np.minimum(scores.logp + extra, 0),
+        engine=np.minimum(scores.logp + extra, 0),
         variant=f"{variant} at {round(place)} of the {'sequence' if of_sequence else 'response'}",
         **settings,
     )
@@ -1123,7 +1018,7 @@ def break_at(case: Case) -> Rollouts:
 
 def insertion(case: Case) -> Rollouts:
     """A value is inserted or missing inside some or all responses; all later ones are moved."""
-    scores = Scores.of(case.network, case.plain())
+    scores = case.plain_scores()
     count = len(scores.lengths)
     number = count if case.random.random() < 0.25 else max(2, round(count * case.log_uniform(0.01, 1)))
     chosen = set(case.random.choice(count, number, replace=False).tolist())
@@ -1135,19 +1030,12 @@ def insertion(case: Case) -> Rollouts:
             return part
         place = max(1, int(len(part) * places[row]))
         if variant == "inserted":
-            return np.concatenate(
-                [part[:place], [0.0 if extra == "zero" else part[place - 1]], part[place:-1]]
-            )
+            value = 0.0 if extra == "zero" else part[place - 1]
+            return np.concatenate([part[:place], [value], part[place:-1]])
         return np.concatenate([part[:place], part[place + 1 :], [0.0 if extra == "zero" else part[-1]]])
 
-    return case.finish(
-        scores,
-        scores.logp,
-        scores.logp,
-        after_noise=on_one_side(case, by_response(scores, moved)),
-        variant=f"{variant} in {number} of {count}",
-        accepted=("insertion",),
-    )
+    change, words = by_response(scores, moved), f"{variant} in {number} of {count}"
+    return case.with_column(scores, change, variant=words, accepted=("insertion",))
 
 
 def clean(case: Case) -> Rollouts:
@@ -1159,17 +1047,16 @@ def clean(case: Case) -> Rollouts:
     names: tuple[str, ...] = ()
     if variant == "first step":
         scores = Scores.of(shipped_pair().reference.network, case.plain("reference"))
-        made = case.finish(
-            scores, scores.logp, scores.logp, variant=variant, accepted=names, reference=scores.logp
-        )
+        made = case.finish(scores, variant=variant, accepted=names, reference=scores.logp)
         return replace(made, reference=made.trainer.copy(), pair=("shipped:reference", "shipped:reference"))
     if variant == "temperature on both sides":
         value = case.pick(0.7, 0.8, 0.6, 1.2) if case.seed % 20 < 10 else 0.9
         responses, engine = case.drawn(Engine(network=case.network, process=divided(value)))
         scores = Scores.of(case.network, responses)
-        return case.finish(scores, scores.at(value), engine, variant=f"{variant}, {value}", accepted=names)
-    scores = Scores.of(case.network, case.plain())
-    made = case.finish(scores, scores.logp, scores.logp, variant=variant, accepted=names)
+        columns = {"trainer": scores.at(value), "engine": engine}
+        return case.finish(scores, **columns, variant=f"{variant}, {value}", accepted=names)
+    scores = case.plain_scores()
+    made = case.finish(scores, variant=variant, accepted=names)
     if variant == "bfloat16 columns":
         rounded = [torch.from_numpy(c).bfloat16().double().numpy() for c in (made.trainer, made.engine)]
         return replace(made, trainer=rounded[0], engine=rounded[1])
@@ -1219,13 +1106,3 @@ UNSEEN_WITHOUT_MODELS: Mapping[str, str] = {
     "modules": "errors at every token, as of other weights; which ones is in the models",
 }
 """Plants that the columns alone do not show, or show as another cause, and why; decided before any result."""
-ALSO_RIGHT: Mapping[str, str] = {
-    "temperature": "or processed: without the models, or if the draws hold less than 3 nats about their temperature",
-    "processed": "or temperature, likewise; or column, where the engine returns logits",
-    "column_other": "column; or processed of masked logits, which are from before temperature; or mask of zeros in a "
-    "stretch, which may stand for tokens that the engine did not draw",
-    "precision": "or weights where the weights are quantised, which are other weights; and, without the models, of "
-    "logits, whose errors are at every token as those of other weights",
-    "weights": "or modules or dropout without the models: errors at every token",
-}
-"""Plants of which several causes are right, and why; decided before any result."""

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import numpy as np
-from harness import write_result
+from harness import markdown_table, write_result
 from numpy.typing import NDArray
 
 from kleash.uncertainty import ratio_of_many
@@ -51,15 +51,12 @@ def cell(process: str, clusters: int, limit: float, measurements: int, seed: int
 
 def table(cells: list[dict[str, Any]]) -> str:
     """Percentages "passed / undecided / failed": a row for each process and number of clusters, a column per limit."""
-    lines = [
-        f"| clusters | {' | '.join(f'limit {limit:g}' for limit in LIMITS)} |",
-        "|---" * (1 + len(LIMITS)) + "|",
-    ]
     rows: dict[str, list[str]] = {}
     for row in cells:
         text = " / ".join(f"{100 * row[verdict]:.1f}" for verdict in VERDICTS)
         rows.setdefault(f"{row['clusters']} {row['process']}", []).append(text)
-    return "\n".join([*lines, *(f"| {name} | {' | '.join(texts)} |" for name, texts in rows.items())])
+    heading = ["clusters", *(f"limit {limit:g}" for limit in LIMITS)]
+    return markdown_table(heading, [[name, *texts] for name, texts in rows.items()])
 
 
 def main() -> None:

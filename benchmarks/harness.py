@@ -1,12 +1,13 @@
-"""Timing, peak memory, and result files with date, machine, versions, commit and command; shared by the benchmarks."""
+"""Options, timing, peak memory, and result files with date, machine, versions and commit; shared by the benchmarks."""
 
+import argparse
 import ctypes
 import json
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import c_size_t, c_void_p
 from datetime import datetime, timezone
@@ -21,6 +22,11 @@ import torch
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
+def parser_of(text: str | None) -> argparse.ArgumentParser:
+    """A parser of options whose help is the docstring of a benchmark, as it stands."""
+    return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
 def write_result(
     name: str, figures: dict[str, Any], folder: Path = RESULTS, packages: Iterable[str] = ()
 ) -> Path:
@@ -29,6 +35,12 @@ def write_result(
     path.parent.mkdir(exist_ok=True, parents=True)
     path.write_text(json.dumps({"figures": figures, **provenance(packages)}, indent=2) + "\n")
     return path
+
+
+def markdown_table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [f"| {' | '.join(heading)} |", "|---" * len(heading) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def interleaved(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from harness import write_result
+from harness import markdown_table, write_result
 from numpy.typing import NDArray
 
 from kleash.uncertainty import Estimate, cluster_labels, ratio_of_many
@@ -187,7 +187,7 @@ def tables(figures: Mapping[str, Any]) -> dict[str, str]:
     }
     heading = ["process", *(str(clusters) for clusters in CLUSTERS)]
     return {
-        title: table(
+        title: markdown_table(
             heading,
             [
                 [name, *(text(row) for row in rows if row["process"] == name)]
@@ -196,16 +196,6 @@ def tables(figures: Mapping[str, Any]) -> dict[str, str]:
         )
         for title, text in texts.items()
     }
-
-
-def table(heading: list[str], rows: list[list[str]]) -> str:
-    return "\n".join(
-        [
-            f"| {' | '.join(heading)} |",
-            "|---" * len(heading) + "|",
-            *(f"| {' | '.join(row)} |" for row in rows),
-        ]
-    )
 
 
 def main() -> None:

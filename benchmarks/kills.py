@@ -10,7 +10,6 @@ steps.jsonl without times, and the tensors of the last checkpoint. Between a kil
 reads the folder: it must end with a page or with an error message, never with a traceback.
 """
 
-import argparse
 import json
 import os
 import random
@@ -26,7 +25,7 @@ from typing import Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
-from harness import write_result
+from harness import parser_of, write_result
 
 import kleash.measuring
 import kleash.training.ppo  # noqa: F401 (imported once, before the forks)
@@ -35,35 +34,10 @@ from kleash.cli import main as main_of_kleash
 KILLS_OF_A_RUN = 3
 TIMES = ("seconds", "finished")
 COMMANDS = {
-    "measure": (
-        *(
-            "measure",
-            "--limit",
-            "24",
-            "--max-new-tokens",
-            "24",
-            "--batch-tokens",
-            "128",
-            "--quiet",
-            "--resume",
-        ),
-    ),
-    "cache": ("cache", "--limit", "12", "--batch-tokens", "512", "--quiet"),
-    "train ppo": (
-        *(
-            "train",
-            "ppo",
-            "--steps",
-            "8",
-            "--checkpoint-every",
-            "1",
-            "--prompts-per-step",
-            "4",
-            "--limit",
-            "8",
-        ),
-        *("--max-new-tokens", "8", "--learning-rate", "1e-3", "--device", "cpu", "--quiet", "--resume"),
-    ),
+    "measure": "measure --limit 24 --max-new-tokens 24 --batch-tokens 128 --quiet --resume",
+    "cache": "cache --limit 12 --batch-tokens 512 --quiet",
+    "train ppo": "train ppo --steps 8 --checkpoint-every 1 --prompts-per-step 4 --limit 8 --max-new-tokens 8 "
+    "--learning-rate 1e-3 --device cpu --quiet --resume",
 }
 
 
@@ -77,7 +51,7 @@ def start_command(kind: str, out: Path) -> int:
         with (out.parent / "errors.txt").open("w") as errors:
             os.dup2(errors.fileno(), 2)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        code = main_of_kleash([*COMMANDS[kind], "--out", str(out)])
+        code = main_of_kleash([*COMMANDS[kind].split(), "--out", str(out)])
     except BaseException:
         traceback.print_exc()
     finally:
@@ -164,9 +138,7 @@ def kill_at_random(kind: str, out: Path, longest: float, draw: random.Random) ->
 
 def main() -> int:
     """Kill, resume, compare; write the counts to benchmarks/results/kills.json after every round."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--kinds", nargs="+", choices=tuple(COMMANDS), default=tuple(COMMANDS))
     parser.add_argument("--seed", type=int, default=0)
@@ -189,11 +161,8 @@ def main() -> int:
                     if out.exists():
                         counts[f"report: {report_outcome(kind, out)}"] += 1
                 run_to_end(kind, out)
-                counts[
-                    "same"
-                    if read_outputs(kind, out) == read_outputs(kind, undisturbed[kind])
-                    else "different"
-                ] += 1
+                is_same = read_outputs(kind, out) == read_outputs(kind, undisturbed[kind])
+                counts["same" if is_same else "different"] += 1
                 shutil.rmtree(out)
                 print(f"{kind}: {dict(counts)}", flush=True)
             write_result(options.out, {"seed": options.seed, "kinds": results})

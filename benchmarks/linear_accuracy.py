@@ -10,13 +10,12 @@ token's KL and the share of tokens with a negative KL (each method is called wit
 the cosines between the gradients of the mean and the exact gradients.
 """
 
-import argparse
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from harness import RESULTS, write_result
+from harness import RESULTS, parser_of, write_result
 from linear_methods import METHODS, PACKAGES, Inputs, Method, cosine, gradients, make_inputs, naive_exact
 from torch import Tensor
 
@@ -82,9 +81,7 @@ def measure_errors(name: str, x: Inputs, single: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--vocabulary", type=int, default=32_768)

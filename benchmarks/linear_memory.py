@@ -9,13 +9,12 @@ three tokens has loaded the libraries. So the peak includes buffers, results, an
 if it is used, of the compiler.
 """
 
-import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from harness import RESULTS, peak_of, resident, write_result
+from harness import RESULTS, parser_of, peak_of, resident, write_result
 
 from kleash.linear import Head, LinearOptions, linear_kl, token_statistics
 from kleash.linear.chunked import CPU_BYTES
@@ -33,9 +32,7 @@ def measure(name: str, run: Callable[[], float], first: Callable[[], float]) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=320_000, help="32 sequences of 10 000")
     parser.add_argument("--vocabulary", type=int, default=32_000)
     parser.add_argument("--hidden", type=int, default=256)

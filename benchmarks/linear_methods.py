@@ -57,7 +57,7 @@ def make_inputs(
     tokens: int, hidden: int, vocabulary: int, distance: float = 1.0, dtype: torch.dtype = torch.float32
 ) -> Inputs:
     """Random inputs whose KL grows with ``apart``; logits have a standard deviation of 1.6 in any size."""
-    random = torch.Generator().manual_seed(0)
+    random = torch.Generator(torch.get_default_device()).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=random)

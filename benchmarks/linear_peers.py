@@ -1,10 +1,11 @@
-"""Time of the exact KL and its gradient on a CPU, compared with other packages and with naive methods.
+"""Time of the exact KL and its gradient, compared with other packages and with naive methods.
 
     python benchmarks/linear_peers.py
     python benchmarks/linear_peers.py --shape h4096
     python benchmarks/linear_peers.py --dtype bfloat16 --rounds 3
     python benchmarks/linear_peers.py --shape n1k --only matmuls kleash liger --out /tmp/results
     python benchmarks/linear_peers.py --shape n4k_v262k --minutes 5
+    python benchmarks/linear_peers.py --shape n4k_v128k --dtype bfloat16 --device cuda
 
 Forward and backward pass: gradients for the hidden states and the head of p, a mean over the tokens. The methods are
 those of linear_methods.py. A first call of each method is a warm-up and a check: its value is compared with kleash's
@@ -19,10 +20,11 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from harness import RESULTS, interleaved, ratio, write_result
+from harness import RESULTS, interleaved, parser_of, ratio, write_result
 from linear_methods import (
     METHODS,
     PACKAGES,
@@ -120,12 +122,17 @@ def compare_times(times: dict[str, list[float]]) -> dict[str, dict[str, float]]:
     return rows
 
 
+def synchronised_clock() -> float:
+    """Seconds, when the GPU has done all that it was given."""
+    torch.cuda.synchronize()
+    return perf_counter()
+
+
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="main")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--only", nargs="*", choices=ALL, help="what to run; default: the list of the shape")
     parser.add_argument("--rounds", type=int, help="rounds that are timed; default: the number of the shape")
     parser.add_argument(
@@ -139,8 +146,10 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     torch.set_num_threads(args.threads)
+    torch.set_default_device(args.device)
     *size, names, rounds = SHAPES[args.shape]
-    name = "_".join(["linear_peers", args.shape] + ["bfloat16"] * (args.dtype == "bfloat16"))
+    parts = ["linear_peers", args.shape, args.dtype, args.device]
+    name = "_".join(part for part in parts if part not in ("float32", "cpu"))
     if args.dtype == "bfloat16":  # torch's own documentation: 20 to 50 times slower on a CPU
         names = tuple(name for name in names if name not in ("cross entropy", "matmuls by kleash's product"))
     names = tuple(way for way in ALL if way in (args.only or names))
@@ -148,7 +157,8 @@ def main() -> None:
     checks = check_methods([way for way in names if way in METHODS], x)
     for way in set(names) & set(BARE):
         BARE[way](x)()
-    times, loads = interleaved(make_jobs(names, x), args.rounds or rounds, args.minutes)
+    clock = perf_counter if args.device == "cpu" else synchronised_clock
+    times, loads = interleaved(make_jobs(names, x), args.rounds or rounds, args.minutes, clock)
     results = compare_times(times)
     for way, row in results.items():
         print(f"{way:16}", row)

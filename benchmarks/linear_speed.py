@@ -8,13 +8,12 @@ product function, in chunks of 512 tokens. All run once in each round, after a f
 are medians of ratios within rounds.
 """
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import RESULTS, interleaved, ratio, write_result
+from harness import RESULTS, interleaved, parser_of, ratio, write_result
 from linear_methods import Inputs, bare, bare_by_kleash, gradients, kleash, make_inputs
 
 from kleash.linear import LinearOptions, TokenTerms, linear_objective, token_statistics
@@ -43,9 +42,7 @@ def jobs_of(x: Inputs) -> dict[str, Callable[[], Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=32_768)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from harness import parser_of
 from transformers import TrainerCallback
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
@@ -133,9 +134,7 @@ def seconds_of_steps(size: argparse.Namespace, folder: Path) -> dict[str, list[f
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     for name, default in (("prompts", 16), ("samples", 8), ("tokens", 12), ("rounds", 30)):
         parser.add_argument(f"--{name}", type=int, default=default)
     size = parser.parse_args()

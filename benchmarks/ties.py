@@ -9,18 +9,15 @@ without the tail ranks them before the others.
 Writes benchmarks/results/ties.json.
 """
 
-import argparse
-import json
 from collections.abc import Callable
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
+from harness import parser_of, write_result
 
 from kleash.uncertainty.simultaneous import simultaneous_differences
 from kleash.uncertainty.student_t import student_t_quantile
 
-RESULT = Path(__file__).parent / "results" / "ties.json"
 TIED, SHIFTS = 4, (0.0, 0.0, 0.0, 0.0, 0.1, 0.4)
 CLUSTERS = (30, 64, 300)
 
@@ -59,9 +56,7 @@ def simulate(noise: str, clusters: int, seed: int) -> tuple[bool, bool, bool]:
 
 def main() -> None:
     """Simulate, print a table, and write the result."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--simulations", type=int, default=2000)
     simulations = parser.parse_args().simulations
     rows = []
@@ -83,7 +78,7 @@ def main() -> None:
                 f"{noise:20} {clusters:4} clusters: a tied pair is ranked in {false_rankings:.1%} of simulations (by "
                 f"single intervals {single:.1%}); the farthest is found in {detected:.0%}"
             )
-    RESULT.write_text(json.dumps(rows, indent=2) + "\n")
+    write_result("ties", {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -50,7 +50,8 @@ class RolloutFiles:
 
     def kl_by_file(self) -> dict[str, Estimate]:
         """KL(engine ‖ trainer) per token of each file of several; empty if a value is no log-probability."""
-        if len(self.sizes) == 1 or any(_has_logits(rollout) for rollout in self.rollouts):
+        highest = (np.maximum(each.trainer, each.engine)[each.is_counted] for each in self.rollouts)
+        if len(self.sizes) == 1 or any((values > ROUNDING_NATS).any() for values in highest):
             return {}
         kl: dict[str, Estimate] = {}
         for name in self.sizes:
@@ -185,11 +186,6 @@ def _note_on_padding(padding: Sequence[tuple[RolloutRecord, int]], responses: in
         "leave the padding out"
     )
     return [sentence]
-
-
-def _has_logits(rollout: RolloutRecord) -> bool:
-    """Whether a value of a token that counts is no log-probability."""
-    return bool((np.maximum(rollout.trainer, rollout.engine)[rollout.is_counted] > ROUNDING_NATS).any())
 
 
 def _listed(labels: Sequence[str]) -> str:

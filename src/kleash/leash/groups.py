@@ -63,7 +63,8 @@ def group_advantages(
     """
     if scale not in ("none", "std"):
         raise OptionError(f"scale is {scale!r}; there are none, std")
-    label, is_counted = _labels(rewards, groups), _response_mask(rewards, mask)
+    label = _labels(rewards, groups)
+    is_counted = torch.ones_like(rewards, dtype=torch.bool) if mask is None else as_mask(mask)
     values = torch.where(is_counted, at_least_float32(rewards.detach()), 0.0)
 
     def over_group(values: Tensor) -> Tensor:
@@ -164,11 +165,6 @@ def _labels(rewards: Tensor, groups: Tensor | int) -> Tensor:
     ids, order = groups.sort()
     label = torch.nn.functional.pad((ids[1:] != ids[:-1]).cumsum(0), (1, 0))[:responses]
     return torch.empty_like(label).scatter(0, order, label)
-
-
-def _response_mask(rewards: Tensor, mask: Tensor | None) -> Tensor:
-    """The mask as bool; all true if it is None."""
-    return torch.ones_like(rewards, dtype=torch.bool) if mask is None else as_mask(mask)
 
 
 def _is_constant_group(rewards: Tensor, is_counted: Tensor, label: Tensor) -> Tensor:

@@ -148,16 +148,10 @@ def with_pair_gradient(
         grad_p: the gradient in ``token_logp``, without weights.
         grad_q: returns the gradient in ``token_logq``, without weights; None for 0.
     """
-    weighted_grad_q = grad_q() if grad_q is not None and may_require_grad(pair.token_logq) else None
-    if pair.weights is not None:
-        value, grad_p = pair.weights * value, pair.weights * grad_p
-        weighted_grad_q = None if weighted_grad_q is None else pair.weights * weighted_grad_q
-    return with_gradient(
-        value,
-        pair.token_logp,
-        grad_p,
-        None if weighted_grad_q is None else (pair.token_logq, weighted_grad_q),
-    )
+    q_and_grad = None
+    if grad_q is not None and may_require_grad(pair.token_logq):
+        q_and_grad = (pair.token_logq, pair.times_weights(grad_q()))
+    return with_gradient(pair.times_weights(value), pair.token_logp, pair.times_weights(grad_p), q_and_grad)
 
 
 @uncompiled_in_transforms

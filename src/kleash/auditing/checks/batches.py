@@ -185,23 +185,18 @@ def check_padding(audited: AuditedFunction) -> tuple[tuple[MaskRow, ...], list[F
     if not audited.convention.takes_mask:
         return (), []
     cut = [_of_cut_response(audited, i, length) for i, length in enumerate(LENGTHS)]
-    rows: list[MaskRow] = []
-    faults: dict[str, list[MaskRow]] = {kind: [] for kind in PADDING_SENTENCES}
-    for fill in FILLS:
-        kind, row = _padding_row(audited, fill, cut)
-        rows.append(row)
-        if kind:
-            faults[kind].append(row)
+    rows = [_padding_row(audited, fill, cut) for fill in FILLS]
     findings: list[Finding] = []
-    for kind, bad in faults.items():
+    for kind, statement in PADDING_SENTENCES.items():
+        bad = [row for kind_of_row, row in rows if kind_of_row == kind]
         cases = ", ".join(f"{row.case} ({row.problem})" for row in bad)
         is_wrong = kind != "nan_from_padding" and any(row.case in ORDINARY for row in bad)
         severity = "note" if kind == "cannot_be_called" else "wrong" if is_wrong else "fragile"
         if bad:
             end = "" if kind == "padding_in_denominator" else f" if they hold: {cases}"
-            sentence = f"{PADDING_SENTENCES[kind]}{end}."
+            sentence = f"{statement}{end}."
             findings.append(Finding(kind=kind, severity=severity, sentence=sentence, where=cases))
-    return tuple(rows), findings
+    return tuple(row for _, row in rows), findings
 
 
 def _result(audited: AuditedFunction, inputs: AuditInputs, leaves: AuditInputs) -> Result:

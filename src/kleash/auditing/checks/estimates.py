@@ -211,14 +211,15 @@ def gradient_findings(evidence: Evidence) -> list[Finding]:
     if is_like_value:
         is_like_value = isclose(of_value.factors[0], positions.factors[0], rel_tol=TOLERANCE)
     if positions.level == "neither" and not is_like_value:
-        of_positions = Finding(
-            kind="wrong_gradient",
-            severity="wrong",
-            sentence=sentence,
-            where=ON_SEQUENCES,
-            remedy=POSITION_REMEDY,
+        findings.append(
+            Finding(
+                kind="wrong_gradient",
+                severity="wrong",
+                sentence=sentence,
+                where=ON_SEQUENCES,
+                remedy=POSITION_REMEDY,
+            )
         )
-        findings.append(of_positions)
     elif positions.level == "token" or positions.factors_of == "token":
         by_sequence = sequence_gradient(SEQUENCES, evidence.claimed)
         missing = by_sequence - token_gradient(SEQUENCES, "on-policy", evidence.claimed)
@@ -243,8 +244,8 @@ def _gradient_sentence(evidence: Evidence) -> str:
     match, positions = gradient.on_policy, gradient.positions
     of_several = (
         f"it is that of {match} neither token by token (their cosine is {positions.token_cosine:.3g}) nor "
+        f"between whole responses ({positions.sequence_cosine:.3g})"
     )
-    of_several += f"between whole responses ({positions.sequence_cosine:.3g})"
     if positions.factors:
         of_several = f"it is {positions.times(f'that of {match}{LEVELS[positions.factors_of]}')}"
     if gradient.is_right and positions.level == "neither":
@@ -274,5 +275,5 @@ def _worst_gradient(evidence: Evidence, sampling: Sampling) -> tuple[str, str]:
     row = max(rows, key=lambda row: inf if isnan(row.relative_error) else row.relative_error)
     if isnan(row.cosine):
         return row.pair, f"on the {row.pair} pair it is zero"
-    size = f"its size {row.relative_size:.3g} times"
-    return row.pair, f"on the {row.pair} pair their cosine is {row.cosine:.3g}, {size}"
+    words = f"their cosine is {row.cosine:.3g}, its size {row.relative_size:.3g} times"
+    return row.pair, f"on the {row.pair} pair {words}"

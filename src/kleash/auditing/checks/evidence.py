@@ -12,7 +12,6 @@ from torch import Tensor
 from kleash.auditing.audited_function import AuditedFunction
 from kleash.auditing.checks.expectations import (
     Expectation,
-    compute_expectations,
     expectation,
     gradient_rows,
     matched_gradient,
@@ -132,7 +131,8 @@ class Evidence:
 
 def gather_evidence(audited: AuditedFunction) -> Evidence:
     """Determine what the value and the gradient of a function are."""
-    claimed, expectations = divergence_label(audited.convention.claims), compute_expectations(audited)
+    claimed, toys = divergence_label(audited.convention.claims), toy_distributions().values()
+    expectations = tuple(expectation(audited, toy, sampling) for toy in toys for sampling in SAMPLINGS)
     of_one = [one_token(expectations, sampling) for sampling in SAMPLINGS]
     on_policy, off_policy = (several_tokens(expectations, sampling) for sampling in SAMPLINGS)
     values, gradients = ([match(e, claimed) for e in of_one] for match in (matched_value, matched_gradient))

@@ -21,12 +21,10 @@ from kleash.auditing.quantities import (
     token_gradient,
 )
 from kleash.auditing.toy_distributions import (
-    SAMPLINGS,
     SEQUENCES,
     AuditInputs,
     Sampling,
     ToyDistributions,
-    toy_distributions,
 )
 from kleash.divergences import DIVERGENCES
 from kleash.store.audit import GradientRow, ValueRow
@@ -112,12 +110,6 @@ def _expectation_of_one_pass(
         position_means=probabilities @ values.detach(),
         gradient=gradient,
     )
-
-
-def compute_expectations(audited: AuditedFunction) -> tuple[Expectation, ...]:
-    """The expectations on all toy distributions, on-policy and off-policy."""
-    toys = toy_distributions().values()
-    return tuple(expectation(audited, toy, sampling) for toy in toys for sampling in SAMPLINGS)
 
 
 def one_token(expectations: Sequence[Expectation], sampling: Sampling) -> list[Expectation]:

@@ -80,7 +80,17 @@ class Target:
                 else f"{self.name} is audited as it is installed; a function of a checkout is named FILE:function"
             )
         if source is not None:
-            return self._cases_in(source)
+            loaded = {name: load_function(source, name) for name in {case.audits for case in self.cases}}
+            return tuple(
+                replace(
+                    case,
+                    function=loaded[case.audits].function,
+                    notes=(*loaded[case.audits].notes, *case.notes),
+                    package=self.package,
+                    commit=loaded[case.audits].commit,
+                )
+                for case in self.cases
+            )
         with quiet(), stand_ins(self.stood_in) as missing:
             import_target(self.package)
             for module in self.modules:
@@ -98,19 +108,6 @@ class Target:
                 package=self.package,
             )
             for case, function in zip(self.cases, functions, strict=True)
-        )
-
-    def _cases_in(self, source: Path) -> tuple[Case, ...]:
-        functions = {name: load_function(source, name) for name in {case.audits for case in self.cases}}
-        return tuple(
-            replace(
-                case,
-                function=functions[case.audits].function,
-                notes=(*functions[case.audits].notes, *case.notes),
-                package=self.package,
-                commit=functions[case.audits].commit,
-            )
-            for case in self.cases
         )
 
 
