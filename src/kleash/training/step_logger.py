@@ -14,6 +14,7 @@ from kleash.store import Sample, TrainingFolder, TrainingResult, read_steps
 from kleash.store.checksums import seal_folder
 from kleash.store.job_folder import RunHeader
 from kleash.store.metrics import METRICS, PART
+from kleash.store.steps import read_prompt_means
 from kleash.training.job_schedule import tightened
 from kleash.training.response_metrics import gather_object
 from kleash.training.run_log import Advice, LogOptions, RunLog, stopped_by
@@ -101,6 +102,10 @@ class StepLogger(AttachedCallback):
         self._trl_step, self.step = state.global_step, state.global_step // self.trl_steps_per_step
         if self.run_log is not None:
             self.run_log.begin(self.step)
+            if self.recorder is not None:  # whose best evaluation is that of the run so far
+                for record in read_prompt_means(self.run_log.folder):
+                    if "eval/reward" in record.means:
+                        self.recorder.change_from_best(record.means["eval/reward"])
             for note in self.notes:
                 self.run_log.note(note)
             if self.step:
