@@ -99,7 +99,10 @@ class Ranks:
         return AutoTokenizer.from_pretrained(self.folder / name)
 
     def drift(self, policy, reference, *, alone=False, kind="llama", **more):
-        """What a DriftMonitor measures: all prompts on this process if ``alone``."""
+        """What a DriftMonitor measures: all prompts on the first process, which tells the other, if ``alone``."""
+        if alone and self.rank:
+            dist.broadcast_object_list(told := [None])
+            return told[0]
         settings = {"prompts": PROMPTS, "sampling": SAMPLING, "batch_tokens": 200, **more}
         monitor = DriftMonitor(reference=reference, **settings)
         rank, count = (0, 1) if alone else (self.rank, 2)
@@ -109,9 +112,11 @@ class Ranks:
             model=policy,
             processing_class=self.tokenizer(f"{kind}-policy"),
         )
-        # other processes measure the same
         with mock.patch("accelerate.utils.gather_object", list) if alone else nullcontext():
-            return monitor.measure()
+            measured = monitor.measure()
+        if alone:
+            dist.broadcast_object_list([measured])
+        return measured
 
 
 def shard(network, *, mesh, layers=True, **more):
