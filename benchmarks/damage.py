@@ -82,7 +82,7 @@ def damages(tested: TestedFolder, count: int, seed: int = 0) -> Iterator[tuple[s
             shutil.rmtree(folder)
             shutil.copytree(tested.pristine, folder)
             before = _contents(folder)
-            kind = draw.choice((*OF_BYTES, *OF_FILES))
+            kind: Any = draw.choice((*OF_BYTES, *OF_FILES))
             files = sorted(name for name in before if Path(name).name not in NEVER_READ)
             victim = draw.choice(files)
             if kind in OF_BYTES:

@@ -326,7 +326,7 @@ def temperature(case: Case) -> Rollouts:
     both = ("temperature", "processed")
     if variant == "trainer divides":
         scores = case.plain_scores()
-        columns = {"trainer": scores.at(value)}
+        columns: dict[str, Any] = {"trainer": scores.at(value)}
     else:
         responses, engine = case.drawn(Engine(network=case.network, process=divided(value)))
         scores = Scores.of(case.network, responses)
@@ -1053,7 +1053,7 @@ def clean(case: Case) -> Rollouts:
         value = case.pick(0.7, 0.8, 0.6, 1.2) if case.seed % 20 < 10 else 0.9
         responses, engine = case.drawn(Engine(network=case.network, process=divided(value)))
         scores = Scores.of(case.network, responses)
-        columns = {"trainer": scores.at(value), "engine": engine}
+        columns: dict[str, Any] = {"trainer": scores.at(value), "engine": engine}
         return case.finish(scores, **columns, variant=f"{variant}, {value}", accepted=names)
     scores = case.plain_scores()
     made = case.finish(scores, variant=variant, accepted=names)
