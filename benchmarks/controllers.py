@@ -4,6 +4,7 @@ python benchmarks/controllers.py                     # the tables of docs/explan
 python benchmarks/controllers.py --seeds 20          # a quick look
 python benchmarks/controllers.py --errors none       # a caller that does not know the error of its KL
 python benchmarks/controllers.py --errors estimated  # an error estimated from 8 prompts, so itself noisy
+python benchmarks/controllers.py --drift 0.02        # the beta that holds the target grows by 2 % an update
 
 The plant: the KL starts at 0, goes a share ``gain`` of the way to target / beta with every update, and is seen ``lag``
 updates late. A beta of 1 holds the target. Measured is the KL times lognormal noise of mean 1; the standard error that
@@ -72,12 +73,12 @@ def reported(value: float, noise: float, errors: str, draw: random.Random) -> di
     return {"standard_error": noise * value * spread}
 
 
-def follow(leash: Any, case: Case, seed: int, errors: str) -> Run:
+def follow(leash: Any, case: Case, seed: int, errors: str, drift: float = 0.0) -> Run:
     """One run on the plant."""
     draw, kl, kls = random.Random(seed), 0.0, []
     betas = [leash.beta] * (case.lag + 1)
-    for _ in range(UPDATES):
-        kl += case.gain * (TARGET / betas[-1 - case.lag] - kl)
+    for update in range(UPDATES):
+        kl += case.gain * (TARGET * math.exp(drift * update) / betas[-1 - case.lag] - kl)
         kls.append(kl / TARGET)
         value = measured(kl, case.noise, draw)
         leash = leash.after(value, sequences=SEQUENCES, **reported(value, case.noise, errors, draw))
@@ -85,12 +86,12 @@ def follow(leash: Any, case: Case, seed: int, errors: str) -> Run:
     return Run(settled=fmean(kls[FROM:]), peak=max(kls))
 
 
-def simulate(kind: str, seeds: int, errors: str) -> list[dict[str, Any]]:
+def simulate(kind: str, seeds: int, errors: str, drift: float) -> list[dict[str, Any]]:
     """The figures of one controller in every case."""
     records = []
     for (gain, lag), beta, noise in itertools.product(PLANTS, BETAS, NOISES):
         case = Case(gain, lag, beta, noise)
-        runs = [follow(START[kind](beta), case, seed, errors) for seed in range(seeds if noise else 1)]
+        runs = [follow(START[kind](beta), case, seed, errors, drift) for seed in range(seeds if noise else 1)]
         records.append(
             {
                 "controller": kind,
@@ -148,11 +149,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--controllers", nargs="+", default=list(START), choices=START)
     parser.add_argument("--seeds", type=int, default=200)
+    parser.add_argument(
+        "--drift", type=float, default=0.0, help="growth of the right beta an update; 0 if not given"
+    )
     parser.add_argument("--errors", choices=("reported", "estimated", "none"), default="reported")
     parser.add_argument("--results", type=type(RESULTS), default=RESULTS, help="folder of the figures")
     options = parser.parse_args(arguments)
-    records = [r for kind in options.controllers for r in simulate(kind, options.seeds, options.errors)]
-    write_result(NAME, {"seeds": options.seeds, "errors": options.errors, "cases": records}, options.results)
+    settings = options.seeds, options.errors, options.drift
+    records = [record for kind in options.controllers for record in simulate(kind, *settings)]
+    if not options.drift:
+        write_result(
+            NAME, {"seeds": options.seeds, "errors": options.errors, "cases": records}, options.results
+        )
     print("\n".join([*settled_table(records), "", *peak_table(records)]))
 
 
