@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy import stats
+from synthetic_run import write_synthetic_run
 from synthetic_training import EVIL, header_of
 
 import kleash
@@ -105,8 +106,11 @@ def test_runs_of_other_prompts_are_shown_and_not_paired(drawn, tmp_path):
 
 
 def test_what_cannot_be_compared_is_refused(folders, drawn, tmp_path):
-    with pytest.raises(OptionError, match="not of one kind"):
-        kleash.compare([folders[0], tmp_path])
+    with pytest.raises(RunFolderError, match="nowhere"):
+        kleash.compare([folders[0], tmp_path / "nowhere"])
+    write_synthetic_run(tmp_path / "measured", prompts=2, samples=1, tokens=4, hostile=False)
+    with pytest.raises(OptionError, match=r"measured is a measurement and .*first a training run"):
+        kleash.compare([folders[0], tmp_path / "measured"])
     with pytest.raises(OptionError, match="--at-most is for measurements"):
         kleash.compare(folders, at_most=0.1)
     empty = write(tmp_path / "empty", drawn[0][:0], GRPOJob())

@@ -81,10 +81,10 @@ def compare(
     are_training = [kind_of_folder(path) == STEPS for path in paths]
     if any(are_training):
         if not all(are_training):
-            odd = paths[are_training.index(not are_training[0])]
+            measured, trained = (paths[are_training.index(kind)] for kind in (False, True))
+            Measurement.read(measured)  # raises if there is none
             raise OptionError(
-                f"{odd} and {paths[0]} are not of one kind: one is a measurement, the other a training run; compare "
-                "runs of one kind"
+                f"{measured} is a measurement and {trained} a training run; compare runs of one kind"
             )
         if at_most is not None:
             require_measurement(paths[0], "--at-most")
