@@ -22,9 +22,9 @@ from kleash.reports.formatting import format_bytes, measure_command
 from kleash.store import WrittenLogits
 from kleash.store.cache import read_label
 from kleash.store.codec import to_json
+from kleash.store.comparison import TrainingComparison
 from kleash.store.measurement import exit_code_of
 from kleash.store.number_rows import NumericResult
-from kleash.store.training_comparison import TrainingComparison
 
 SHIPPED_PAIR = (
     "no models were given: this measures the small pair that ships with kleash; --policy and --reference "

@@ -1,13 +1,13 @@
 """KL control in RL: KL-shaped rewards, advantages, trust regions, engine mismatch, beta controllers."""
 
 from kleash.leash.advantages import Advantages, generalised_advantages, rewards_to_go
-from kleash.leash.best_of_n import best_of_n_bound
 from kleash.leash.controller_state import CONTROLLERS, StatefulController, beta_from_dict, beta_reason
 from kleash.leash.controllers import DualBeta, EarlyStop, FixedBeta, Leash, PIDBeta, ZieglerBeta
 from kleash.leash.engine_mismatch import Mismatch, mismatch
 from kleash.leash.groups import group_advantages, leave_one_out_advantages, whiten
 from kleash.leash.reward_shaping import (
     ControlledKL,
+    best_of_n_bound,
     controlled_kl,
     measured_kl,
     sequence_rewards,

@@ -22,6 +22,7 @@ from kleash.measuring.training_comparison import compare_training
 from kleash.reports.folder_report import kind_of_folder, require_measurement
 from kleash.reports.gate_verdicts import gate_of_measurement
 from kleash.store import ComparedRun, Comparison, Measurement, RunDifference, RunFolder
+from kleash.store.comparison import TrainingComparison
 from kleash.store.measurement_summary import all_warnings
 from kleash.store.statistics import (
     ALL_STATISTICS,
@@ -32,7 +33,6 @@ from kleash.store.statistics import (
     columns_of,
 )
 from kleash.store.steps import STEPS
-from kleash.store.training_comparison import TrainingComparison
 from kleash.uncertainty import Estimate, paired_difference
 from kleash.version import __version__
 

@@ -1,7 +1,7 @@
 """The measuring job: load the models, score shard by shard, write the files."""
 
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -12,27 +12,31 @@ from typing import Any
 import torch
 
 from kleash.engines import Engine
+from kleash.engines.local import sampling_of
 from kleash.errors import Interrupted, OptionError, TrackerWarning
 from kleash.jobs import MeasureJob
 from kleash.launch_environment import launched_world_size, local_rank, local_world_size
 from kleash.measuring.estimand import sampler_note
 from kleash.measuring.keywords import job_of_keywords, pair_in_memory
-from kleash.measuring.largest_drift import NUM_ALTERNATIVES
+from kleash.measuring.largest_drift import NUM_ALTERNATIVES, shorten_text
 from kleash.measuring.measurement import make_measurement
 from kleash.measuring.model_pair import engine_for, header_of, load_models
-from kleash.measuring.own_responses import with_responses
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.ray_workers import ray_engine
 from kleash.measuring.shard_scoring import OpenRun, run_shards
 from kleash.measuring.shards import ShardPlan, hash_source
 from kleash.measuring.shared_weights import follow, is_first_of_weights, is_mirrored, mirrored, process_group
-from kleash.models import Pair, describe_source, turns_of
+from kleash.models import Pair, describe_source, generate, read_prompts, turns_of
 from kleash.models.threads import threads_for_scoring
 from kleash.reports import write_report
 from kleash.reports.gate_verdicts import gate_of_measurement
 from kleash.reports.trackers import require_trackers, send_result
 from kleash.store import Measurement, RunFolder
 from kleash.store.file_hashes import require_unchanged_files, watching_files
+from kleash.store.measurement import PromptDrift
+
+WITH_RESPONSES = 20
+"""Prompts, those with the largest KL, that ``--show-reference`` shows with responses."""
 
 
 def default_out(parent: str = "kleash-runs") -> str:
@@ -144,7 +148,7 @@ def _made_measurement(
             run.reporter.note("the reference is loaded a second time, in float32, for dtype_gap")
         measurement = make_measurement(run, engine, source, seconds=lambda: monotonic() - start)
         if run.job.show_reference:
-            measurement = replace(measurement, prompts=with_responses(run, measurement.prompts))
+            measurement = replace(measurement, prompts=_with_responses(run, measurement.prompts))
         for sentence in measurement.notes:
             if sentence not in (*run.pair.notes, *run.source_notes, *source.notes, *run.job.without_effect()):
                 run.reporter.note(sentence)
@@ -155,6 +159,35 @@ def _made_measurement(
         run.folder.write_measurement(measurement)
         write_report(run.folder.root)
         return measurement, True
+
+
+def _with_responses(run: OpenRun, prompts: Sequence[PromptDrift]) -> tuple[PromptDrift, ...]:
+    """The prompts, of which the first have the policy's first response and one that the reference draws.
+
+    The reference draws as the policy did, with the numbers of the same seed. Nothing is measured on it.
+    """
+    job, shown = run.job, {prompt.prompt_id for prompt in prompts[:WITH_RESPONSES]}
+    source = read_prompts(job.source[1], run.pair, limit=job.limit, reading=job)
+    reference = replace(run.pair.reference, context_length=run.pair.context_length)
+    sampling = replace(sampling_of(job), samples_per_prompt=1)
+    chosen = [prompt for prompt in source if prompt.prompt_id in shown]
+    drawn = {
+        sequence.prompt_id: shorten_text(sequence.response_text)
+        for sequence in generate(reference, chosen, sampling, batch_tokens=job.batch_tokens)
+    }
+    first: dict[int, str] = {}
+    for part in run.folder.parts("sequences", ["prompt_id", "response"]):
+        for prompt_id, response in zip(*part.values(), strict=True):
+            if prompt_id in shown:
+                first.setdefault(int(prompt_id), shorten_text(response))
+    return tuple(
+        replace(
+            prompt,
+            policy_response=first.get(prompt.prompt_id),
+            reference_response=drawn.get(prompt.prompt_id),
+        )
+        for prompt in prompts
+    )
 
 
 @contextmanager

@@ -8,11 +8,10 @@ from statistics import fmean
 import numpy as np
 
 from kleash.errors import RunFolderError
-from kleash.store.comparison import RunDifference
+from kleash.store.comparison import PAIRED, SHOWN, ComparedTraining, RunDifference, TrainingComparison
 from kleash.store.job_folder import RunHeader
 from kleash.store.metrics import metric_of, number_of
 from kleash.store.steps import STEPS, PromptRecord, StepRecord, read_prompt_means
-from kleash.store.training_comparison import PAIRED, SHOWN, ComparedTraining, TrainingComparison
 from kleash.store.training_folder import TrainingFolder, TrainingResult
 from kleash.uncertainty import Estimate, clustered_mean, paired_difference
 from kleash.version import __version__

@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kleash.estimate import Estimate
-from kleash.store.comparison import Comparison
+from kleash.store.comparison import ComparedTraining, Comparison, TrainingComparison
 from kleash.store.measurement import Measurement
 from kleash.store.rollout_results import Diagnosis, MismatchRecord
 from kleash.store.sweep import Sweep, SweepCandidate
-from kleash.store.training_comparison import ComparedTraining, TrainingComparison
 
 NumericResult = Measurement | Comparison | TrainingComparison | Sweep | MismatchRecord | Diagnosis
 

@@ -8,7 +8,7 @@ from kleash.estimate import Estimate
 from kleash.store.anchors import scale_sentence
 from kleash.store.audit import FAULTS, Audit
 from kleash.store.codec import encode
-from kleash.store.comparison import ComparedRun, Comparison, RunDifference
+from kleash.store.comparison import PAIRED, SHOWN, ComparedRun, Comparison, RunDifference, TrainingComparison
 from kleash.store.measurement import Measurement, Verdict, describe_storage
 from kleash.store.measurement_summary import (
     all_warnings,
@@ -40,7 +40,6 @@ from kleash.store.summary import (
     with_interval,
 )
 from kleash.store.sweep import QUANTILE, Attribution, Sweep, SweepCandidate
-from kleash.store.training_comparison import PAIRED, SHOWN, TrainingComparison
 from kleash.store.training_folder import TrainingResult
 
 EXTREMES = (
