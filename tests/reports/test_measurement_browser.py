@@ -12,6 +12,7 @@ from selenium.webdriver.common.actions.action_builder import ActionBuilder  # no
 from selenium.webdriver.common.actions.pointer_input import PointerInput  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
+from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
 
 pytestmark = pytest.mark.browser
 
@@ -20,13 +21,20 @@ PHONE = {"width": 360, "height": 740, "deviceScaleFactor": 1, "mobile": True}
 BY_PROMPT = "#by-prompt"
 
 
+IS_DRAWN = """
+const box = document.getElementById("heat-tokens")
+return document.readyState === "complete" && (!box || box.querySelector(".token") !== null)
+"""
+
+
 def visit(driver, page, view=WIDE):
-    """Open ``page``."""
+    """Open ``page``, and wait until its script has drawn the tokens."""
     features = [{"name": "prefers-color-scheme", "value": "light"}]
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", view)
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     driver.get_log("browser")
     driver.get(page.as_uri())
+    WebDriverWait(driver, 30).until(lambda _: driver.execute_script(IS_DRAWN))
 
 
 def panel(driver):
