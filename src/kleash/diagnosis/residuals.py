@@ -24,7 +24,7 @@ FLOOR_NATS = 3e-7
 """Rounding of a log-probability of a few nats to float32."""
 SOFTMAX_NATS = 1e-5
 """Error of any log-probability that is there in any case: the softmax in float32, and the digits of the file."""
-EQUAL_SHARE = 0.35
+EQUAL_SHARE = 2**-1.5
 """Errors of one size on all log-probabilities that are healthy, as a share of the largest healthy error of a logit: the
 largest logits, of the most certain tokens, are rounded most."""
 MISTAKES = 0.02
@@ -39,9 +39,10 @@ SMALLEST_DIFFERENCE = 3e-3
 NORMAL, TAILED, EQUAL = range(3)
 """Kinds of components: normal errors of logits, heavy-tailed ones (Student's t with 2 degrees of freedom), and normal
 errors of one size on all log-probabilities."""
-_COUNTS = {NORMAL: 27, TAILED: 14, EQUAL: 20}
-SCALE = np.concatenate([np.geomspace(1e-7, 30.0, count) for count in _COUNTS.values()])
-KIND = np.repeat(list(_COUNTS), list(_COUNTS.values()))
+_EXPONENTS = {kind: np.arange(-23, 5.1, step) for kind, step in ((NORMAL, 1), (TAILED, 2), (EQUAL, 1.5))}
+SCALE = 2.0 ** np.concatenate(list(_EXPONENTS.values()))
+"""Powers of 2, as the errors that dtypes explain, so that no scale between the largest and its bound is missing."""
+KIND = np.repeat(list(_EXPONENTS), [len(exponents) for exponents in _EXPONENTS.values()])
 FITTED_TOKENS = 2500
 EM_STEPS, RELAXATION = 40, 1.8
 """Tokens to which the weights are fitted, steps of expectation maximisation, and the power of each step."""
