@@ -100,8 +100,8 @@ def _large(smallest: float, smallest_equal: float = math.inf) -> NDArray[np.bool
 
 
 def most(smallest: float) -> Family:
-    """Errors of logits of at least ``smallest``, or of one size, on most tokens, and any on the others."""
-    large = _large(smallest, SOFTMAX_NATS)
+    """Errors of logits of at least ``smallest`` on most tokens, and any on the others."""
+    large = _large(smallest)
     return (Block(~large, 0.0, 1 - MOST), Block(large, MOST, 1.0))
 
 
