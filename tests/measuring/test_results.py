@@ -161,16 +161,6 @@ def test_truncated_and_greedy_runs_leave_out_estimators(job, tmp_path):
             assert (tokens["logp_sampled"] > tokens["logp_policy"]).all()
 
 
-def test_until_relative_error_stops_at_the_end_of_a_shard(job, tmp_path):
-    lines = tmp_path / "many.txt"
-    lines.write_text("\n".join(f"The sea {n}" for n in range(200)))
-    options = {**job, "prompts": str(lines), "until_relative_error": 0.05, "batch_tokens": 64}
-    measured = measure(**options, out=tmp_path / "run")
-    number = measured.per_token["kl_policy_reference"]
-    assert number.standard_error <= 0.05 * number.value
-    assert 64 <= measured.counts.clusters < 200
-
-
 def test_few_documents_are_clustered_in_blocks_with_a_warning(job, tmp_path):
     text = tmp_path / "text.txt"
     documents = ("The sea was calm and the boat went out. ", "The boat was out and the sea went calm. ")
