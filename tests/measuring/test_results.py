@@ -6,7 +6,6 @@ import re
 import numpy as np
 import pytest
 import torch
-from tiny_models import save_tiny, tiny_tokenizer
 
 from kleash.cli import main
 from kleash.cli.printing import print_summary
@@ -336,13 +335,3 @@ def test_noise_sequences_are_cut_from_the_first_sequences():
         assert noise_tokens(scored) == budget
         chosen = noise_sequences((sequence(1, 3000) for _ in range(10**6)), scored)
         assert len(chosen) == 8 and abs(sum(each.num_input_tokens for each in chosen) - budget) <= 8
-
-
-def test_responses_end_at_the_shorter_context_of_both_models(job, tmp_path):
-    short = save_tiny(tmp_path / "short", max_position_embeddings=24)
-    options = {**job, "reference": str(short), "max_new_tokens": 60, "limit": 4}
-    measure(**options, out=tmp_path / "run")
-    tokens = next(RunFolder(tmp_path / "run").parts("sequences", ["tokens", "prompt", "finish_reason"]))
-    for prompt, count, end in zip(tokens["prompt"], tokens["tokens"], tokens["finish_reason"], strict=True):
-        read = len(tiny_tokenizer()(prompt)["input_ids"]) + count - 1
-        assert read == 24 if end == "length" else read <= 24
