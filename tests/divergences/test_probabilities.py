@@ -6,7 +6,7 @@ import torch
 from scipy.special import rel_entr
 
 from kleash.divergences import kl_from_probs, kl_gaussian
-from kleash.errors import NotProbabilitiesError, ShapeError, VocabularyMismatchError
+from kleash.errors import NotProbabilitiesError, ShapeError
 
 
 @pytest.mark.parametrize(
@@ -49,13 +49,9 @@ def test_gradients_flow_to_tensors():
     [
         ([0.5, -0.1, 0.6], r"p\[1\] is -0.1, which is not a probability; for log-probabilities use kl"),
         ([[0.5, 0.5, 0], [0.5, float("nan"), 0.5]], r"p\[1, 1\] is nan"),
-        ([0.5, float("inf"), 0], r"p\[1\] is inf"),
         ([0.5, 0.4, 0], r"p sums to 0.9, not to 1; divide it by its sum first"),
-        ([0.5, 0.50003, 0], r"p sums to 1.00003"),
         ([], r"p is empty \(shape \(0,\)\)"),
-        (1.0, r"p is empty \(shape \(\)\)"),
         ([[0.5, 0.5], [1.0]], r"p is not an array of numbers .*; give rows of equal length"),
-        (["a", "b"], r"p is not an array of numbers"),
     ],
 )
 def test_invalid_probabilities_raise_a_value_error(p, message):
@@ -67,13 +63,6 @@ def test_invalid_probabilities_raise_a_value_error(p, message):
 def test_the_second_argument_is_checked():
     with pytest.raises(NotProbabilitiesError, match=r"q sums to 1\.1"):
         kl_from_probs([0.5, 0.5], [0.5, 0.6])
-
-
-def test_different_shapes_raise(unhooked):
-    with pytest.raises(VocabularyMismatchError, match="logp covers 2 tokens and logq 3"):
-        kl_from_probs([0.5, 0.5], [0.2, 0.3, 0.5])
-    with pytest.raises(ShapeError, match=r"logp \(1, 2\), logq \(2,\)"):
-        kl_from_probs([[0.5, 0.5]], [0.5, 0.5])
 
 
 def quadrature(mean_p, variance_p, mean_q, variance_q):

@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from kleash.divergences import at_temperature, truncate
-from kleash.errors import OptionError, ShapeError
+from kleash.errors import OptionError
 
 
 def transformers_distribution(logits, temperature, top_k, top_p, min_p):
@@ -122,10 +122,8 @@ def test_half_precision_is_converted_to_float32():
     [
         ({"top_k": 0}, "top_k is 0; give at least 1, or leave it out to keep every token"),
         ({"top_p": 0.0}, "top_p is 0.0; give a probability above 0, at most 1"),
-        ({"top_p": 1.5}, "top_p is 1.5"),
         ({"top_p": float("nan")}, "top_p is nan"),
         ({"min_p": -0.1}, "min_p is -0.1; give a share from 0 to 1"),
-        ({"min_p": 1.1}, "min_p is 1.1"),
     ],
 )
 def test_invalid_limits_raise(limits, message):
@@ -137,14 +135,6 @@ def test_invalid_limits_raise(limits, message):
 def test_invalid_temperatures_raise(temperature):
     with pytest.raises(OptionError, match=f"temperature is {temperature}; give a finite number above 0"):
         at_temperature(torch.zeros(2), temperature)
-
-
-@pytest.mark.parametrize("wrong", [torch.tensor(0.0), torch.zeros(2, 0), torch.zeros(3, dtype=torch.int64)])
-def test_scalars_empty_vocabularies_and_integers_raise(wrong, unhooked):
-    with pytest.raises(ShapeError, match="give floating-point numbers with the vocabulary on the last axis"):
-        truncate(wrong)
-    with pytest.raises(ShapeError, match=r"^logits is"):
-        at_temperature(wrong, 1.0)
 
 
 def test_a_small_kept_mass_is_accurate_in_float32():

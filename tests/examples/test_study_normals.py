@@ -3,8 +3,7 @@
 import math
 
 import pytest
-import torch
-from estimator_study.normals import SHIFTS, gauss_legendre, noise_crossing, normal_case, sign_changes
+from estimator_study.normals import SHIFTS, noise_crossing, normal_case
 from scipy.integrate import quad
 from scipy.optimize import brentq
 from scipy.stats import norm
@@ -71,13 +70,3 @@ def test_gradients_in_mean_and_log_scale(cases, m):
 def test_the_noise_of_k1_and_k3_crosses_where_the_variances_are_equal():
     at = brentq(lambda square: math.expm1(square) - 2 * square, 0.5, 3) / 2
     assert noise_crossing() == pytest.approx(at, rel=1e-12) == pytest.approx(0.628, abs=5e-4)
-
-
-def test_quadrature_sees_jumps_to_the_last_digit():
-    cuts = sign_changes(lambda x: (x - 0.3) * (x + math.pi) * (x - 2), -5.0, 5.0)
-    assert cuts == pytest.approx([-math.pi, 0.3, 2], abs=1e-13)
-    x, width = gauss_legendre([-5.0, *cuts, 5.0])
-    inside = ((x > -math.pi) & (x < 0.3)).double()
-    assert (width @ inside).item() == pytest.approx(math.pi + 0.3, rel=1e-13)
-    assert (width @ (inside * x.square())).item() == pytest.approx((0.3**3 + math.pi**3) / 3, rel=1e-13)
-    assert torch.all(width > 0)

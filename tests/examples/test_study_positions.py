@@ -2,8 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
-from estimator_study.enumeration import EnumeratedPair, enumerated_rows, relative_error
 from estimator_study.positions import perturbed_pair, position_case
 
 FUNCTIONS = {
@@ -25,18 +23,6 @@ def arrays():
     pair = perturbed_pair()
     logp = pair.logp.detach().numpy()
     return np.exp(logp), logp - pair.logq.numpy()
-
-
-def test_the_pair_is_the_one_described():
-    pair = perturbed_pair()
-    assert pair.logp.shape == (50, 1000)
-    gap = (pair.logp - pair.logq).detach()
-    centred = gap - gap.mean(-1, keepdim=True)
-    assert centred.std().item() == pytest.approx(0.1, abs=2e-3)
-    logits = pair.parameters[0].detach()
-    assert logits.std().item() == pytest.approx(1, abs=0.01)
-    torch.testing.assert_close(pair.logp.exp().sum(-1), torch.ones(50, dtype=torch.float64))
-    torch.testing.assert_close(pair.logq.exp().sum(-1), torch.ones(50, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -75,28 +61,3 @@ def test_the_controlled_one_varies_least(case, arrays):
     assert f"a = {a:.3f}" in case.notes[0]
     assert row.negative_share == pytest.approx((probs * (u + a * change < 0)).sum(-1).mean(), abs=2e-3)
     assert row.gradient_error < case.row("k3").gradient_error
-
-
-def pair_of(logp, logq, parameters=()):
-    visits = torch.full((len(logp),), 1 / len(logp), dtype=torch.float64)
-    measure = torch.ones_like(logp)
-    return EnumeratedPair(logp=logp, logq=logq, measure=measure, visits=visits, parameters=parameters)
-
-
-def test_a_pair_that_agrees_has_no_gradient_to_miss():
-    logits = torch.zeros(1, 3, dtype=torch.float64, requires_grad=True)
-    pair = pair_of(logits.log_softmax(-1), logits.detach().log_softmax(-1), (logits,))
-    assert relative_error(pair.gradient(pair.kl()), pair.gradient(pair.kl())) is None
-    assert relative_error(torch.tensor([3.0]), torch.tensor([2.0])) == 0.5
-    other = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64).log()
-    near = pair_of(logits.log_softmax(-1), other, (logits,))
-    assert {row.name for row in enumerated_rows(near) if row.gradient_error == pytest.approx(1)} == {"k1"}
-
-
-def test_an_estimate_of_0_is_not_below_0():
-    logits = torch.zeros(1, 4, dtype=torch.float64, requires_grad=True)
-    logq = torch.tensor([[0.25, 0.25, 0.4, 0.1]], dtype=torch.float64).log()
-    rows = enumerated_rows(pair_of(logits.log_softmax(-1), logq, (logits,)))
-    shares = {row.name: row.negative_share for row in rows}
-    assert shares["k1"] == pytest.approx(0.25)
-    assert shares["k3"] == shares["k2"] == shares["exact"] == 0

@@ -7,43 +7,10 @@ from pathlib import Path
 from typing import Any
 
 ODD: tuple[Any, ...] = (
-    *(
-        0,
-        -1,
-        1,
-        2,
-        3,
-        7,
-        10**9,
-        10**12,
-        2**63,
-        2**64 + 1,
-        -(2**40),
-        0.0,
-        0.5,
-        -3.5,
-        1e308,
-        float("inf"),
-        float("nan"),
-    ),
-    *("", "x", "(", "auto", "../..", "\x1b[31m", "a" * 300, "float99", "/dev/null", "é\ud800"),
-    *(
-        True,
-        False,
-        None,
-        [],
-        {},
-        [1],
-        [[1]],
-        [1, "x"],
-        {"x": 1},
-        {"": None},
-        [None],
-        [-1],
-        [10**12],
-        [0] * 1000,
-    ),
-)
+    0, -1, 1, 2, 3, 7, 10**9, 10**12, 2**63, 2**64 + 1, -(2**40), 0.0, 0.5, -3.5, 1e308, float("inf"), float("nan"),
+    "", "x", "(", "auto", "../..", "\x1b[31m", "a" * 300, "float99", "/dev/null", "é\ud800", True, False, None, [],
+    {}, [1], [[1]], [1, "x"], {"x": 1}, {"": None}, [None], [-1], [10**12], [0] * 1000,
+)  # fmt: skip
 SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json", "adapter_config.json")
 
 

@@ -35,62 +35,32 @@ TEMPLATE = (
 )
 SHAPE: dict[str, Any] = {"vocab_size": 320, "max_position_embeddings": 128, "initializer_range": 0.3}
 ATTENTION: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
+WITHOUT_HEAD_DIM = {name: size for name, size in ATTENTION.items() if name != "head_dim"}
 SPECIAL: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 
+
+def small(kind: Any, sizes: dict[str, Any], **settings: Any) -> Any:
+    """A function that returns a configuration of a kind with these sizes and settings, and with those it is given."""
+    return lambda **more: kind(**{**SHAPE, **sizes, **SPECIAL, **settings, **more})
+
+
 CONFIGS: dict[str, Any] = {
-    "llama": lambda **more: LlamaConfig(**{**SHAPE, **ATTENTION, **SPECIAL, **more}),
-    "qwen3": lambda **more: Qwen3Config(
-        **{**SHAPE, **ATTENTION, **SPECIAL, "tie_word_embeddings": True, **more}
+    "llama": small(LlamaConfig, ATTENTION),
+    "qwen3": small(Qwen3Config, ATTENTION, tie_word_embeddings=True),
+    "gpt2": small(GPT2Config, {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}),
+    "gemma2": small(
+        Gemma2Config, ATTENTION, sliding_window=8, query_pre_attn_scalar=8, final_logit_softcapping=3.0
     ),
-    "gpt2": lambda **more: GPT2Config(
-        **{**SHAPE, **SPECIAL, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, **more}
+    "cohere": small(CohereConfig, WITHOUT_HEAD_DIM, logit_scale=0.25),
+    "cohere2": small(
+        Cohere2Config, ATTENTION, logit_scale=0.25, sliding_window=8,
+        layer_types=["sliding_attention", "full_attention"],
     ),
-    "gemma2": lambda **more: Gemma2Config(
-        **{
-            **SHAPE,
-            **ATTENTION,
-            **SPECIAL,
-            "sliding_window": 8,
-            "query_pre_attn_scalar": 8,
-            "final_logit_softcapping": 3.0,
-            **more,
-        }
-    ),
-    "cohere": lambda **more: CohereConfig(
-        **{
-            **{name: size for name, size in (SHAPE | ATTENTION).items() if name != "head_dim"},
-            **SPECIAL,
-            "logit_scale": 0.25,
-            **more,
-        }
-    ),
-    "cohere2": lambda **more: Cohere2Config(
-        **{
-            **SHAPE,
-            **ATTENTION,
-            **SPECIAL,
-            "logit_scale": 0.25,
-            "sliding_window": 8,
-            "layer_types": ["sliding_attention", "full_attention"],
-            **more,
-        }
-    ),
-    "granite": lambda **more: GraniteConfig(
-        **{
-            **{name: size for name, size in (SHAPE | ATTENTION).items() if name != "head_dim"},
-            **SPECIAL,
-            "logits_scaling": 4.0,
-            **more,
-        }
-    ),
-}
+    "granite": small(GraniteConfig, WITHOUT_HEAD_DIM, logits_scaling=4.0),
+}  # fmt: skip
 ARCHITECTURES = tuple(CONFIGS)
 
 

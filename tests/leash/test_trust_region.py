@@ -242,10 +242,9 @@ def test_a_whole_step_compiles(compiler):
 
 def test_invalid_trust_region_arguments_are_errors(unhooked):
     p, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
-    with pytest.raises(OptionError, match="least first"):
-        kl_mask(p, p, mask, bounds=(1.0, 0.0))
-    with pytest.raises(OptionError, match="least first"):
-        kl_mask(p, p, mask, bounds=(0.0, NAN))
+    for bounds in ((1.0, 0.0), (0.0, NAN)):
+        with pytest.raises(OptionError, match="least first"):
+            kl_mask(p, p, mask, bounds=bounds)
     with pytest.raises(OptionError, match="sequence_max"):
         kl_mask(p, p, mask, bounds=(0.0, 1.0), over="response")
     with pytest.raises(UnknownNameError, match="k3"):
@@ -255,8 +254,6 @@ def test_invalid_trust_region_arguments_are_errors(unhooked):
             window_weights(p, p, mask, bounds=bounds)
     with pytest.raises(OptionError, match="token, sequence"):
         window_weights(p, p, mask, bounds=(0.5, 2.0), level="prefix")
-    with pytest.raises(OptionError, match="token, sequence"):
-        truncated_weights(p, p, mask, cap=2, level="prefix")
     with pytest.raises(OptionError, match="cap is 0"):
         truncated_weights(p, p, mask, cap=0.0)
     with pytest.raises(OptionError, match="at least one"):

@@ -137,8 +137,6 @@ def test_no_gradient_is_computed_under_no_grad(off, monkeypatch):
     ("weights", "error", "says"),
     [
         (torch.ones(4), ShapeError, "the shapes do not fit together"),
-        (torch.ones(5, dtype=torch.bool), ShapeError, "weights is torch.bool"),
-        (torch.ones(5, device="meta"), CannotRunError, "weights on meta"),
         (torch.ones(5, requires_grad=True), CannotRunError, "weights of a loss cannot require a gradient"),
     ],
 )
@@ -187,9 +185,7 @@ def test_invalid_temperatures_raise(unhooked):
     case = head_case(torch.float32, tokens=(5,))
     for temperature, error, says in (
         (torch.ones(4), ShapeError, "shapes do not fit"),
-        (torch.ones(5, dtype=torch.long), ShapeError, "temperature is torch.int64"),
         (torch.ones(5, requires_grad=True), CannotRunError, "a temperature cannot require a gradient"),
-        (torch.ones(5, device="meta"), CannotRunError, "temperature on meta"),
     ):
         with pytest.raises(error, match=says):
             linear_kl(*case.models, temperature=temperature)

@@ -196,9 +196,6 @@ def test_invalid_objectives_raise(unhooked):
     case.tokens = torch.tensor([0, 1, 2, 101])
     with pytest.raises(VocabularyMismatchError, match="from 0 to 101 and the heads cover 101"):
         run(case, lambda terms, rows: terms.kl, CHUNKED)
-    case.tokens = torch.tensor([0, 1])
-    with pytest.raises(ShapeError, match="shapes do not fit"):
-        run(case, lambda terms, rows: terms.kl, CHUNKED)
 
 
 def test_the_gradient_is_0_where_reward_and_kl_balance():

@@ -23,7 +23,6 @@ H = torch.randn(5, 4)
     ("make", "error", "says"),
     [
         (lambda: Head(torch.randn(4)), ShapeError, r"weight \(4,\); give weight \[rows, dim\]"),
-        (lambda: Head(W, torch.randn(9, 1)), ShapeError, r"bias \(9, 1\); give .* bias \[rows\]"),
         (lambda: Head(W, torch.randn(8)), ShapeError, r"do not fit together: weight \(9, 4\), bias \(8,\)"),
         (lambda: Head(W, softcap=0.0), OptionError, "positive number, not 0.0"),
         (lambda: Head(W, scale=float("nan")), OptionError, "finite number, not nan"),
@@ -32,18 +31,13 @@ H = torch.randn(5, 4)
         (lambda: LinearOptions(impl="triton"), UnknownNameError, "auto, reference, chunked"),
         (lambda: LinearOptions(buffer_bytes=0), OptionError, "buffer_bytes is 0"),
         (lambda: linear_kl(H, Head(W), H[:3], Head(W)), ShapeError, "the shapes do not fit together"),
-        (lambda: linear_kl(H[:, :3], Head(W), H, Head(W)), ShapeError, "p have 3 dimensions and its head 4"),
         (lambda: linear_kl(H, Head(W), H[:, :3], Head(W)), ShapeError, "q have 3 dimensions and its head 4"),
         (lambda: linear_kl(H, Head(W), H, Head(W[:7])), VocabularyMismatchError, "one head covers 9 tokens"),
         (lambda: linear_kl(H, Head(None), H, Head(W)), VocabularyMismatchError, "one head covers 4 tokens"),
-        (lambda: linear_kl(H.int(), Head(W), H, Head(W)), ShapeError, "hidden_p is torch.int32"),
-        (lambda: Head(W.long()), ShapeError, "weight is torch.int64"),
-        (lambda: linear_kl(H, Head(W), H.to("meta"), Head(W.to("meta"))), CannotRunError, "hidden_p is on"),
         (lambda: linear_kl(H, Head(W), H, Head(W), temperature=0.0), OptionError, "positive number, not 0.0"),
         (lambda: linear_kl(H[:, :0], Head(None), H[:, :0], Head(None)), ShapeError, "cover no token at all"),
         (lambda: log_probabilities(H, Head(W[:, :2])), ShapeError, "have 4 dimensions and its head 2"),
         (lambda: log_probabilities(H, Head(None, torch.zeros(3))), ShapeError, "4 tokens and its head's"),
-        (lambda: log_probabilities(H.sum(), Head(W)), ShapeError, "the shapes do not fit"),
     ],
 )
 def test_invalid_arguments_raise(make, error, says):
@@ -58,8 +52,6 @@ def test_invalid_arguments_raise(make, error, says):
         (torch.tensor([0, 1, 2, 3, 9]), VocabularyMismatchError, "from 0 to 9 and the heads cover 9: ids"),
         (torch.tensor([0, 1, 2, 3, -100]), VocabularyMismatchError, "from -100 to 3"),
         (torch.zeros(4, dtype=torch.long), ShapeError, "the shapes do not fit together"),
-        (torch.zeros(5), ShapeError, "tokens is torch.float32"),
-        (torch.zeros(5, dtype=torch.bool), ShapeError, "tokens is torch.bool"),
     ],
 )
 def test_invalid_token_ids_raise(tokens, error, says):

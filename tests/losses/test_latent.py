@@ -96,18 +96,12 @@ FLAT = torch.zeros(3)
     [
         (lambda: free_bits(FLAT, 0.5), ShapeError, r"dimension_kl \(3,\); give dimension_kl \[batch, dim\]"),
         (lambda: free_bits(FLAT[None], -0.1), OptionError, "floor_nats is -0.1"),
-        (lambda: free_bits(FLAT[None], math.inf), OptionError, "floor_nats is inf"),
         (lambda: active_units(FLAT[None]), ShapeError, "at least two"),
-        (lambda: active_units(FLAT), ShapeError, r"posterior_mean \(3,\)"),
         (lambda: linear_annealing(-1, steps=4), OptionError, "step is -1 of 4"),
         (lambda: linear_annealing(0, steps=0), OptionError, "step is 0 of 0"),
         (lambda: linear_annealing(0, steps=1, end=math.nan), OptionError, "from 0.0 to nan"),
-        (lambda: linear_annealing(0, steps=1, begin=-1.0), OptionError, "from -1.0 to 1.0"),
         (lambda: cyclical_annealing(0, steps=3, cycles=4), OptionError, "there are 4 cycles in 3 steps"),
-        (lambda: cyclical_annealing(0, steps=3, cycles=0), OptionError, "there are 0 cycles"),
         (lambda: cyclical_annealing(0, steps=8, rising=0.0), OptionError, "rising is 0.0; give a share"),
-        (lambda: cyclical_annealing(0, steps=8, rising=1.5), OptionError, "rising is 1.5"),
-        (lambda: cyclical_annealing(-1, steps=8), OptionError, "step is -1 of 8"),
         (lambda: kl_per_dimension(FLAT[None], torch.zeros(1, 4)), ShapeError, "do not broadcast"),
     ],
 )

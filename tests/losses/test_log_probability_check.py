@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from kleash.errors import NotProbabilitiesError, ShapeError
+from kleash.errors import NotProbabilitiesError
 from kleash.losses import require_log_probabilities
 
 torch.manual_seed(0)
@@ -68,8 +68,3 @@ def test_masked_values_are_not_read():
     assert require_log_probabilities(values, mask) is None
     assert require_log_probabilities(torch.full((4, 6), torch.nan), ~ALL) is None
     assert require_log_probabilities(torch.zeros(0, 3), torch.zeros(0, 3, dtype=torch.bool)) is None
-
-
-def test_mismatched_shapes_are_an_error(unhooked):
-    with pytest.raises(ShapeError, match=r"\(4, 6\), mask \(4, 5\)"):
-        require_log_probabilities(LOGP, ALL[:, :5], "old_logp")

@@ -161,10 +161,8 @@ FLAT, ROOT = skew_kl_record(1.0), replace(DIVERGENCES["kl"], finish=torch.sqrt)
     [
         (lambda: dpo_loss(torch.zeros(1), torch.zeros(1), beta=1.0), DetachedError, "chosen_log_ratio"),
         (lambda: dpo_loss(ONE, ONE, beta=0.0), OptionError, "beta is 0.0; give a finite number above 0"),
-        (lambda: implicit_reward(ONE, beta=math.inf), OptionError, "beta is inf; give a finite"),
         (lambda: implicit_reward(ONE, beta=math.nan), OptionError, "beta is nan"),
         (lambda: dpo_loss(ONE, ONE, beta=1.0, label_smoothing=0.5), OptionError, "label_smoothing is 0.5"),
-        (lambda: dpo_loss(ONE, ONE, beta=1.0, label_smoothing=-0.1), OptionError, "from 0 to below 0.5"),
         (lambda: dpo_loss(ONE, ONE, beta=1.0, divergence="kll"), UnknownNameError, "did you mean 'kl'"),
         (lambda: implicit_reward(ONE, beta=1.0, divergence=FLAT), OptionError, "does not rise strictly at a"),
         (lambda: implicit_reward(ONE, beta=1.0, divergence=ROOT), OptionError, "a function of a sum, and"),

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from command_words import words
+from run_files import parts, untimed
 from safetensors.torch import load_file, save_file
 from tiny_models import double_logits, tiny_pair, tiny_tokenizer
 
@@ -58,15 +59,11 @@ def columns(out, kind="tokens"):
     return {name: table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names}
 
 
-def parts(out):
-    return {path.name: path.read_bytes() for path in sorted((out / "tokens").iterdir())}
-
-
 def numbers(out):
     """All that a measurement says except when, how long, and that it was read from a cache."""
-    measured = json.loads((out / "measurement.json").read_text())
+    measured = untimed(out, "notes")
     measured["job"].pop("reference_cache")
-    return {name: value for name, value in measured.items() if name not in ("seconds", "finished", "notes")}
+    return measured
 
 
 def contents(folder):

@@ -1,6 +1,7 @@
 """``kleash cache --from-hidden-states``: an engine's files give the cache that kleash makes, and faults are named."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -77,11 +78,6 @@ def edit(files, change, number=None):
         tensors["hidden_states"] = change(tensors["hidden_states"]).contiguous()
         save_file(tensors, path)
     return path
-
-
-def without_logps(files):
-    (files / "logprobs.jsonl").unlink()
-    return files
 
 
 def measured(pair, responses, out, **more):
@@ -207,16 +203,39 @@ def test_a_wrong_list_of_layers_is_named(saved, stated, message, pair, requests,
     assert message in refusal(files, layers=stated)
 
 
-def test_shifted_rows_are_refused(files, refusal):
-    path = edit(without_logps(files), lambda states: states.roll(1, 0), 2)
-    assert f"{path}: " in (line := refusal(files)) and "are not the hidden states of" in line
+def exchange(states):
+    states[9] += 0.2 * (states[4] - states[9])
+    return states
 
 
-def test_a_shift_in_a_file_that_is_no_probe_is_found_by_the_log_probabilities(files, refusal, monkeypatch):
-    monkeypatch.setattr("kleash.measuring.imported_states.NOISE_SEQUENCES", 1)
-    path = edit(files, lambda states: states.roll(1, 0), 2)
-    line = refusal(files)
-    assert f"{path}: the engine's log-probabilities are not those of" in line
+def spoil(states):
+    states[7, -1, 3] = float("inf")
+    return states
+
+
+def clear(states):
+    """A buffer that was not filled; its logits would be those of a uniform distribution."""
+    states[11] = 0.0
+    return states
+
+
+@pytest.mark.parametrize(
+    ("change", "number", "with_logps", "probes", "message"),
+    [
+        (lambda states: states.roll(1, 0), 2, False, 8, ".*are not the hidden states of"),
+        (lambda states: states.roll(1, 0), 2, True, 1, ": the engine's log-probabilities are not those of"),
+        (exchange, 1, False, 8, ": 1 of .*the first being row 9"),
+        (spoil, 1, True, 8, " holds NaN, infinities or only zeros in row 7"),
+        (clear, 2, False, 1, " holds NaN, infinities or only zeros in row 11"),
+    ],
+    ids=["shifted", "shifted in no probe", "one row", "infinite", "zeros in no probe"],
+)
+def test_wrong_rows_are_named(change, number, with_logps, probes, message, files, refusal, monkeypatch):
+    monkeypatch.setattr("kleash.measuring.imported_states.NOISE_SEQUENCES", probes)
+    path = edit(files, change, number)
+    if not with_logps:
+        (files / "logprobs.jsonl").unlink()
+    assert re.search(f"^{re.escape(str(path))}{message}", line := refusal(files)), line
 
 
 @pytest.mark.parametrize("changes", [{"temperature": 0.7}, {"shift": 1}], ids=str)
@@ -230,43 +249,12 @@ def test_another_model_is_refused(pair, requests, tmp_path, refusal):
     assert f"rows are not the hidden states of {pair[1]}" in line
 
 
-def test_single_wrong_rows_are_named(files, refusal):
-    def exchange(states):
-        states[9] += 0.2 * (states[4] - states[9])
-        return states
-
-    path = edit(without_logps(files), exchange, 1)
-    line = refusal(files)
-    assert line.startswith(f"{path}: 1 of ") and "the first being row 9" in line
-
-
 def test_single_wrong_log_probabilities_are_named(files, refusal):
     lines = [json.loads(line) for line in (files / "logprobs.jsonl").read_text().splitlines()]
     lines[3]["logprobs"][8] -= 2.0
     (files / "logprobs.jsonl").write_text("\n".join(map(json.dumps, lines)))
     line = refusal(files)
     assert "by up to 2 nats (response token 3 of prompt 3, sample 0" in line
-
-
-def test_non_finite_rows_are_named(files, refusal):
-    def spoil(states):
-        states[7, -1, 3] = float("inf")
-        return states
-
-    path = edit(files, spoil, 1)
-    assert f"{path} holds NaN, infinities or only zeros in row 7" in refusal(files)
-
-
-def test_a_row_of_zeros_is_named_in_any_file(files, refusal, monkeypatch):
-    """A buffer that was not filled; its logits would be those of a uniform distribution."""
-    monkeypatch.setattr("kleash.measuring.imported_states.NOISE_SEQUENCES", 1)
-
-    def clear(states):
-        states[11] = 0.0
-        return states
-
-    path = edit(without_logps(files), clear, 2)
-    assert f"{path} holds NaN, infinities or only zeros in row 11" in refusal(files)
 
 
 def write_logprobs(path, logprobs):

@@ -1,6 +1,5 @@
 """A run that is killed and goes on comes to the result of one that was left alone."""
 
-import json
 import os
 import platform
 import signal
@@ -8,6 +7,7 @@ import time
 from contextlib import ExitStack, nullcontext, suppress
 
 import pytest
+from run_files import require_same_files
 
 from kleash.cli import entry
 from kleash.measuring.run import resumable
@@ -22,11 +22,6 @@ def words(pair, prompts, out):
         *("measure", "--policy", str(policy), "--reference", str(reference), "--prompts", str(prompts)),
         *("--out", str(out), *OPTIONS),
     ]
-
-
-def result(out):
-    measured = json.loads((out / "measurement.json").read_text())
-    return {name: value for name, value in measured.items() if name not in ("seconds", "finished")}
 
 
 def wait_for(path, process):
@@ -63,11 +58,7 @@ def test_a_run_killed_twice_resumes_to_the_same_result(
     assert all(path.stat().st_mtime_ns == changed for path, changed in times.items()), (
         "a kept shard was done again"
     )
-    assert result(out) == result(undisturbed)
-    for kind in ("tokens", "sequences"):
-        for part in sorted((undisturbed / kind).iterdir()):
-            assert (out / kind / part.name).read_bytes() == part.read_bytes()
-    assert (out / "alternatives.parquet").read_bytes() == (undisturbed / "alternatives.parquet").read_bytes()
+    require_same_files(out, undisturbed)
 
 
 def test_sigterm_prints_the_options_that_resume(pair, prompts, command_forks, tmp_path):

@@ -162,14 +162,3 @@ def test_a_model_compared_with_itself_is_exactly_0(tmp_path, kleash):
         assert all(warning.startswith("rows of a head that are no tokens") for warning in number["warnings"])
         assert number["ci95"] == [number["value"]] * 2
     assert measured["per_token"]["entropy_policy"]["warnings"], "few clusters are said of what is not known"
-
-
-def test_json_prints_only_measurement_json(tmp_path, kleash):
-    policy, reference = tiny_pair(tmp_path, "llama")
-    source = tmp_path / "text.txt"
-    source.write_text("\n\n".join(DOCUMENTS))
-    out = tmp_path / "run"
-    models = {"policy": policy, "reference": reference, "text": source}
-    process = kleash(*words("measure", out=out, **models, json=True, quiet=True))
-    assert process.stdout == (out / "measurement.json").read_text()
-    assert process.stderr == ""

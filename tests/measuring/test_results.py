@@ -6,7 +6,6 @@ import re
 import numpy as np
 import pytest
 import torch
-from tiny_models import save_tiny, tiny_tokenizer
 
 from kleash.cli import main
 from kleash.cli.printing import print_summary
@@ -159,16 +158,6 @@ def test_truncated_and_greedy_runs_leave_out_estimators(job, tmp_path):
             assert (tokens["token_id"] == tokens["top1_policy"]).all() and (tokens["logp_sampled"] == 0).all()
         else:
             assert (tokens["logp_sampled"] > tokens["logp_policy"]).all()
-
-
-def test_until_relative_error_stops_at_the_end_of_a_shard(job, tmp_path):
-    lines = tmp_path / "many.txt"
-    lines.write_text("\n".join(f"The sea {n}" for n in range(200)))
-    options = {**job, "prompts": str(lines), "until_relative_error": 0.05, "batch_tokens": 64}
-    measured = measure(**options, out=tmp_path / "run")
-    number = measured.per_token["kl_policy_reference"]
-    assert number.standard_error <= 0.05 * number.value
-    assert 64 <= measured.counts.clusters < 200
 
 
 def test_few_documents_are_clustered_in_blocks_with_a_warning(job, tmp_path):
@@ -346,13 +335,3 @@ def test_noise_sequences_are_cut_from_the_first_sequences():
         assert noise_tokens(scored) == budget
         chosen = noise_sequences((sequence(1, 3000) for _ in range(10**6)), scored)
         assert len(chosen) == 8 and abs(sum(each.num_input_tokens for each in chosen) - budget) <= 8
-
-
-def test_responses_end_at_the_shorter_context_of_both_models(job, tmp_path):
-    short = save_tiny(tmp_path / "short", max_position_embeddings=24)
-    options = {**job, "reference": str(short), "max_new_tokens": 60, "limit": 4}
-    measure(**options, out=tmp_path / "run")
-    tokens = next(RunFolder(tmp_path / "run").parts("sequences", ["tokens", "prompt", "finish_reason"]))
-    for prompt, count, end in zip(tokens["prompt"], tokens["tokens"], tokens["finish_reason"], strict=True):
-        read = len(tiny_tokenizer()(prompt)["input_ids"]) + count - 1
-        assert read == 24 if end == "length" else read <= 24

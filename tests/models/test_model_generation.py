@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy.special import log_softmax, logsumexp
 from scipy.stats import chisquare, kstest
-from tiny_models import ARCHITECTURES, double_logits, save_tiny, tiny_tokenizer
+from tiny_models import ARCHITECTURES, double_logits, tiny_tokenizer
 from torch.overrides import TorchFunctionMode
 from transformers import (
     LogitsProcessorList,
@@ -101,14 +101,6 @@ def test_draws_do_not_depend_on_batches_or_order(pair):
     assert responses(more)[0:2] == responses(together)[0:2]
     other = generate(pair.policy, prompts(), replace(sampling, seed=1))
     assert not set(responses(other)) & set(responses(together))
-
-
-def test_a_copy_of_a_prompt_draws_further_samples(pair):
-    sampling = Sampling(max_new_tokens=8, samples_per_prompt=2)
-    twice = generate(pair.policy, prompts((TEXTS[0], TEXTS[0])), sampling)
-    at_once = generate(pair.policy, prompts(TEXTS[:1]), replace(sampling, samples_per_prompt=4))
-    assert responses(twice) == responses(at_once)
-    assert [one.sample_id for one in twice] == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -378,10 +370,6 @@ def test_invalid_sampling_options_are_errors(options, message):
         Sampling(**options)
 
 
-def test_no_prompts_give_no_responses(pair):
-    assert generate(pair.policy, [], Sampling()) == []
-
-
 def test_batches_group_similar_lengths_within_the_budget():
     lengths = [5, 1, 9, 5, 30, 2, 9]
     batches = batch_by_length(lengths, 20)
@@ -392,12 +380,3 @@ def test_batches_group_similar_lengths_within_the_budget():
     assert batch_by_length([], 20) == []
     with pytest.raises(OptionError, match="batch_tokens is 0"):
         batch_by_length(lengths, 0)
-
-
-def test_eos_token_ids_are_read_from_a_network_in_training(tmp_path):
-    """A model that always ends: one token each, and the batch is over."""
-    folder = save_tiny(tmp_path / "model")
-    model = load_pair(str(folder), str(folder)).policy
-    model = replace(model, eos_token_ids=tuple(range(320)))
-    found = generate(model, prompts(), Sampling())
-    assert [len(one.response_ids) for one in found] == [1, 1, 1, 1]

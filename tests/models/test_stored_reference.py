@@ -86,13 +86,6 @@ def test_a_missing_sequence_is_an_error_with_its_name(folders, tmp_path):
         stored.read([random_sequences()[0], where])
 
 
-def test_a_policy_against_its_stored_self_is_exactly_zero(folders, tmp_path):
-    reference = folders("llama")[1]
-    pair = beside(made(tmp_path, reference, random_sequences()), reference, reference)
-    found = score(pair, random_sequences())
-    assert (found["kl_policy_reference"] == 0).all() and (found["total_variation"] == 0).all()
-
-
 def test_a_larger_head_is_truncated_as_without_a_cache(folders, tmp_path):
     policy, reference = folders("llama")
     wide = save_tiny(tmp_path / "wide", vocab_size=340)

@@ -17,7 +17,7 @@ from tiny_models import edit_json, save_tiny, tiny_adapter, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from kleash.checkpoints.files import SafetensorsFiles
-from kleash.errors import CannotRunError, KleashError, ModelError, OptionError
+from kleash.errors import KleashError, ModelError, OptionError
 from kleash.models import load_pair
 from kleash.models.heads import head_logits
 from kleash.sandbox import process
@@ -258,13 +258,6 @@ def test_numbers_that_size_nothing_are_not_judged(model, over, settings):
     for role in ("policy", "reference"):
         states = [getattr(pair, role).hidden_states(ids) for pair in (before, after)]
         assert torch.equal(*states)
-
-
-@pytest.mark.parametrize(
-    "options", [*({"device": name} for name in ("meta", "privateuseone", "")), {"device_map": "nowhere"}]
-)
-def test_unusable_devices_are_errors(base, options):
-    refused(base, "cannot be used here", error=CannotRunError, **options)
 
 
 @pytest.mark.parametrize(

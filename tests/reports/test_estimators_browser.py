@@ -76,21 +76,15 @@ def test_the_numbers_are_the_sums_and_follow_a_slider(driver: Any) -> None:
     moved = driver.execute_script(NUMBERS)
     assert moved["kl"] != first["kl"] and moved["values"] != first["values"]
     check(moved, [-1.5, 0.5, 0, -1], START[1], n=4)
+    opened(driver)
+    driver.execute_script(MOVE, "n", 10)
+    centres, heights = np.array(driver.execute_script(BARS)).T
+    line = driver.execute_script("return +document.querySelector('#h-k1 line').getAttribute('x1')")
+    assert (centres * heights).sum() / heights.sum() == pytest.approx(line, abs=6), "the mean of k1"
     assert driver.get_log("browser") == []
 
 
-def test_the_histogram_is_centred_on_the_mean(driver: Any) -> None:
-    """The seeded sample of means of k1, read from the heights of its bars."""
-    opened(driver)
-    driver.execute_script(MOVE, "n", 10)
-    bars = driver.execute_script(BARS)
-    line = driver.execute_script("return +document.querySelector('#h-k1 line').getAttribute('x1')")
-    centres, heights = np.array(bars).T
-    assert (centres * heights).sum() / heights.sum() == pytest.approx(line, abs=6)
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1280, "dark")])
 def test_it_fits_a_phone_and_a_desktop(driver: Any, width: int, scheme: str) -> None:
     assert opened(driver, width, scheme)["overflow"] <= 0
     background = driver.execute_script("return getComputedStyle(document.body).backgroundColor")

@@ -8,8 +8,6 @@ from kleash.records import RunFolder
 
 selenium = pytest.importorskip("selenium")
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
-from selenium.webdriver.common.actions.action_builder import ActionBuilder  # noqa: E402
-from selenium.webdriver.common.actions.pointer_input import PointerInput  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
@@ -77,16 +75,12 @@ def test_a_page_opens_without_a_word_in_the_console_and_nothing_runs(driver, req
     assert driver.execute_script("return document.querySelectorAll('.plot > svg text').length") > 10
 
 
-def test_hostile_text_is_text(driver, report):
+def test_hostile_text_is_text_and_a_script_that_got_in_would_not_run(driver, report):
     visit(driver, report)
     for step in range(3):
         text = driver.find_element(By.ID, "heat-tokens").get_attribute("textContent")
         assert "<script>window.__pwned=1;alert(1)</script>" in text
-        assert "{{ 7*7 }}" in text
-        assert "⟨U+202E⟩evil⟨U+202C⟩" in text
-        assert "👩‍👩‍👧‍👦" in text
-        assert "שלום" in text
-        assert "⏎\n" in text
+        assert all(part in text for part in ("{{ 7*7 }}", "⟨U+202E⟩evil⟨U+202C⟩", "👩‍👩‍👧‍👦", "שלום", "⏎\n"))
         assert driver.execute_script("return window.__pwned === undefined"), step
         driver.find_element(By.ID, "heat-next").click()
     assert (
@@ -95,10 +89,6 @@ def test_hostile_text_is_text(driver, report):
     )
     assert "runs/<script>alert('path')</script>/policy" in driver.find_element(By.TAG_NAME, "h1").text
     assert driver.get_log("browser") == []
-
-
-def test_a_script_that_got_in_would_not_run(driver, report):
-    visit(driver, report)
     driver.execute_script(
         "const script = document.createElement('script'); script.textContent = 'window.__pwned = 1';"
         "document.body.append(script);"
@@ -135,23 +125,6 @@ def test_hovering_over_a_token_shows_both_models(driver, report, run):
     assert kls == pytest.approx([row["kl_policy_reference"], row["kl_reference_policy"]], rel=6e-3)
     titles = driver.find_elements(By.CSS_SELECTOR, "#heat-panel h5")
     assert [title.text for title in titles] == ["Policy's top 5", "Reference's top 5"]
-
-
-def test_a_tap_shows_a_token_on_a_phone(driver, report):
-    visit(driver, report, PHONE)
-    token = driver.find_elements(By.CSS_SELECTOR, "#heat-tokens .token")[3]
-    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", token)
-    finger = ActionBuilder(driver, mouse=PointerInput("touch", "finger"))
-    finger.pointer_action.move_to(token).pointer_down().pointer_up()
-    finger.perform()
-    assert selected(driver) == 3
-    assert "position 3" in panel(driver)
-    box = driver.find_element(By.ID, "heat-panel").rect
-    top = driver.execute_script(
-        "return arguments[0].getBoundingClientRect().top", driver.find_element(By.ID, "heat-panel")
-    )
-    assert top + 40 < PHONE["height"], "the panel is in sight while the finger is on a token"
-    assert box["width"] <= PHONE["width"]
 
 
 def test_arrow_keys_move_through_the_tokens(driver, report):
@@ -207,6 +180,11 @@ def test_the_table_of_prompts_sorts_by_click_and_by_key(driver, report):
     assert [heading.get_attribute("aria-sort") for heading in headings] == [None] * 6 + ["descending"]
     tokens = column(driver, 7)
     assert tokens == sorted(tokens, reverse=True)
+    unknown = "const cells = document.querySelectorAll(arguments[0]); cells[2].dataset.value = 'nan'"
+    driver.execute_script(unknown, f"{BY_PROMPT} tbody tr > :nth-child(3)")
+    for _ in range(2):
+        driver.execute_script(f"document.querySelectorAll('{BY_PROMPT} .sort')[2].click()")
+        assert math.isnan(column(driver, 3)[-1]), "what has no number is last either way"
 
 
 def worst_sequence(run, name):
@@ -217,23 +195,6 @@ def worst_sequence(run, name):
         if rows.any():
             return part[name][rows]
     raise AssertionError("the worst sequence is in no part")
-
-
-def test_what_has_no_number_is_sorted_last_either_way(driver, report):
-    visit(driver, report)
-    cells = f"{BY_PROMPT} tbody tr > :nth-child(3)"
-    driver.execute_script(
-        "const cells = document.querySelectorAll(arguments[0]);"
-        "cells[2].dataset.value = 'nan'; cells[5].dataset.value = 'None'; cells[7].dataset.value = 'inf'",
-        cells,
-    )
-    for place in (-3, 0):
-        driver.execute_script(f"document.querySelectorAll('{BY_PROMPT} .sort')[2].click()")
-        values = driver.execute_script(
-            "return Array.from(document.querySelectorAll(arguments[0]), cell => cell.dataset.value)", cells
-        )
-        assert set(values[-2:]) == {"nan", "None"}
-        assert values[place] == "inf"
 
 
 def test_colours_follow_the_kl_and_the_button_finds_the_largest(driver, report, run):

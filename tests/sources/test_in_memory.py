@@ -30,13 +30,6 @@ def test_every_form_is_read_as_records(package, make):
     assert list(records_in_memory(data, "prompts")) == [{"prompt": "The sea was calm."}, {"prompt": "A boat"}]
 
 
-def test_what_is_missing_in_a_frame_is_null():
-    pandas = pytest.importorskip("pandas")
-    frame = pandas.DataFrame({"question": ["a", None], "ids": [[1, 2], None]})
-    rows = [{"question": "a", "ids": [1, 2]}, {"question": None, "ids": None}]
-    assert list(records_in_memory(frame, "prompts")) == rows
-
-
 def test_texts_are_documents_where_text_is_read_and_messages_are_messages():
     messages = [{"role": "user", "content": "Hi"}]
     assert list(records_in_memory(["a"], "text")) == [{"text": "a"}]

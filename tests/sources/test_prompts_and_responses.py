@@ -3,33 +3,19 @@
 import gzip
 import json
 import os
-import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given as examples
 from hypothesis import strategies as st
+from source_files import jsonl
 from tiny_models import SENTENCES, tiny_tokenizer
 
 from kleash.errors import OptionError, SourceError
 from kleash.models import read_prompts, read_responses, read_text
 from kleash.sources.documents import count_documents, window_spans
-from kleash.sources.sequences import hash_tokens, retokenisation_warnings
-
-
-@pytest.fixture
-def write(tmp_path):
-    """Writes a source and gives its name."""
-
-    def at(name, content):
-        path = tmp_path / name
-        if isinstance(content, list):
-            content = "".join(json.dumps(record) + "\n" for record in content)
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
-        return str(path)
-
-    return at
+from kleash.sources.sequences import hash_tokens
 
 
 def ids(text, special=False):
@@ -38,7 +24,7 @@ def ids(text, special=False):
 
 def test_prompts_of_jsonl_plain_text_and_messages(pair, write):
     lines = [{"prompt": "The sea"}, {"messages": [{"role": "user", "content": "Hi"}]}]
-    first, second = read_prompts(write("a.jsonl", lines), pair)
+    first, second = read_prompts(write("a.jsonl", jsonl(*lines)), pair)
     assert (first.prompt_id, first.text, first.token_ids) == (0, "The sea", ids("The sea", special=True))
     assert first.token_ids[0] == 0
     assert second.text == "<s>user: Hi\nassistant: "
@@ -48,19 +34,6 @@ def test_prompts_of_jsonl_plain_text_and_messages(pair, write):
     assert [one.text for one in plain] == ["The sea", "  was "]
     assert plain[0].token_ids == first.token_ids
     assert [one.location.rsplit(" ", 1)[1] for one in plain] == ["1", "3"]
-
-
-def test_the_format_is_detected_by_suffix_or_first_line(pair, write):
-    line = json.dumps({"prompt": "The sea"})
-    assert read_prompts(write("a.prompts", f"\n{line}\n"), pair)[0].text == "The sea"
-    assert read_prompts(write("b.prompts", "[1, 2]\n"), pair)[0].text == "[1, 2]"
-    assert read_prompts(write("c.prompts", "{not json}\n"), pair)[0].text == "{not json}"
-    assert read_prompts(write("a.txt", line), pair)[0].text == line
-
-
-def test_a_byte_order_mark_is_not_part_of_the_text(pair, write):
-    assert read_prompts(write("a.txt", b"\xef\xbb\xbfThe sea\n"), pair)[0].text == "The sea"
-    assert read_prompts(write("a.jsonl", b'\xef\xbb\xbf{"prompt": "The sea"}\n'), pair)[0].text == "The sea"
 
 
 def test_copies_of_a_prompt_are_counted(pair, write):
@@ -79,10 +52,6 @@ def test_the_hash_of_tokens_is_the_same_on_every_machine():
     )
 
 
-def test_a_limit_is_a_number_of_prompts(pair, write):
-    assert len(read_prompts(write("a.txt", "a\nb\nc\n"), pair, limit=2)) == 2
-
-
 def test_an_appended_end_token_is_removed_from_a_prompt(pair, write):
     class Ending:
         eos_token_id = 1
@@ -98,12 +67,8 @@ LONG = {"prompt": " ".join(SENTENCES)}
 MESSAGE = {"role": "user", "content": "x"}
 BAD_PROMPTS = {
     "not json": ("{", r"line 1: expected a JSON object and found '\{' \(Expecting property name"),
-    "a list": ("[1]", r"line 1: expected a JSON object and found '\[1\]'"),
-    "no field": (
-        '{"text": "x", "id": 3}',
-        "line 1: expected a field 'prompt' or 'messages' and found 'text', 'id'",
-    ),
-    "no fields": ("{}", "and found an empty object"),
+    "no field": ('{"text": "x", "id": 3}',
+        "line 1: expected a field 'prompt' or 'messages' and found 'text', 'id'"),
     "a number": ('{"prompt": 3}', "expected 'prompt' to be text or a list of messages and found '3'"),
     "empty": ('{"prompt": ""}', "line 1: the prompt is empty"),
     "both": (json.dumps({"prompt": "x", "messages": [MESSAGE]}), "'prompt' or 'messages' and found both"),
@@ -111,18 +76,14 @@ BAD_PROMPTS = {
     "no role": ('{"messages": [{"content": "x"}]}', "each message to have a 'role' and 'content' and found"),
     "not messages": ('{"messages": "x"}', "expected 'messages' to be a list of messages"),
     "too long": (json.dumps(LONG), "the prompt is [0-9]+ tokens long and the models read at most 128"),
-    "second line": ('{"prompt": "x"}\n\n{"prompt": 1', "line 3: expected a JSON object"),
     "unknown id": ('{"prompt_token_ids": [3, 320]}', "token ids from 0 to 319 and found '320'"),
-    "bool id": ('{"prompt_token_ids": [true]}', "token ids from 0 to 319 and found 'true'"),
     "no ids": ('{"prompt_token_ids": []}', "'prompt_token_ids' is empty"),
     "blank": ("\n \n", "holds no prompt; give a source with at least one$"),
     "half": (r'{"prompt": "Oh \ud83d"}', r"line 1: 'prompt' holds half a character, .ud83d, at place 3"),
-    "half in a message": (
-        r'{"messages": [{"role": "user", "content": "\ude00"}]}',
-        r"line 1: 'messages' holds half a character, .ude00",
-    ),
+    "half in a message": (r'{"messages": [{"role": "user", "content": "\ude00"}]}',
+        r"line 1: 'messages' holds half a character, .ude00"),
     "nested": ("[" * 100_000, "line 1: expected a JSON object and found .* recursion"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("content", "message"), BAD_PROMPTS.values(), ids=BAD_PROMPTS)
@@ -155,7 +116,7 @@ def test_unreadable_files_are_errors(pair, write, tmp_path, unhooked):
 
 
 def test_messages_need_a_chat_template_that_accepts_them(pair, write, unhooked):
-    name = write("a.jsonl", [{"messages": [MESSAGE]}])
+    name = write("a.jsonl", jsonl({"messages": [MESSAGE]}))
     bare = tiny_tokenizer.__wrapped__()
     bare.chat_template = None
     with pytest.raises(SourceError, match="line 1: it holds messages in 'messages'"):
@@ -179,17 +140,17 @@ def test_documents_of_plain_text_end_at_a_blank_line(pair, write):
 
 def test_documents_of_jsonl(pair, write):
     records = [{"text": "The sea\n\nwas"}, {"text": ""}, {"text": "calm"}]
-    windows = list(read_text(write("a.jsonl", records), pair))
+    windows = list(read_text(write("a.jsonl", jsonl(*records)), pair))
     assert [one.prompt_id for one in windows] == [0, 2]
     assert windows[0].response_text == "The sea\n\nwas"
-    assert [one.prompt_id for one in read_text(write("a.jsonl", records), pair, limit=2)] == [0]
-    assert count_documents(write("a.jsonl", records)).total() == 3
-    assert count_documents(write("a.jsonl", records), limit=2).total() == 2
+    assert [one.prompt_id for one in read_text(write("a.jsonl", jsonl(*records)), pair, limit=2)] == [0]
+    assert count_documents(write("a.jsonl", jsonl(*records))).total() == 3
+    assert count_documents(write("a.jsonl", jsonl(*records)), limit=2).total() == 2
     assert count_documents(write("a.txt", "a\nb\n\nc")).total() == 2
     with pytest.raises(SourceError, match="line 1: expected a field 'text' and found 'prompt'"):
-        list(read_text(write("b.jsonl", [{"prompt": "x"}]), pair))
+        list(read_text(write("b.jsonl", jsonl({"prompt": "x"})), pair))
     with pytest.raises(SourceError, match="holds no document of two tokens or more"):
-        list(read_text(write("c.jsonl", [{"text": ""}]), pair))
+        list(read_text(write("c.jsonl", jsonl({"text": ""})), pair))
 
 
 @examples(st.integers(0, 60), st.integers(1, 12), st.integers(1, 12))
@@ -245,7 +206,7 @@ def test_responses_are_read_as_ids_and_as_text(pair, write):
         {"prompt_token_ids": [0, 9], "prompt": "ignored", "response_token_ids": [5, 6], "response": "shown"},
         {"prompt": "The sea", "response_token_ids": [5], "logprobs": [-0.5]},
     ]
-    one, two, three, four = read_responses(write("a.jsonl", records), pair)
+    one, two, three, four = read_responses(write("a.jsonl", jsonl(*records)), pair)
     assert one.prompt_ids == ids("The sea", special=True)
     assert one.response_ids == (*ids(" was calm"), 1)
     assert (one.retokenised, one.finish_reason, one.temperature) == (True, "stop", 0.7)
@@ -258,16 +219,10 @@ def test_responses_are_read_as_ids_and_as_text(pair, write):
     assert one.prompt_hash == hash_tokens(one.prompt_ids)
 
 
-def test_an_end_token_is_not_appended_twice(pair, write):
-    records = [{"prompt": "x", "response": "yes</s>", "finish_reason": "stop"}]
-    (one,) = read_responses(write("a.jsonl", records), pair)
-    assert one.response_ids == (*ids("yes"), 1)
-
-
 def test_stated_prompt_and_sample_ids_are_kept(pair, write):
     base = {"prompt": "x", "response": "y"}
     records = [{**base, "prompt_id": 7, "sample_id": 4}, {**base, "prompt_id": 7}, {**base, "prompt_id": 3}]
-    found = list(read_responses(write("a.jsonl", records), pair, limit=2))
+    found = list(read_responses(write("a.jsonl", jsonl(*records)), pair, limit=2))
     assert [(one.prompt_id, one.sample_id) for one in found] == [(7, 4), (7, 0)]
 
 
@@ -278,66 +233,37 @@ def test_texts_as_prompt_ids_are_numbered(pair, write):
     """As data sets of preferences have them, whose prompt_id is a hash."""
     ids = ("b", "a", "b", "")
     records = [{**BASE, "prompt": f"The {each}", "prompt_id": each} for each in ids]
-    found = read_responses(write("a.jsonl", records), pair)
+    found = read_responses(write("a.jsonl", jsonl(*records)), pair)
     assert [(one.prompt_id, one.sample_id) for one in found] == [(0, 0), (1, 0), (0, 1), (2, 0)]
     table = "prompt,response,prompt_id\nThe sea,was,b\nRain,was,a\nThe sea,is,b\n"
     found = read_responses(write("a.csv", table), pair)
     assert [(one.prompt_id, one.sample_id) for one in found] == [(0, 0), (1, 0), (0, 1)]
 
 
-def test_numbering_many_samples_takes_linear_time(pair, write):
-    name = write("a.jsonl", [{"prompt_token_ids": [3], "response_token_ids": [5]}] * 16_000)
-    seconds = []
-    for limit in (1_000, 16_000):
-        began = time.process_time()
-        found = list(read_responses(name, pair, limit=limit))
-        seconds.append(time.process_time() - began)
-        assert [one.sample_id for one in found] == list(range(limit))
-    assert seconds[1] < 48 * seconds[0], seconds
-
-
 BAD_RESPONSES = {
-    "no response": (
-        [{"prompt": "x"}],
-        "expected a field 'response' or 'response_token_ids' and found 'prompt'",
-    ),
+    "no response": ([{"prompt": "x"}],
+        "expected a field 'response' or 'response_token_ids' and found 'prompt'"),
     "no prompt": ([{"response": "x"}], "expected a field 'prompt' or 'messages' and found 'response'"),
     "zero tokens": ([{"prompt": "x", "response": ""}], "line 1: the response has no tokens"),
-    "zero ids": ([{"prompt": "x", "response_token_ids": []}], "'response_token_ids' is empty"),
-    "half": (
-        [{**BASE, "response": "Oh \ude00"}],
-        r"line 1: 'response' holds half a character, .ude00, at place 3",
-    ),
+    "half": ([{**BASE, "response": "Oh \ude00"}],
+        r"line 1: 'response' holds half a character, .ude00, at place 3"),
     "unknown id": ([{**BASE, "response_token_ids": [5, -1]}], "from 0 to 319 and found '-1'"),
-    "too long": (
-        [{**BASE, "response_token_ids": [5] * 128}],
-        "the prompt with its response is 13[0-9] tokens long and the models read at most 128",
-    ),
+    "too long": ([{**BASE, "response_token_ids": [5] * 128}],
+        "the prompt with its response is 13[0-9] tokens long and the models read at most 128"),
     "logprobs": ([{**BASE, "logprobs": [-1.0]}], "for each of the 2 response tokens and found 1"),
-    "probabilities": ([{**BASE, "logprobs": [-1.0, 0.3]}], "at most 0, and found '0.3'"),
-    "nan": ([{**BASE, "logprobs": [-1.0, float("nan")]}], "and found 'NaN'"),
     "text": ([{**BASE, "logprobs": "x"}], "expected 'logprobs' to be a list of numbers"),
-    "one id for two": (
-        [{**BASE, "prompt_id": 1}, {**BASE, "prompt": "Rain", "prompt_id": 1}],
-        r"line 2: 'prompt_id' 1 stands for another prompt at .*line 1",
-    ),
-    "one text for two": (
-        [{**BASE, "prompt_id": "a"}, {**BASE, "prompt": "Rain", "prompt_id": "a"}],
-        r"line 2: 'prompt_id' 'a' stands for another prompt at .*line 1",
-    ),
+    "one id for two": ([{**BASE, "prompt_id": 1}, {**BASE, "prompt": "Rain", "prompt_id": 1}],
+        r"line 2: 'prompt_id' 1 stands for another prompt at .*line 1"),
     "half an id": ([{**BASE, "prompt_id": "\ude00"}], "line 1: 'prompt_id' holds half a character"),
     "twice": ([{**BASE, "sample_id": 2}] * 2, "line 2: sample 2 of prompt 0 has been there before"),
-    "large id": ([{**BASE, "prompt_id": 2**31}], "'prompt_id' to be from 0 to 2147483647"),
-    "bool id": ([{**BASE, "sample_id": True}], "expected 'sample_id' to be a whole number and found 'true'"),
-    "temperature": ([{**BASE, "temperature": -1}], "expected 'temperature' to be a number from 0 on"),
     "finish": ([{**BASE, "finish_reason": 1}], "expected 'finish_reason' to be text"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("records", "message"), BAD_RESPONSES.values(), ids=BAD_RESPONSES)
 def test_invalid_responses_are_errors_with_their_line(pair, write, records, message, unhooked):
     with pytest.raises(SourceError, match=message):
-        list(read_responses(write("a.jsonl", records), pair))
+        list(read_responses(write("a.jsonl", jsonl(*records)), pair))
 
 
 def test_responses_in_plain_text_are_an_error(pair, write, unhooked):
@@ -352,14 +278,8 @@ def test_responses_in_plain_text_are_an_error(pair, write, unhooked):
 def test_a_response_may_be_as_long_as_the_context(pair, write):
     prompt = len(ids("The sea", special=True))
     record = {**BASE, "response_token_ids": [5] * (129 - prompt)}
-    (one,) = read_responses(write("a.jsonl", [record]), pair)
+    (one,) = read_responses(write("a.jsonl", jsonl(record)), pair)
     assert one.num_input_tokens == 128
-
-
-def test_retokenised_responses_give_a_warning():
-    assert retokenisation_warnings(5, 0) == ()
-    (warning,) = retokenisation_warnings(5, 2)
-    assert warning.startswith("2 of 5 responses came as text and were tokenised again")
 
 
 def test_without_a_context_limit_any_length_is_read(pair, write):
@@ -380,13 +300,13 @@ def test_padded_responses_are_refused_after_the_last(pair, write):
         }
         for row in range(6)
     ]
-    path = write("padded.jsonl", "\n".join(map(json.dumps, rows)))
+    path = write("padded.jsonl", jsonl(*rows))
     with pytest.raises(SourceError, match="padding"):
         list(read_responses(path, pair))
     cut = [
         {**row, "response_token_ids": row["response_token_ids"][:3], "logprobs": row["logprobs"][:3]}
         for row in rows
     ]
-    assert len(list(read_responses(write("cut.jsonl", "\n".join(map(json.dumps, cut))), pair))) == 6
+    assert len(list(read_responses(write("cut.jsonl", jsonl(*cut)), pair))) == 6
     loop = [{**row, "response_token_ids": [5, 6, 7 + index, *[9] * 4]} for index, row in enumerate(rows)]
-    assert len(list(read_responses(write("loop.jsonl", "\n".join(map(json.dumps, loop))), pair))) == 6
+    assert len(list(read_responses(write("loop.jsonl", jsonl(*loop)), pair))) == 6

@@ -105,7 +105,6 @@ def test_a_cell_may_be_longer_than_the_csv_modules_default_limit(pair, write):
     ("name", "content", "message"),
     [
         ("a.csv", "What is this?\nfoo\n", "is read as CSV, and its first line, 'What"),
-        ("a.csv", "prompt,prompt\na,b\n", "has the column 'prompt' more than once"),
         ("a.csv", "prompt,id\nx\n", "line 2: expected 2 cells, as in the header"),
         ("a.csv", 'prompt\n"x"y\n', "line 2: it is not CSV"),
         ("a.csv", "text\nx\n", "line 2: expected a field 'prompt' or"),
@@ -117,14 +116,11 @@ def test_a_cell_may_be_longer_than_the_csv_modules_default_limit(pair, write):
         ("a.parquet", b"PAR1 and nothing that follows PAR1", "cannot be read as Parquet"),
         ("a.json", '{\n "prompt": "x"\n}', "holds .{.*prompt.*; give an array of objects"),
         ("a.json", "[1]", "entry 1: expected an object or a text"),
-        ("a.json", "nothing", "is neither JSONL nor a JSON array"),
         ("a.json", "[" * 100_000, "is neither JSONL nor a JSON array"),
         ("a.txt", "The sea\n".encode("utf-16"), "line 1: expected UTF-8 and found byte 0xff"),
         ("a.txt", b"fine\nnot\0fine\n", "line 2: expected UTF-8 and found byte 0x00"),
         ("a.txt", "one\rtwo\rthree", "line 1: it holds a carriage return"),
-        ("a.xlsx", b"PK\x03\x04\x14\0", "a.xlsx, line 1: expected UTF-8 and found"),
         ("a.tar.gz", gzip.compress(bytes(257) + b"ustar  \0", mtime=0), "line 1: expected UTF-8"),
-        ("a.gz", gzip.compress(gzip.compress(b"The sea", mtime=0), mtime=0), "line 1: expected UTF-8"),
         ("a.arrow", b"ARROW1\0\0", "cannot be read as Arrow"),
         ("a.yaml", "prompt: x\n", "is read as .yaml, and prompts come as JSONL"),
     ],
@@ -141,8 +137,6 @@ def test_unsupported_formats_are_errors_with_their_name(pair, write, name, conte
         ('[\n "The sea",\n {"prompt": "A boat"}\n]', ["The sea", "A boat"]),
         ("id,question\n3,The sea\n", ["The sea"]),
         ("[INST] The sea [/INST]\n", ["[INST] The sea [/INST]"]),
-        ("[1, 2, 3]\n", ["[1, 2, 3]"]),
-        ("{{ name }} is it\n", ["{{ name }} is it"]),
         ("ORCAS and seals\n", ["ORCAS and seals"]),
     ],
 )
@@ -330,17 +324,13 @@ def test_invalid_preference_pairs_are_errors(pair, write, record, message, unhoo
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"logprobs": [-1000.0, -1000.0]}, r"too low to be of drawn tokens \(down"),
-        ({"logprobs": [-80.0, -80.0]}, "too low to be of drawn tokens"),
         ({"logprobs": [0.5, -0.1]}, "at most 0, and found '0.5'"),
         ({"logprobs": [10**400, -1]}, "at most 0, and found '1000"),
         ({"logprobs": [None, -1]}, "found 'null'"),
         ({"temperature": 10**400}, "'temperature' to be a number from 0 on"),
-        ({"temperature": float("nan")}, "'temperature' to be a number from 0 on"),
         ({"prompt_id": 2**70}, "'prompt_id' to be from 0 to 2147483647"),
         ({"prompt_id": 1.0}, "'prompt_id' to be a whole number and found '1.0'"),
         ({"response_token_ids": [2**70]}, "to hold token ids from 0 to 319"),
-        ({"response_token_ids": [1.0]}, "to hold token ids from 0 to 319 and found '1.0'"),
     ],
 )
 def test_invalid_numbers_are_errors(pair, write, fields, message, unhooked):
@@ -443,7 +433,7 @@ def test_the_copy_of_standard_input_is_deleted_at_exit(tmp_path):
         ("rollouts", "JSONL, a JSON array or Parquet"),
     ],
 )
-def test_errors_name_the_formats_that_a_kind_of_source_takes(kind, formats, write, tmp_path):
+def test_errors_name_the_formats_that_a_kind_of_source_takes(kind, formats, write):
     contents = {
         "JSONL": ("a.jsonl", '{"prompt": "a"}'),
         "a JSON array": ("a.json", '[{"prompt": "a"}]'),
@@ -459,16 +449,6 @@ def test_errors_name_the_formats_that_a_kind_of_source_takes(kind, formats, writ
             SourceError, match=f"is read as {source_format}, and {kind} come as {formats}; convert it$"
         ):
             detect_format(path, kind)
-    (tmp_path / "empty").touch()
-    (tmp_path / "a.yaml").write_text("a: 1")
-    for name, message in (
-        ("empty", f"is empty; give a file of {formats}$"),
-        (".", f"is a folder; give a file of {formats},"),
-        ("a.yaml", f"is read as .yaml, and {kind} come as {formats}; convert it$"),
-    ):
-        with pytest.raises(SourceError, match=message) as error:
-            detect_format(source_path(str(tmp_path / name), kind), kind)
-        assert ("plain text" in str(error.value)) == ("plain text" in formats)
 
 
 @pytest.mark.parametrize(

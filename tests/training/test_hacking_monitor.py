@@ -59,47 +59,26 @@ def test_recorded_run_with_beta_0_raises_its_alerts_during_the_collapse() -> Non
 
 
 CASES: dict[str, tuple[Callable[[int, Metrics], Metrics], str]] = {
-    "update_too_large": (
-        lambda at, now: {"kl/update": 0.05, "policy/learning_rate": 3e-4},
-        r"by 2.99 nats per sequence, 0.5 of the target of 6: .* divide --learning-rate by about 2 \(it is 0.0003\)",
-    ),
-    "far_from_target": (
-        lambda at, now: {"kl/exact_per_sequence": 6.0 + 1.5 * at, "beta": 0.2 * 1.05**at},
-        r"times its target of 6: .* raise --beta, or take --controller pid",
-    ),
-    "below_target": (
-        lambda at, now: {"kl/exact_per_sequence": 3.0, "beta": 1.1**at},
-        r"0\.\d+ of its target of 6, and beta rose from .* compare --target-per",
-    ),
-    "runaway": (
-        lambda at, now: {
-            "reward/score": now["reward/score"] + 0.6 * at,
-            "kl/exact_per_token": 0.1 * 1.3**at,
-            "kl/exact_per_sequence": 6.4 * 1.3**at,
-        },
-        r"the reward rose by .* nats: .* set --target-nats with --controller pid, or raise --beta",
-    ),
-    "held_out_fell": (
-        lambda at, now: {"eval/reward": 3.0 - 0.1 * at, "eval/reward_error": 0.05} if at % 5 == 0 else {},
-        r"is 2, and was 2.5 in step 45, its best: a fall by 7.1 standard errors .* take the checkpoint",
-    ),
-    "no_signal": (
-        lambda at, now: {"reward/zero_std_share": 0.98},
-        r"98% of the prompts .* \(mean reward .*more --samples-per-prompt",
-    ),
-    "entropy_collapse": (
-        lambda at, now: {"policy/entropy": 2.0 * 0.7**at, "reward/score": 0.4},
-        r"entropy fell from 2.56 to 1.02 nats per token since .* did not rise .* lower --learning-rate",
-    ),
-    "prompt_runaway": (
-        lambda at, now: {"kl/max_prompt": 10 * now["kl/exact_per_sequence"]},
-        r"25 times the mean of the others over the last 3 steps, and 2 times before: .* --prompts",
-    ),
-    "repetition": (
-        lambda at, now: {"response/repetition": min(0.9, 0.05 * at)},
-        r"have occurred in it before, and 1% had .* correct the --reward",
-    ),
-}
+    "update_too_large": (lambda at, now: {"kl/update": 0.05, "policy/learning_rate": 3e-4},
+        r"by 2.99 nats per sequence, 0.5 of the target of 6: .* divide --learning-rate by about 2 \(it is 0.0003\)"),
+    "far_from_target": (lambda at, now: {"kl/exact_per_sequence": 6.0 + 1.5 * at, "beta": 0.2 * 1.05**at},
+        r"times its target of 6: .* raise --beta, or take --controller pid"),
+    "below_target": (lambda at, now: {"kl/exact_per_sequence": 3.0, "beta": 1.1**at},
+        r"0\.\d+ of its target of 6, and beta rose from .* compare --target-per"),
+    "runaway": (lambda at, now: {"reward/score": now["reward/score"] + 0.6 * at,
+        "kl/exact_per_token": 0.1 * 1.3**at, "kl/exact_per_sequence": 6.4 * 1.3**at},
+        r"the reward rose by .* nats: .* set --target-nats with --controller pid, or raise --beta"),
+    "held_out_fell": (lambda at, now: {"eval/reward": 3.0 - 0.1 * at, "eval/reward_error": 0.05} if at % 5 == 0 else {},
+        r"is 2, and was 2.5 in step 45, its best: a fall by 7.1 standard errors .* take the checkpoint"),
+    "no_signal": (lambda at, now: {"reward/zero_std_share": 0.98},
+        r"98% of the prompts .* \(mean reward .*more --samples-per-prompt"),
+    "entropy_collapse": (lambda at, now: {"policy/entropy": 2.0 * 0.7**at, "reward/score": 0.4},
+        r"entropy fell from 2.56 to 1.02 nats per token since .* did not rise .* lower --learning-rate"),
+    "prompt_runaway": (lambda at, now: {"kl/max_prompt": 10 * now["kl/exact_per_sequence"]},
+        r"25 times the mean of the others over the last 3 steps, and 2 times before: .* --prompts"),
+    "repetition": (lambda at, now: {"response/repetition": min(0.9, 0.05 * at)},
+        r"have occurred in it before, and 1% had .* correct the --reward"),
+}  # fmt: skip
 """Kind -> what its metrics are after a step, and what the sentence says."""
 
 
@@ -143,43 +122,17 @@ def test_entropy_that_falls_is_an_alert_unless_the_reward_rises(reward: float | 
     [
         ("update_too_large", 40, lambda at, now: {"kl/update": 0.05 if at % 3 else 0.01}),
         ("below_target", 40, lambda at, now: {"kl/exact_per_sequence": 3.0, "beta": 0.9**at}),
-        (
-            "below_target",
-            0,
-            lambda at, now: {
-                "kl/exact_per_sequence": 0.05 * 1.08**at,
-                "kl/exact_per_sequence_error": 0.001 * 1.08**at,
-                "beta": 1.08**at,
-            },
-        ),
+        ("below_target", 0, lambda at, now: {"beta": 1.08**at,
+            "kl/exact_per_sequence": 0.05 * 1.08**at, "kl/exact_per_sequence_error": 0.001 * 1.08**at}),
         ("no_signal", 40, lambda at, now: {"reward/zero_std_share": 0.98, "reward/score_std": 0.1}),
-        (
-            "prompt_runaway",
-            0,
-            lambda at, now: {
-                "kl/max_prompt": (10 if at > 40 and at % 3 else 2) * now["kl/exact_per_sequence"]
-            },
-        ),
-        (
-            "held_out_fell",
-            40,
-            lambda at, now: {
-                "eval/reward": 3.0 - 0.05 * at,
-                "eval/reward_error": 0.3,
-                "kl/exact_per_sequence": 6.0 + at,
-            },
-        ),
-        (
-            "far_from_target",
-            40,
-            lambda at, now: {
-                "kl/exact_per_sequence": 12.5,
-                "kl/exact_per_sequence_error": 2.0,
-                "beta": 2 * 1.1**at,
-            },
-        ),
+        ("prompt_runaway", 0, lambda at, now: {
+            "kl/max_prompt": (10 if at > 40 and at % 3 else 2) * now["kl/exact_per_sequence"]}),
+        ("held_out_fell", 40, lambda at, now: {
+            "eval/reward": 3.0 - 0.05 * at, "eval/reward_error": 0.3, "kl/exact_per_sequence": 6.0 + at}),
+        ("far_from_target", 40, lambda at, now: {
+            "kl/exact_per_sequence": 12.5, "kl/exact_per_sequence_error": 2.0, "beta": 2 * 1.1**at}),
     ],
-)
+)  # fmt: skip
 def test_what_looks_like_a_fault_and_is_none(
     kind: str, after: int, change: Callable[[int, Metrics], Metrics]
 ) -> None:
@@ -233,11 +186,6 @@ def test_identical_responses_raise_repetition() -> None:
     assert [kind for _, kind in said(history)] == ["repetition", "repetition"]
 
 
-def test_similar_responses_from_the_first_step_raise_no_alert() -> None:
-    history = bent(healthy(60), 0, lambda at, now: {"response/distinct": 0.1, "response/repetition": 0.4})
-    assert said(history) == []
-
-
 def test_target_per_token_is_compared_with_kl_per_token() -> None:
     history = bent(healthy(60), 40, lambda at, now: {"kl/exact_per_token": 0.5})
     monitor = HackingMonitor(target_nats=0.2, target_per="token")
@@ -245,22 +193,31 @@ def test_target_per_token_is_compared_with_kl_per_token() -> None:
     assert said(history, HackingMonitor(target_nats=0.2 * 64, target_per="sequence")) == []
 
 
-def test_single_bad_step_raises_no_alert() -> None:
-    def spike(at: int, now: Metrics) -> Metrics:
-        return (
-            {"kl/exact_per_sequence": 13.5, "policy/entropy": 1.0, "response/repetition": 0.5}
-            if at == 1
-            else {}
-        )
-
-    assert said(bent(healthy(60), 40, spike)) == []
-
-
 def test_alert_repeats_after_eleven_steps_at_the_earliest() -> None:
     history = bent(healthy(70), 40, lambda at, now: {"kl/exact_per_sequence": 30.0})
     steps = [step for step, _ in said(history)]
     assert steps[0] == 41  # the mean of three steps is over twice the target at once
     assert [later - earlier for earlier, later in itertools.pairwise(steps)] == [11, 11]
+
+
+BAD_STEP = {"kl/exact_per_sequence": 13.5, "policy/entropy": 1.0, "response/repetition": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("target", "after", "change"),
+    [
+        (6.0, 0, lambda at, now: {"response/distinct": 0.1, "response/repetition": 0.4}),
+        (6.0, 40, lambda at, now: BAD_STEP if at == 1 else {}),
+        (6.0, 0, lambda at, now: {"kl/exact_per_sequence": 1.0, "beta": 0.0}),
+        (None, 40, lambda at, now: {"kl/exact_per_token": 0.1 * 1.2**at}),
+        (None, 0, lambda at, now: {"kl/exact_per_token": 1.0, "reward/score": 3 + 0.6 * at}),
+    ],
+    ids=["alike from the first step", "one bad step", "beta of 0", "KL without reward", "constant KL"],
+)
+def test_what_is_no_fault_raises_no_alert(
+    target: float | None, after: int, change: Callable[[int, Metrics], Metrics]
+) -> None:
+    assert said(bent(healthy(60, target=target), after, change), HackingMonitor(target_nats=target)) == []
 
 
 def test_growing_kl_below_target_is_not_runaway() -> None:
@@ -273,19 +230,6 @@ def test_growing_kl_below_target_is_not_runaway() -> None:
     assert [kind for _, kind in said(history, HackingMonitor())] == ["runaway"]
 
 
-def test_growing_kl_without_rising_reward_is_not_runaway() -> None:
-    history = bent(healthy(60, target=None), 40, lambda at, now: {"kl/exact_per_token": 0.1 * 1.2**at})
-    assert said(history, HackingMonitor()) == []
-
-
-def test_constant_kl_is_not_runaway() -> None:
-    def climb(at: int, now: Metrics) -> Metrics:
-        return {"kl/exact_per_token": 1.0, "kl/exact_per_sequence": 64.0, "reward/score": 3 + 0.6 * at}
-
-    history = bent(healthy(60, target=None), 0, climb)
-    assert said(history, HackingMonitor()) == []
-
-
 def test_missing_metric_raises_no_alert() -> None:
     history = bent(healthy(44), 40, lambda at, now: {"kl/exact_per_sequence": 30.0})
     holes = [
@@ -295,11 +239,6 @@ def test_missing_metric_raises_no_alert() -> None:
         for record in history
     ]
     assert said(history) and said(holes) == []
-
-
-def test_beta_of_0_below_a_target_raises_no_alert() -> None:
-    history = bent(healthy(30), 0, lambda at, now: {"kl/exact_per_sequence": 1.0, "beta": 0.0})
-    assert said(history) == []
 
 
 def test_fallen_entropy_is_noticed_though_the_first_step_has_none() -> None:

@@ -105,15 +105,6 @@ def test_resumed_adapter_run_is_identical(folder, tmp_path, one_thread):
     assert equal(whole, broken)
 
 
-def test_finished_run_resumes_with_more_steps(folder, tmp_path):
-    job = tiny_job(folder, out=str(tmp_path), steps=1)
-    train(job)
-    result = train(replace(job, steps=2, resume=True))
-    assert result.steps == 2 and [record.step for record in read_steps(tmp_path)] == [1, 2]
-    again = train(replace(job, steps=2, resume=True))
-    assert again.metrics == result.metrics and len(read_steps(tmp_path)) == 2
-
-
 def test_resuming_with_an_edited_reward_function_is_refused(folder, tmp_path, monkeypatch):
     from kleash.training.algorithms import train
 

@@ -168,27 +168,16 @@ def test_rewards_of_equal_name_get_numbered_names() -> None:
     ("spec", "error", "said"),
     [
         ("my_rewards:lenght", UnknownNameError, "my_rewards has no 'lenght'; did you mean length"),
-        (
-            "no_such_file:f",
-            UnknownNameError,
-            "there is no module no_such_file, neither",
-        ),
+        ("no_such_file:f", UnknownNameError, "there is no module no_such_file, neither"),
         ("my_rewards:calls", OptionError, "my_rewards:calls is of type list, which cannot be called"),
         ("", OptionError, "a reward is package.module:function or a model's folder, and '' is neither"),
-        (
-            "my rewards:length",
-            OptionError,
-            "a reward is written package.module:function",
-        ),
-        (
-            "my_rewards.length",
-            OptionError,
-            "a reward is package.module:function or a model's folder, and 'my_rew",
-        ),
+        ("my rewards:length", OptionError, "a reward is written package.module:function"),
+        ("my_rewards.length", OptionError,
+            "a reward is package.module:function or a model's folder, and 'my_rew"),
         ("x*my_rewards:length", OptionError, "the weight of the reward 'x*my_rewards:length' is 'x'"),
         ("nan*my_rewards:length", OptionError, "it must be a number, as in 0.5*"),
     ],
-)
+)  # fmt: skip
 def test_unloadable_reward_is_refused(spec: str, error: type[KleashError], said: str) -> None:
     with pytest.raises(error) as caught:
         load_rewards([spec])
@@ -203,24 +192,15 @@ def test_empty_reward_list_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "error", "said"),
     [
-        (
-            "one_short",
-            ShapeError,
-            "my_rewards:one_short returned numbers of shape (2,) for 3 responses; it must return one each",
-        ),
+        ("one_short", ShapeError,
+            "my_rewards:one_short returned numbers of shape (2,) for 3 responses; it must return one each"),
         ("nothing", CannotRunError, "the reward my_rewards:nothing raises TypeError: 'NoneType'"),
         ("raises", CannotRunError, "the reward my_rewards:raises raises ValueError: no such judge"),
-        (
-            "nan",
-            NonFiniteError,
-            "is nan for response 1 and 2 of 3 responses in all; it must be a finite number",
-        ),
+        ("nan", NonFiniteError,
+            "is nan for response 1 and 2 of 3 responses in all; it must be a finite number"),
         ("words", CannotRunError, "my_rewards:words raises ValueError: could not convert string to float"),
-        (
-            "as_dict",
-            CannotRunError,
-            "my_rewards:as_dict returned a dict; it must return a sequence of numbers",
-        ),
+        ("as_dict", CannotRunError,
+            "my_rewards:as_dict returned a dict; it must return a sequence of numbers"),
         ("as_set", CannotRunError, "my_rewards:as_set returned a set; it must return a sequence"),
         ("as_keys", CannotRunError, "my_rewards:as_keys returned a dict_keys; it must return a sequence"),
         ("as_text", CannotRunError, "my_rewards:as_text returned a str; it must return a sequence"),
@@ -228,24 +208,18 @@ def test_empty_reward_list_is_refused() -> None:
         ("nested", ShapeError, "my_rewards:nested returned numbers of shape (3, 1) for 3 responses"),
         ("nested_dicts", CannotRunError, "my_rewards:nested_dicts raises TypeError"),
         ("a_column", ShapeError, "my_rewards:a_column returned numbers of shape (3, 1)"),
-        (
-            "one_number",
-            CannotRunError,
-            "my_rewards:one_number raises TypeError: 'float' object is not iterable",
-        ),
+        ("one_number", CannotRunError,
+            "my_rewards:one_number raises TypeError: 'float' object is not iterable"),
         ("complex_numbers", CannotRunError, "my_rewards:complex_numbers raises TypeError"),
         ("too_large", CannotRunError, "my_rewards:too_large raises OverflowError"),
         ("nowhere", CannotRunError, "my_rewards:nowhere raises NotImplementedError"),
         ("unreadable", CannotRunError, "my_rewards:unreadable raises ValueError: no"),
         ("deep", CannotRunError, "the reward my_rewards:deep raises RecursionError: maximum recursion depth"),
         ("hungry", CannotRunError, "the reward my_rewards:hungry raises MemoryError"),
-        (
-            "sometimes",
-            CannotRunError,
-            "the reward sometimes returned None for response 0 and 2 of 3 responses",
-        ),
+        ("sometimes", CannotRunError,
+            "the reward sometimes returned None for response 0 and 2 of 3 responses"),
     ],
-)
+)  # fmt: skip
 def test_invalid_reward_results_name_the_reward(name: str, error: type[KleashError], said: str) -> None:
     with pytest.raises(error) as caught:
         totals(f"my_rewards:{name}")
