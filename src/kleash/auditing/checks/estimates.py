@@ -9,11 +9,10 @@ from kleash.auditing.checks.evidence import LEVELS, Evidence, Level, Matched
 from kleash.auditing.checks.expectations import Expectation, one_token, several_tokens
 from kleash.auditing.quantities import (
     TOLERANCE,
+    exact_gradient,
     exact_values,
     is_quantity,
     known_quantities,
-    sequence_gradient,
-    token_gradient,
 )
 from kleash.auditing.toy_distributions import SEQUENCES, Sampling
 from kleash.store.audit import Finding
@@ -221,9 +220,10 @@ def gradient_findings(evidence: Evidence) -> list[Finding]:
             )
         )
     elif positions.level == "token" or positions.factors_of == "token":
-        by_sequence = sequence_gradient(SEQUENCES, evidence.claimed)
-        missing = by_sequence - token_gradient(SEQUENCES, "on-policy", evidence.claimed)
-        share = (missing.norm() / by_sequence.norm()).item()
+        by_token, by_sequence = (
+            exact_gradient(SEQUENCES, "on-policy", evidence.claimed, level) for level in ("token", "sequence")
+        )
+        share = ((by_sequence - by_token).norm() / by_sequence.norm()).item()
         sentence = (
             f"It follows {evidence.claimed} token by token: the effect of a token on the divergence at later tokens is "
             f"left out, in responses of three tokens {100 * share:.0f} % of the gradient between whole responses."
