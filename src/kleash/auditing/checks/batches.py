@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kleash.auditing.audited_function import AuditedFunction
+from kleash.auditing.checks.evidence import Matched
 from kleash.auditing.toy_distributions import P_FIELDS, Q_FIELDS, SEQUENCES, AuditInputs, leaf_inputs
 from kleash.errors import KleashError
 from kleash.store.audit import Finding, MaskRow, Severity
@@ -43,15 +44,13 @@ PADDING_SENTENCES: Mapping[str, str] = MappingProxyType(
 """Kind of finding -> the beginning of its sentence."""
 
 
-def batch_findings(
-    audited: AuditedFunction, *, ignores_padding: bool, is_right_between_tokens: bool
-) -> list[Finding]:
+def batch_findings(audited: AuditedFunction, gradient: Matched, *, ignores_padding: bool) -> list[Finding]:
     """A batch of three responses compared with each response alone.
 
     Args:
         audited: the function; none of its faults is reported if it refuses such a batch.
+        gradient: what its gradient is; a reward that is given late is no fault if its gradient is right.
         ignores_padding: whether padding has no effect; only then is a mean over unequal lengths judged.
-        is_right_between_tokens: whether values at the wrong tokens are no fault, such as a reward given late.
     """
     reduction = dependence = credit = ""
     try:
@@ -61,7 +60,8 @@ def batch_findings(
             dependence, credit = _dependence(audited), _misplaced_values(audited)
     except KleashError:
         return []
-    credit_severity: Severity = "note" if is_right_between_tokens else "wrong"
+    is_right = gradient.is_right and gradient.positions.level != "neither"
+    credit_severity: Severity = "note" if audited.convention.place == "reward" and is_right else "wrong"
     faults: tuple[tuple[str, Severity, str, str, str], ...] = (
         ("wrong_reduction", "wrong", "It is not a mean", reduction, "batch"),
         ("batch_dependent", "wrong", "The result for a response depends on its batch", dependence, "batch"),

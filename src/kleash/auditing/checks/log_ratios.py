@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from math import exp, inf, isinf, log
 from typing import Literal, NamedTuple
@@ -113,17 +114,14 @@ def scan_log_ratios(audited: AuditedFunction) -> LogRatios:
     scan = probe(_grid(audited, FINE_REACH, CURVE_REACH, REACH))
     estimator = _matching_estimator(scan) if sees_tokens else ""
 
-    def zones(kind: ZoneKind, is_inside: Condition, on_grid: Tensor | None = None) -> list[ZoneRow]:
-        inside = is_inside(scan) if on_grid is None else on_grid
-        return _zones(audited, kind, probe, scan, inside, is_inside)
-
+    zones = partial(_zones, audited, probe, scan)
     curve, right_value_is = _curve(audited.convention, scan, estimator)
     return LogRatios(
         convention=audited.convention,
         estimator=estimator,
         zones=(
             *zones("gradient", _is_dead),
-            *zones("value", lambda part: _is_flat(part, probe), _is_flat_on_grid(scan)),
+            *zones("value", lambda part: _is_flat(part, probe), on_grid=_is_flat_on_grid(scan)),
             *zones("gradient is NaN", lambda part: _gradients(part).isnan()),
         ),
         curve=curve,
@@ -262,13 +260,18 @@ def _equal_up_to_rounding(values: Tensor, expected: Tensor) -> Bool[Tensor, " po
 
 def _zones(
     audited: AuditedFunction,
-    kind: ZoneKind,
     probe: Probe,
     scan: Scan,
-    on_grid: Bool[Tensor, " points"],
+    kind: ZoneKind,
     is_inside: Condition,
+    *,
+    on_grid: Bool[Tensor, " points"] | None = None,
 ) -> list[ZoneRow]:
-    """The ranges of at least two points that are inside; ``is_inside`` at other points locates their ends."""
+    """The ranges of at least two points that are inside; ``is_inside`` at other points locates their ends.
+
+    ``on_grid`` says which points of the scan are inside, if they can be told without ``is_inside``.
+    """
+    on_grid = is_inside(scan) if on_grid is None else on_grid
     sections = 2 if audited.convention.gives == "mean" else 16  # a mean needs a call for each point
     u = scan.log_ratios.tolist()
 
@@ -383,7 +386,7 @@ def truncated_ratio_zones(audited: AuditedFunction) -> list[ZoneRow]:
             return (of(scan) - of(farther)).abs() <= 1e-4 * of(scan).abs()
 
         on_grid = is_constant(scan)
-        return [] if on_grid.all() else _zones(audited, kind, probe, scan, on_grid, is_constant)
+        return [] if on_grid.all() else _zones(audited, probe, scan, kind, is_constant, on_grid=on_grid)
 
     try:
         scan = probe(_grid(audited, 0, WEIGHT_REACH, WEIGHT_REACH))
