@@ -13,10 +13,9 @@ from kleash.auditing import audit
 from kleash.auditing.checks.precision import KL_LEVELS, pair_with_kl
 from kleash.auditing.quantities import (
     UNBOUNDED,
+    exact_gradient,
     gradient_candidates,
     quantity_values,
-    sequence_gradient,
-    token_gradient,
 )
 from kleash.auditing.toy_distributions import one_token_distributions, toy_distributions
 from kleash.divergences import DIVERGENCES, divergence
@@ -136,7 +135,7 @@ def test_sequence_kl_by_enumeration():
 
 def test_sequence_gradient_by_finite_differences():
     world = toy_distributions()["sequences"]
-    found = sequence_gradient("sequences", "KL(p ‖ q)")
+    found = exact_gradient("sequences", "on-policy", "KL(p ‖ q)", "sequence")
     logq, step = enumerated(world.logits_q), 1e-5
 
     def kl(logits):
@@ -159,14 +158,14 @@ def test_token_gradient_holds_the_prefixes_fixed():
     rows = p * (u - (p * u).sum(-1, keepdims=True))
     for sampling, drawn in (("on-policy", p), ("off-policy", behaviour)):
         reached = np.concatenate([[1.0], drawn[0], (drawn[0][:, None] * drawn[1:4]).ravel()])
-        found = token_gradient("sequences", sampling, "KL(p ‖ q)").numpy()
+        found = exact_gradient("sequences", sampling, "KL(p ‖ q)").numpy()
         assert found == pytest.approx(reached[:, None] * rows, abs=1e-12)
 
 
 def test_gradient_candidates_are_distinct():
     """Else one could be taken for the other."""
     for one, other in combinations(gradient_candidates(), 2):
-        ours, theirs = (token_gradient("far", "on-policy", quantity) for quantity in (one, other))
+        ours, theirs = (exact_gradient("far", "on-policy", quantity) for quantity in (one, other))
         assert not torch.allclose(ours, theirs, rtol=1e-2), SAME_QUANTITY.format(one, other)
 
 

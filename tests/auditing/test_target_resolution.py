@@ -99,7 +99,7 @@ ABSOLUTE = Target(
     name="absolute",
     package="torch",
     modules=("torch.nn",),
-    cases=(make_case("log_ratio", lambda p, q: p - q, "reward", "torch.sub"),),
+    cases=(make_case("log_ratio", "torch.sub", "reward", function=lambda p, q: p - q),),
 )
 
 

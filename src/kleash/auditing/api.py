@@ -144,7 +144,7 @@ def _audit_of(audited: AuditedFunction, purity: Purity) -> Audit:
     Raises:
         CannotRunError, ShapeError: if a call fails that all functions must allow.
     """
-    is_random = bool(purity.noise)
+    is_random, is_impure = bool(purity.noise), bool(purity.noise or purity.state)
     audited = replace(audited, repeats=REPEATS if is_random else 1)
     evidence = gather_evidence(audited)
     log_ratios = evidence.log_ratios
@@ -156,7 +156,8 @@ def _audit_of(audited: AuditedFunction, purity: Purity) -> Audit:
     ignores_padding = not (masks and masks[0].problem)
     findings = [
         *purity.findings,
-        *([] if is_random or purity.state else _mixing_findings(evidence, ignores_padding=ignores_padding)),
+        *(() if is_impure else batch_findings(audited, evidence.gradient, ignores_padding=ignores_padding)),
+        *(() if is_impure else nan_input_findings(audited)),
         *value_findings(evidence),
         *gradient_findings(evidence),
         *log_ratio_findings(log_ratios, is_claimed, evidence.gradient.is_right),
@@ -186,18 +187,6 @@ def _audit_of(audited: AuditedFunction, purity: Purity) -> Audit:
         accuracy=accuracy,
         notes=BATCH_MEANS["" if is_random else batch_mean(audited)],
     )
-
-
-def _mixing_findings(evidence: Evidence, *, ignores_padding: bool) -> list[Finding]:
-    """Values that depend on other responses or on later tokens, and NaN that reaches other tokens."""
-    audited, gradient = evidence.audited, evidence.gradient
-    is_late_credit = audited.convention.place == "reward" and gradient.is_right
-    of_batches = batch_findings(
-        audited,
-        ignores_padding=ignores_padding,
-        is_right_between_tokens=is_late_credit and gradient.positions.level != "neither",
-    )
-    return [*of_batches, *nan_input_findings(audited)]
 
 
 def _describe_gradient(evidence: Evidence) -> str:

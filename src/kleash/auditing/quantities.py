@@ -153,7 +153,7 @@ def quantity_gradients(sampling: Sampling) -> Mapping[str, Float64[Tensor, "pair
     names = [toy.name for toy in one_token_distributions()]
     return MappingProxyType(
         {
-            label: torch.cat([token_gradient(name, sampling, label) for name in names])
+            label: torch.cat([exact_gradient(name, sampling, label) for name in names])
             for label in gradient_candidates()
         }
     )
@@ -170,31 +170,6 @@ def gradient_candidates() -> tuple[str, ...]:
 
 
 @cache
-def token_gradient(toy_name: str, sampling: Sampling, label: str) -> Float64[Tensor, "prefixes vocab"]:
-    """The gradient in the policy's logits of a quantity summed over the steps, prefixes held as sampled."""
-    toy = toy_distributions()[toy_name]
-    logits = toy.logits_p.clone().requires_grad_()
-    by_prefix = known_quantities()[label].function(logits.log_softmax(-1), toy.logits_q.log_softmax(-1))
-    (gradient,) = torch.autograd.grad((prefix_probabilities(toy, sampling) * by_prefix).sum(), logits)
-    return gradient
-
-
-@cache
-def sequence_gradient(toy_name: str, label: str) -> Float64[Tensor, "prefixes vocab"]:
-    """The gradient in the policy's logits of a quantity of the distributions over whole responses."""
-    toy = toy_distributions()[toy_name]
-    logits = toy.logits_p.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(_of_responses(toy, logits, label), logits)
-    return gradient
-
-
-def _of_responses(toy: ToyDistributions, logits_p: Tensor, label: str) -> Tensor:
-    """A quantity of the distributions over whole responses, p given by ``logits_p``."""
-    p, q = (response_logp(toy, logits).unsqueeze(0) for logits in (logits_p, toy.logits_q))
-    return known_quantities()[label].function(p, q).squeeze(0)
-
-
-@cache
 def prefix_probabilities(toy: ToyDistributions, sampling: Sampling) -> Float64[Tensor, " prefixes"]:
     """The probability that a sampled response begins with each prefix."""
     rows, probabilities = toy.prefix_rows, toy.probabilities(sampling)
@@ -202,15 +177,35 @@ def prefix_probabilities(toy: ToyDistributions, sampling: Sampling) -> Float64[T
     return sums.index_add(0, rows.flatten(), probabilities.unsqueeze(-1).expand_as(rows).flatten())
 
 
+def _by_level(
+    toy: ToyDistributions, sampling: Sampling, label: str, logits_p: Float64[Tensor, "prefixes vocab"]
+) -> dict[str, Tensor]:
+    """Level -> a quantity, p given by ``logits_p``: "token" summed over the sampled prefixes, and of responses of
+    several tokens "sequence", that of the distributions over whole responses."""
+    function = known_quantities()[label].function
+    by_prefix = function(logits_p.log_softmax(-1), toy.logits_q.log_softmax(-1))
+    values = {"token": (prefix_probabilities(toy, sampling) * by_prefix).sum()}
+    if toy.steps > 1:
+        p, q = (response_logp(toy, logits).unsqueeze(0) for logits in (logits_p, toy.logits_q))
+        values["sequence"] = function(p, q).squeeze(0)
+    return values
+
+
 @cache
 def exact_values(toy: ToyDistributions, sampling: Sampling, label: str) -> Mapping[str, float]:
-    """Level -> the quantity: "token" summed over sampled prefixes, "sequence" of whole responses."""
-    logp, logq = toy.logits_p.log_softmax(-1), toy.logits_q.log_softmax(-1)
-    by_prefix = known_quantities()[label].function(logp, logq)
-    token_sum = (prefix_probabilities(toy, sampling) * by_prefix).sum().item()
-    if toy.steps == 1:
-        return {"token": token_sum}
-    return {"token": token_sum, "sequence": _of_responses(toy, toy.logits_p, label).item()}
+    """Level -> the quantity."""
+    return {level: x.item() for level, x in _by_level(toy, sampling, label, toy.logits_p).items()}
+
+
+@cache
+def exact_gradient(
+    toy_name: str, sampling: Sampling, label: str, level: str = "token"
+) -> Float64[Tensor, "prefixes vocab"]:
+    """The gradient in the policy's logits of a quantity of a level; for "token", prefixes are held as sampled."""
+    toy = toy_distributions()[toy_name]
+    logits = toy.logits_p.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(_by_level(toy, sampling, label, logits)[level], logits)
+    return gradient
 
 
 TOLERANCE = 1e-3

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kleash.diagnosis.causes import HEALTHY, likely_cause
 from kleash.diagnosis.hypothesis import Hypothesis
-from kleash.diagnosis.model_scores import ModelScores, Transform, at_temperature, cut, log_probabilities
+from kleash.diagnosis.model_scores import ModelScores, Transform, at_temperature, log_probabilities
 from kleash.diagnosis.residuals import (
     DISTINCT,
     MISTAKES,
@@ -25,6 +25,7 @@ from kleash.diagnosis.residuals import (
     token_unit,
 )
 from kleash.diagnosis.rollout_records import LOG_OF_ZERO
+from kleash.divergences import truncate
 from kleash.errors import KleashError
 from kleash.models.weight_groups import WeightGroup, swapped_weights, weight_groups
 from kleash.store.rollout_results import LikelyCause
@@ -184,7 +185,13 @@ Setting = tuple[str, str, float, float, Callable[[float], float], Callable[[Mode
 
 
 def _cut(name: str) -> Callable[[ModelScores, float], Transform]:
-    return lambda scores, value: cut({name: value})
+    """A cut by "top_p", "top_k" or "min_p": what the tokens that it keeps gain, which those outside are given too."""
+
+    def renormalised(scores: ModelScores, value: float, logits: Tensor, rows: np.ndarray) -> Tensor:
+        logp, limits = logits.log_softmax(-1), cast("dict[str, Any]", {name: value})
+        return logp - truncate(logp, order=scores.order, **limits).log_kept_mass.unsqueeze(-1)
+
+    return lambda scores, value: partial(renormalised, scores, value)
 
 
 def _penalty(name: str, *, with_prompt: bool = False) -> Callable[[ModelScores, float], Transform]:

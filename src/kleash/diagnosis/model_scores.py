@@ -1,19 +1,17 @@
 """The log-probabilities of rollouts' tokens under the models, also at other settings and after other prompts."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.diagnosis.residuals import Floats
 from kleash.diagnosis.rollout_records import RolloutRecord
 from kleash.diagnosis.token_table import TokenTable
-from kleash.divergences import truncate
 from kleash.errors import SourceError
 from kleash.models import Model, Pair, TokenSequence
 from kleash.models.scoring import checked_reader
@@ -72,6 +70,11 @@ class ModelScores:
             hidden=self.hidden[torch.from_numpy(rows)],
         )
         return replace(part, logits=torch.cat([logits for logits, _ in part.blocks()]))
+
+    @cached_property
+    def order(self) -> Int[Tensor, "tokens vocab"] | None:
+        """The policy's tokens from the least likely on, which no temperature changes; None if there are many."""
+        return None if self.logits is None else self.logits.argsort(dim=-1, stable=True)
 
     @cached_property
     def policy(self) -> Floats:
@@ -199,13 +202,3 @@ def hidden_states(
 def at_temperature(temperature: float) -> Transform:
     """The transform to log-probabilities at a temperature."""
     return lambda logits, rows: (logits / temperature).log_softmax(-1)
-
-
-def cut(settings: Mapping[str, Any]) -> Transform:
-    """The transform to log-probabilities after truncated sampling by "top_p", "top_k" or "min_p"; -inf outside."""
-
-    def transform(logits: Tensor, rows: np.ndarray) -> Tensor:
-        logp = logits.log_softmax(-1)
-        return logp - truncate(logp, **settings).log_kept_mass.unsqueeze(-1)
-
-    return transform

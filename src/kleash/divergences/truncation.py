@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kleash.arguments import validated
@@ -46,6 +46,7 @@ def truncate(
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
+    order: Int[Tensor, "*batch vocab"] | None = None,
 ) -> Truncated:
     """Truncate a distribution by top-k, top-p and min-p and renormalise, as the sampler of transformers does.
 
@@ -65,6 +66,7 @@ def truncate(
         top_k: at least 1; above the size of the vocabulary it has no effect.
         top_p: above 0, at most 1.
         min_p: from 0 to 1.
+        order: the tokens from the least likely on, if they were sorted before; ``top_p`` sorts them otherwise.
 
     Raises:
         OptionError: if one of the three is outside its range.
@@ -81,7 +83,7 @@ def truncate(
     if top_k is not None:
         mask = mask & _in_top_k(constant_logp, top_k)
     if top_p is not None:
-        mask = mask & _in_top_p(torch.where(mask, constant_logp, -torch.inf), top_p)
+        mask = mask & _in_top_p(torch.where(mask, constant_logp, -torch.inf), top_p, order)
     if min_p is not None:
         mask = mask & _above_min_p(torch.where(mask, constant_logp, -torch.inf), min_p)
     return restrict(logp, mask)
@@ -107,10 +109,10 @@ def _in_top_k(logp: Tensor, top_k: int) -> Tensor:
     return logp >= threshold
 
 
-def _in_top_p(logp: Tensor, top_p: float) -> Tensor:
+def _in_top_p(logp: Tensor, top_p: float, order: Tensor | None) -> Tensor:
     """Whether each token is in the smallest set of likeliest tokens whose mass exceeds ``top_p``."""
-    sorted_logp, order = torch.sort(logp, dim=-1, stable=True)
-    is_removed = sorted_logp.softmax(-1).cumsum(-1) <= 1 - top_p
+    order = torch.argsort(logp, dim=-1, stable=True) if order is None else order
+    is_removed = logp.gather(-1, order).softmax(-1).cumsum(-1) <= 1 - top_p
     is_removed[..., -1] = False
     return ~torch.zeros_like(is_removed).scatter(-1, order, is_removed)
 

@@ -7,7 +7,7 @@ from math import expm1
 from types import MappingProxyType
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from kleash.arguments import validated
@@ -17,9 +17,6 @@ from kleash.errors import OptionError
 from kleash.kl_rules import CONTRACTS, Contract
 from kleash.precision import at_least_float32
 from kleash.registry import look_up
-
-BLOCK_TOKENS = 65536
-"""Tokens processed at a time, so that float64 buffers fit the cache of a core."""
 
 
 @validated
@@ -137,42 +134,6 @@ def continued_k3(u: Float[Tensor, "*tokens"], lower: float | None = None) -> Flo
     # torch.where and not clamp, whose slope at its bounds changed in torch 2.15.
     below = u < start
     return phi(torch.where(below, start, u)) + torch.where(below, u - start, 0.0) * -expm1(-start)
-
-
-def log_ratio_and_k3(
-    token_logp: Float[Tensor, "*tokens"],
-    token_logq: Float[Tensor, "*tokens"],
-    is_counted: Bool[Tensor, "*tokens"],
-) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"]]:
-    """u = log p - log q where ``is_counted`` is true and 0 elsewhere, and ``continued_k3`` of it, without gradients.
-
-    Contiguous float32 tensors on the CPU are processed in blocks that fit the cache: one pass over memory instead of
-    twenty.
-    """
-    p, q = token_logp.detach(), token_logq.detach()
-    is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()  # pyright: ignore
-    if is_traced or p.device.type != "cpu" or (p.dtype, q.dtype) != (torch.float32, torch.float32):
-        u = torch.where(is_counted, p - q, 0.0)
-        return u, continued_k3(u)
-    u, value = (torch.empty_like(p, memory_format=torch.contiguous_format) for _ in range(2))
-    flat = [x.reshape(-1) for x in (p, q, is_counted, u, value)]
-    zero = p.new_zeros(())
-    u64, expm1_u64 = torch.empty(2, min(BLOCK_TOKENS, p.numel()), dtype=torch.float64)
-    for start in range(0, p.numel(), BLOCK_TOKENS):
-        p_block, q_block, is_counted_block, u_block, k3_block = (
-            x[start : start + BLOCK_TOKENS] for x in flat
-        )
-        torch.where(is_counted_block, p_block - q_block, zero, out=u_block)
-        k3_block.copy_(_k3_of_block(u_block, u64[: len(u_block)], expm1_u64[: len(u_block)]))
-    return u, value
-
-
-def _k3_of_block(u: Tensor, u64: Tensor, expm1_u64: Tensor) -> Tensor:
-    """expm1(-u) + u in float64, which needs no series and takes a quarter of its time."""
-    if not u.min() >= -largest_log_ratio(u.dtype):  # or NaN
-        return continued_k3(u)
-    torch.expm1(u64.copy_(u).neg_(), out=expm1_u64)
-    return expm1_u64.sub_(u64).clamp_(min=0)  # expm1 may be off by a rounding next to 0
 
 
 @validated

@@ -32,19 +32,23 @@ KLEASH = Target(
     package="kleash",
     modules=(),
     cases=(
-        make_case("kl_loss", kl_loss, "loss_with_mask", "kleash.losses.kl_loss"),
-        make_case("kl_loss_k2", kl_loss, "loss_with_mask", "kleash.losses.kl_loss", estimator="k2"),
+        make_case("kl_loss", "kleash.losses.kl_loss", "loss_with_mask", function=kl_loss),
+        make_case("kl_loss_k2", "kleash.losses.kl_loss", "loss_with_mask", function=kl_loss, estimator="k2"),
         make_case(
             "kl_loss_weighted",
-            weighted_kl_loss,
-            "loss_with_behaviour_and_mask",
             "kleash.losses.kl_loss",
+            "loss_with_behaviour_and_mask",
             "with the token weights of importance_weights",
+            function=weighted_kl_loss,
         ),
-        make_case("sampled_k1", sampled_kl, "reward", "kleash.estimators.sampled_kl", estimator="k1"),
-        make_case("sampled_k3", sampled_kl, "metric", "kleash.estimators.sampled_kl", estimator="k3"),
-        make_case("kl", kl, "log_probabilities", "kleash.divergences.kl"),
-        make_case("linear_kl", linear_kl, "heads", "kleash.linear.linear_kl"),
-        make_case("verl_k3+", verl_kl_penalty, "loss", "kleash.integrations.verl.kl_penalty"),
+        make_case(
+            "sampled_k1", "kleash.estimators.sampled_kl", "reward", function=sampled_kl, estimator="k1"
+        ),
+        make_case(
+            "sampled_k3", "kleash.estimators.sampled_kl", "metric", function=sampled_kl, estimator="k3"
+        ),
+        make_case("kl", "kleash.divergences.kl", "log_probabilities", function=kl),
+        make_case("linear_kl", "kleash.linear.linear_kl", "heads", function=linear_kl),
+        make_case("verl_k3+", "kleash.integrations.verl.kl_penalty", "loss", function=verl_kl_penalty),
     ),
 )

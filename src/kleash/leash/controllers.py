@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, SupportsFloat, runtime_checkable
+from typing import ClassVar, SupportsFloat, TypeAlias
 
 from kleash.errors import OptionError
 from kleash.leash.controller_base import (
@@ -21,51 +21,6 @@ REACH = 3.0
 """Largest absolute value of log(KL / target) from which changes are computed; beyond it is clipped."""
 HORIZON_UPDATES = 4
 """Horizon of Ziegler's rule in updates if none is given."""
-
-
-@runtime_checkable
-class Leash(Protocol):
-    """The interface of a beta controller."""
-
-    @property
-    def beta(self) -> float:
-        """The current beta: nats of reward paid for one nat of KL."""
-        ...
-
-    @property
-    def event(self) -> str | None:
-        """Why the last step was bounded or the measurement ignored; None otherwise."""
-        ...
-
-    @property
-    def target_nats(self) -> float | None:
-        """The target KL in nats; None without a target."""
-        ...
-
-    @property
-    def per(self) -> Per:
-        """The unit of the KL: nats per "sequence" or per "token"."""
-        ...
-
-    def after(
-        self,
-        measured_nats: SupportsFloat,
-        *,
-        sequences: int = 1,
-        standard_error: SupportsFloat | None = None,
-    ) -> "Leash":
-        """The controller for the next update, given the KL measured in this update.
-
-        Args:
-            measured_nats: the KL, in the unit of ``per``.
-            sequences: the number of sequences that it was measured on.
-            standard_error: of the KL, in nats; None if it is not known.
-        """
-        ...
-
-    def to_dict(self) -> dict[str, object]:
-        """Its kind and fields, JSON-serialisable."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +63,10 @@ class FixedBeta(BetaRecord):
     ) -> "FixedBeta":
         """This controller, unchanged."""
         return self
+
+
+Leash: TypeAlias = FixedBeta | TargetController
+"""A controller of beta: both have ``beta``, ``target_nats``, ``per``, ``event``, ``after`` and ``to_dict``."""
 
 
 @dataclass(frozen=True, kw_only=True)

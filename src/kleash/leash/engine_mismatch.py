@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -175,9 +175,11 @@ def mismatch(
     are_equal = are_columns_equal(trainer[is_counted], engine[is_counted])
     return Mismatch(
         **_token_estimates(trainer, engine, is_counted, clusters, are_equal),
-        **_sequence_estimates(trainer, engine, is_counted, clusters, are_equal),
-        effective_sample_size=_effective_sample_size(trainer, engine, is_counted, "token"),
-        effective_sequences=_effective_sample_size(trainer, engine, is_counted, "sequence"),
+        **_sequence_estimates(engine - trainer, clusters, are_equal),
+        effective_sample_size=importance_weights(trainer, engine, is_counted).effective_sample_size.item(),
+        effective_sequences=importance_weights(
+            trainer, engine, is_counted, level="sequence"
+        ).effective_sample_size.item(),
         over_sequences=_sequence_means(trainer, engine, is_counted),
         probabilities=_probability_gaps(trainer[is_counted].exp(), engine[is_counted].exp()),
         largest_log_ratio=_largest(log_ratio.abs()),
@@ -210,7 +212,7 @@ def _token_estimates(
         "perplexity_trainer": (-trainer, "nats", UNBOUNDED),
         "perplexity_engine": (-engine, "nats", UNBOUNDED),
     }
-    estimates = _estimates(columns, is_counted, is_counted.sum(-1), clusters, are_equal)
+    estimates = _estimates(columns, is_counted, clusters, are_equal)
     estimates["perplexity_ratio"] = estimates["kl_engine_trainer_k1"]
     return estimates | {
         name: transformed(estimates[name], math.exp, math.exp)
@@ -219,28 +221,20 @@ def _token_estimates(
     }
 
 
-def _sequence_estimates(
-    trainer: Tensor, engine: Tensor, is_counted: Tensor, clusters: np.ndarray, are_equal: bool
-) -> dict[str, Estimate]:
-    """The means over sequences, by the names of ``Mismatch``'s fields."""
-    u = engine - trainer
-    total = u.sum(-1)
+def _sequence_estimates(u: Tensor, clusters: np.ndarray, are_equal: bool) -> dict[str, Estimate]:
+    """The means over sequences, by the names of ``Mismatch``'s fields; ``u``: engine minus trainer, 0 where masked."""
+    total = u.sum(-1, keepdim=True)
     columns = {
-        "sequence_kl_engine_trainer": (DIVERGENCES["kl"].of(u).sum(-1), "nats", NONNEGATIVE),
+        "sequence_kl_engine_trainer": (DIVERGENCES["kl"].of(u).sum(-1, keepdim=True), "nats", NONNEGATIVE),
         "sequence_chi_squared": (DIVERGENCES["chi_squared"].swapped.of(total), "none", NONNEGATIVE),
         "sequence_mean_weight": (torch.exp(-total), "none", NONNEGATIVE),
     }
-    single_columns = {
-        name: (values.unsqueeze(-1), unit, bounds) for name, (values, unit, bounds) in columns.items()
-    }
-    ones = torch.ones(len(is_counted), 1, dtype=torch.bool)
-    return _estimates(single_columns, ones, ones.sum(-1), clusters, are_equal)
+    return _estimates(columns, torch.ones_like(total, dtype=torch.bool), clusters, are_equal)
 
 
 def _estimates(
     columns: dict[str, tuple[Tensor, str, tuple[float, float]]],
     is_counted: Tensor,
-    sizes: Tensor,
     clusters: np.ndarray,
     are_equal: bool,
 ) -> dict[str, Estimate]:
@@ -249,7 +243,6 @@ def _estimates(
     Args:
         columns: values, unit and bounds by name.
         is_counted: which values count.
-        sizes: number of values of each sequence.
         clusters: label of each sequence.
         are_equal: whether trainer and engine are equal, so that divergences are exactly 0 and weights exactly 1.
     """
@@ -261,7 +254,7 @@ def _estimates(
     sums = np.stack(
         [sum_by_cluster(torch.where(is_counted, x, 0.0).sum(-1)) for x, _, _ in columns.values()], axis=1
     )
-    counts = sum_by_cluster(sizes.double())
+    counts = sum_by_cluster(is_counted.sum(-1).double())
 
     def estimates(known_value: float | None) -> dict[str, Estimate]:
         means = ratio_of_many(
@@ -314,13 +307,6 @@ def _probability_gaps(trainer: Tensor, engine: Tensor) -> ProbabilityGaps:
         mean=gaps.mean().item(),
         standard_deviation=variance.sqrt().item(),
     )
-
-
-def _effective_sample_size(
-    trainer: Tensor, engine: Tensor, is_counted: Tensor, level: Literal["token", "sequence"]
-) -> float:
-    """Effective number of tokens or sequences after weighting by trainer / engine."""
-    return importance_weights(trainer, engine, is_counted, level=level).effective_sample_size.item()
 
 
 def _largest(values: Tensor) -> float:

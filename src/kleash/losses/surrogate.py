@@ -14,7 +14,7 @@ from kleash.autodiff import (
 )
 from kleash.errors import CannotRunError, DetachedError
 from kleash.estimators import ESTIMATORS, Estimator
-from kleash.estimators.sampled import continued_k3, log_ratio_and_k3
+from kleash.estimators.sampled import continued_k3
 from kleash.estimators.weights import Level
 from kleash.masking import as_mask
 from kleash.precision import at_least_float32
@@ -79,17 +79,12 @@ def kl_of_pair(pair: SampledPair, estimator: Estimator, *, backpropagated: bool 
         estimator: of the value.
         backpropagated: whether the gradient is that of the weighted estimate itself.
     """
+    function = continued_k3 if estimator is ESTIMATORS["k3"] else estimator.of
     if backpropagated:
         p, q = (torch.where(pair.is_counted, x, 0.0) for x in (pair.token_logp, pair.token_logq))
-        return pair.times_weights(
-            continued_k3(p - q) if estimator is ESTIMATORS["k3"] else estimator.of(p - q)
-        )
-    if estimator is ESTIMATORS["k3"]:
-        log_ratio, value = log_ratio_and_k3(pair.token_logp, pair.token_logq, pair.is_counted)
-    else:
-        log_ratio = pair.log_ratio
-        value = estimator.of(log_ratio)
-    return with_pair_gradient(value, pair, log_ratio, lambda: -pair.is_counted.to(log_ratio.dtype))
+        return pair.times_weights(function(p - q))
+    u = pair.log_ratio
+    return with_pair_gradient(function(u), pair, u, lambda: -pair.is_counted.to(u.dtype))
 
 
 def future_kl_of_tokens(token_logp: Tensor, cost: Tensor, mask: Tensor) -> Tensor:
@@ -174,10 +169,8 @@ def with_gradient(
             "torch.compile loses gradients inside vmap (seen in torch 2.13); compile the inside"
         )
     token_logq, grad_q = (None, None) if q_and_grad is None else q_and_grad
-    is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()  # pyright: ignore
-    function = _WithGradient if is_traced or value is grad_p else _WithGradientInPlace
-    if forward_mode_active() and not torch.compiler.is_compiling():
-        function = _WithoutForwardMode
+    refuses_forward = forward_mode_active() and not torch.compiler.is_compiling()
+    function = _WithoutForwardMode if refuses_forward else _WithGradient
     apply = cast("Callable[..., Tensor]", function.apply)  # pyright: ignore[reportUnknownMemberType]
     return apply(token_logp, token_logq, value, grad_p, grad_q)
 
@@ -206,21 +199,6 @@ class _WithGradient(torch.autograd.Function):
         if grad_q is not None:
             grad_q = first_derivative_only(weight * grad_q, token_logq, FIRST_DERIVATIVE_ONLY)
         return grad_p, grad_q, None, None, None
-
-
-class _WithGradientInPlace(_WithGradient):
-    """``_WithGradient`` without a copy, for a value that is not used elsewhere."""
-
-    @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        token_logp: Tensor, token_logq: Tensor | None, value: Tensor, grad_p: Tensor, grad_q: Tensor | None
-    ) -> Tensor:
-        return value  # marked as changed in place in setup_context
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
-        ctx.mark_dirty(output)
-        ctx.save_for_backward(*inputs[3:], *inputs[:2])
 
 
 class _WithoutForwardMode(_WithGradient):

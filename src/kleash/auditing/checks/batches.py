@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from kleash.auditing.audited_function import AuditedFunction
+from kleash.auditing.checks.evidence import Matched
 from kleash.auditing.toy_distributions import P_FIELDS, Q_FIELDS, SEQUENCES, AuditInputs, leaf_inputs
 from kleash.errors import KleashError
-from kleash.store.audit import Finding, MaskRow
+from kleash.store.audit import Finding, MaskRow, Severity
 
 ROWS = [3, 14, 22]
 """The responses of the batches."""
@@ -43,35 +44,34 @@ PADDING_SENTENCES: Mapping[str, str] = MappingProxyType(
 """Kind of finding -> the beginning of its sentence."""
 
 
-def batch_findings(
-    audited: AuditedFunction, *, ignores_padding: bool, is_right_between_tokens: bool
-) -> list[Finding]:
+def batch_findings(audited: AuditedFunction, gradient: Matched, *, ignores_padding: bool) -> list[Finding]:
     """A batch of three responses compared with each response alone.
 
     Args:
         audited: the function; none of its faults is reported if it refuses such a batch.
+        gradient: what its gradient is; a reward that is given late is no fault if its gradient is right.
         ignores_padding: whether padding has no effect; only then is a mean over unequal lengths judged.
-        is_right_between_tokens: whether values at the wrong tokens are no fault, such as a reward given late.
     """
-    findings: list[Finding] = []
-
-    def add(kind: str, statement: str, fault: str, where: str = "batch", *, is_note: bool = False) -> None:
-        if fault:
-            severity = "note" if is_note else "wrong"
-            findings.append(
-                Finding(kind=kind, severity=severity, sentence=f"{statement}: {fault}.", where=where)
-            )
-
+    reduction = dependence = credit = ""
     try:
         if audited.convention.gives == "mean":
-            add("wrong_reduction", "It is not a mean", _wrong_reduction(audited, ignores_padding))
-            return findings
-        add("batch_dependent", "The result for a response depends on its batch", _dependence(audited))
-        credit, is_note = _misplaced_values(audited), is_right_between_tokens
-        add("wrong_credit", "Values are at the wrong tokens", credit, "sequences", is_note=is_note)
+            reduction = _wrong_reduction(audited, ignores_padding)
+        else:
+            dependence, credit = _dependence(audited), _misplaced_values(audited)
     except KleashError:
         return []
-    return findings
+    is_right = gradient.is_right and gradient.positions.level != "neither"
+    credit_severity: Severity = "note" if audited.convention.place == "reward" and is_right else "wrong"
+    faults: tuple[tuple[str, Severity, str, str, str], ...] = (
+        ("wrong_reduction", "wrong", "It is not a mean", reduction, "batch"),
+        ("batch_dependent", "wrong", "The result for a response depends on its batch", dependence, "batch"),
+        ("wrong_credit", credit_severity, "Values are at the wrong tokens", credit, "sequences"),
+    )
+    return [
+        Finding(kind=kind, severity=severity, sentence=f"{statement}: {fault}.", where=where)
+        for kind, severity, statement, fault, where in faults
+        if fault
+    ]
 
 
 def _batch_inputs(rows: list[int] = ROWS) -> AuditInputs:
@@ -244,13 +244,10 @@ def _largest(largest: float, *changes: Tensor) -> float:
 
 def _padding_fault(value_change: float, gradient_change: float, *, counts_padding: bool) -> tuple[str, str]:
     """The kind of finding and what is wrong, in words; two empty strings if nothing is."""
-    if counts_padding and value_change > 1e-6:
-        return "padding_in_denominator", "value"
     changes = {"value": value_change, "gradient": gradient_change}
-    for of, change in changes.items():
-        if not isfinite(change):
-            return "nan_from_padding", of
-    for of, change in changes.items():
-        if change > 1e-5:
-            return "padding_counts", f"{of} changes by {change:.3g}"
-    return "", ""
+    faults = [("padding_in_denominator", "value")] if counts_padding and value_change > 1e-6 else []
+    faults += [("nan_from_padding", of) for of, change in changes.items() if not isfinite(change)]
+    faults += [
+        ("padding_counts", f"{of} changes by {change:.3g}") for of, change in changes.items() if change > 1e-5
+    ]
+    return next(iter(faults), ("", ""))

@@ -9,11 +9,10 @@ from kleash.auditing.checks.evidence import LEVELS, Evidence, Level, Matched
 from kleash.auditing.checks.expectations import Expectation, one_token, several_tokens
 from kleash.auditing.quantities import (
     TOLERANCE,
+    exact_gradient,
     exact_values,
     is_quantity,
     known_quantities,
-    sequence_gradient,
-    token_gradient,
 )
 from kleash.auditing.toy_distributions import SEQUENCES, Sampling
 from kleash.store.audit import Finding
@@ -95,20 +94,21 @@ def _off_policy_findings(
     matched = evidence.value if of == "value" else evidence.gradient
     if is_same and matched.off_policy_level != "neither":
         return []
-    condition = "unless each token is weighted by p / behaviour"
-    if convention.takes_behaviour:
-        condition = "although it takes the behaviour log-probabilities"
-    where = f"{difference[0]}, off-policy"
-    sentence = f"Off-policy its {of} is not that of {claimed}, {condition}: {difference[1]}."
     if is_same:
         where = "sequences, off-policy"
         sentence = (
             f"Off-policy its {of} is right for one token, but for several it is that of {claimed} neither along the "
             "behaviour's prefixes nor between whole responses."
         )
-    is_only_logged = of == "value" and convention.place == "loss"
-    is_only_logged = is_only_logged and not is_same and is_quantity(evidence.gradient.off_policy, claimed)
-    severity = "wrong" if convention.takes_behaviour and not is_only_logged else "note"
+    else:
+        where = f"{difference[0]}, off-policy"
+        condition = "unless each token is weighted by p / behaviour"
+        if convention.takes_behaviour:
+            condition = "although it takes the behaviour log-probabilities"
+        sentence = f"Off-policy its {of} is not that of {claimed}, {condition}: {difference[1]}."
+    is_logged = of == "value" and convention.place == "loss" and not is_same  # the gradient is what trains
+    is_harmless = is_logged and is_quantity(evidence.gradient.off_policy, claimed)
+    severity = "wrong" if convention.takes_behaviour and not is_harmless else "note"
     return [Finding(kind=f"off_policy_{of}", severity=severity, sentence=sentence, where=where)]
 
 
@@ -221,9 +221,10 @@ def gradient_findings(evidence: Evidence) -> list[Finding]:
             )
         )
     elif positions.level == "token" or positions.factors_of == "token":
-        by_sequence = sequence_gradient(SEQUENCES, evidence.claimed)
-        missing = by_sequence - token_gradient(SEQUENCES, "on-policy", evidence.claimed)
-        share = (missing.norm() / by_sequence.norm()).item()
+        by_token, by_sequence = (
+            exact_gradient(SEQUENCES, "on-policy", evidence.claimed, level) for level in ("token", "sequence")
+        )
+        share = ((by_sequence - by_token).norm() / by_sequence.norm()).item()
         sentence = (
             f"It follows {evidence.claimed} token by token: the effect of a token on the divergence at later tokens is "
             f"left out, in responses of three tokens {100 * share:.0f} % of the gradient between whole responses."

@@ -26,11 +26,10 @@ from kleash.auditing.quantities import (
     QuantityMatch,
     cosine_similarities,
     divergence_label,
+    exact_gradient,
     exact_values,
     is_quantity,
     known_quantities,
-    sequence_gradient,
-    token_gradient,
 )
 from kleash.auditing.toy_distributions import SAMPLINGS, SEQUENCES, ToyDistributions, toy_distributions
 from kleash.errors import KleashError
@@ -181,11 +180,8 @@ def _level_of(measured: Tensor, by_token: Tensor, by_sequence: Tensor, error: fl
 def _value_level(e: Expectation, label: str, factor: float = 1.0) -> Level:
     """The level at which the expected value of a response is ``factor`` times a quantity."""
     exact = exact_values(e.toy, e.sampling, label)
-    mean = torch.tensor(e.mean / factor, dtype=torch.float64)
-    by_token, by_sequence = (
-        torch.tensor(exact[level], dtype=torch.float64) for level in ("token", "sequence")
-    )
-    return _level_of(mean, by_token, by_sequence, e.mean_error / abs(factor))
+    mean, *levels = torch.tensor([e.mean / factor, exact["token"], exact["sequence"]], dtype=torch.float64)
+    return _level_of(mean, *levels, error=e.mean_error / abs(factor))
 
 
 def _gradient_level(e: Expectation, label: str, factor: float = 1.0) -> Level:
@@ -195,10 +191,9 @@ def _gradient_level(e: Expectation, label: str, factor: float = 1.0) -> Level:
     """
     if e.gradient is None:
         return ""
-    by_sequence = sequence_gradient(SEQUENCES, label)
     for sampling in (e.sampling, SAMPLINGS[0]):
-        by_token = token_gradient(SEQUENCES, sampling, label)
-        level = _level_of(e.gradient / factor, by_token, by_sequence, e.gradient_error / abs(factor))
+        levels = (exact_gradient(SEQUENCES, sampling, label, level) for level in ("token", "sequence"))
+        level = _level_of(e.gradient / factor, *levels, error=e.gradient_error / abs(factor))
         if level != "neither":
             return level
     return "neither"
@@ -222,24 +217,16 @@ def _value_by_position(
         factors = tuple(mean / value for mean, value in zip(means, exact, strict=True))
     except (KleashError, ZeroDivisionError):  # the function refuses p = q, or the quantity is 0
         return PositionMatch(level=level)
-    slack = TOLERANCE + MAX_STANDARD_ERRORS * e.mean_error / min(map(abs, exact))
+    of_token = PositionMatch(level="neither", factors=factors, factors_of="token")
     if level != "neither":
-        is_right = all(abs(factor - 1) <= slack for factor in factors)
-        return (
-            PositionMatch(level=level)
-            if is_right
-            else PositionMatch(level="neither", factors=factors, factors_of="token")
-        )
-    of_token = PositionMatch(level=level, factors=factors, factors_of="token")
-    if not of_token.is_uniform:
-        return of_token
-    match _value_level(e, match.quantity, match.factor * factors[0]):
-        case "sequence":
-            return replace(of_token, factors_of="sequence")
-        case "neither":  # a factor of each token alone, and another of several
-            return PositionMatch(level=level)
-        case _:
-            return of_token
+        slack = TOLERANCE + MAX_STANDARD_ERRORS * e.mean_error / min(map(abs, exact))
+        return PositionMatch(level=level) if all(abs(f - 1) <= slack for f in factors) else of_token
+    scaled: Level = "token"
+    if of_token.is_uniform:
+        scaled = _value_level(e, match.quantity, match.factor * factors[0])
+    if scaled == "neither":  # a factor of each token alone, and another of several
+        return PositionMatch(level=level)
+    return replace(of_token, factors_of="sequence" if scaled == "sequence" else "token")
 
 
 @cache
@@ -259,10 +246,12 @@ def _gradient_by_position(e: Expectation, match: QuantityMatch | None) -> Positi
     level = _gradient_level(e, match.quantity, match.factor)
     if level != "neither":
         return PositionMatch(level=level)
-    by_token = match.factor * token_gradient(SEQUENCES, e.sampling, match.quantity)
-    by_sequence = match.factor * sequence_gradient(SEQUENCES, match.quantity)
-    of_token, of_sequence = (_gradient_factors(e, e.gradient, target) for target in (by_token, by_sequence))
-    cosines = cosine_similarities(e.gradient.flatten(), torch.stack([by_token, by_sequence]).flatten(1))
+    targets = [
+        match.factor * exact_gradient(SEQUENCES, e.sampling, match.quantity, of)
+        for of in ("token", "sequence")
+    ]
+    of_token, of_sequence = (_gradient_factors(e, e.gradient, target) for target in targets)
+    cosines = cosine_similarities(e.gradient.flatten(), torch.stack(targets).flatten(1))
     return PositionMatch(
         level=level,
         factors=of_token or of_sequence,

@@ -13,12 +13,11 @@ from kleash.auditing.quantities import (
     QuantityMatch,
     cosine_similarities,
     divergence_label,
+    exact_gradient,
     exact_values,
     match_quantity,
     quantity_gradients,
     quantity_values,
-    sequence_gradient,
-    token_gradient,
 )
 from kleash.auditing.toy_distributions import (
     SEQUENCES,
@@ -186,7 +185,9 @@ def _target_gradients(
 ) -> tuple[tuple[str, ...], Float64[Tensor, "labels entries"]]:
     """The labels and gradients of every divergence, over several tokens also of that between whole responses."""
     labels = [divergence_label(name) for name in DIVERGENCES]
-    targets = {label: token_gradient(toy_name, sampling, label) for label in labels}
+    targets = {label: exact_gradient(toy_name, sampling, label) for label in labels}
     if toy_name == SEQUENCES:
-        targets |= {f"sequence {label}": sequence_gradient(toy_name, label) for label in labels}
+        targets |= {
+            f"sequence {label}": exact_gradient(toy_name, sampling, label, "sequence") for label in labels
+        }
     return tuple(targets), torch.stack([*targets.values()]).flatten(1)

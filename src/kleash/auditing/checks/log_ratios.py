@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from math import exp, inf, isinf, log
 from typing import Literal, NamedTuple
@@ -113,17 +114,14 @@ def scan_log_ratios(audited: AuditedFunction) -> LogRatios:
     scan = probe(_grid(audited, FINE_REACH, CURVE_REACH, REACH))
     estimator = _matching_estimator(scan) if sees_tokens else ""
 
-    def zones(kind: ZoneKind, is_inside: Condition, on_grid: Tensor | None = None) -> list[ZoneRow]:
-        inside = is_inside(scan) if on_grid is None else on_grid
-        return _zones(audited, kind, probe, scan, inside, is_inside)
-
+    zones = partial(_zones, audited, probe, scan)
     curve, right_value_is = _curve(audited.convention, scan, estimator)
     return LogRatios(
         convention=audited.convention,
         estimator=estimator,
         zones=(
             *zones("gradient", _is_dead),
-            *zones("value", lambda part: _is_flat(part, probe), _is_flat_on_grid(scan)),
+            *zones("value", lambda part: _is_flat(part, probe), on_grid=_is_flat_on_grid(scan)),
             *zones("gradient is NaN", lambda part: _gradients(part).isnan()),
         ),
         curve=curve,
@@ -262,13 +260,18 @@ def _equal_up_to_rounding(values: Tensor, expected: Tensor) -> Bool[Tensor, " po
 
 def _zones(
     audited: AuditedFunction,
-    kind: ZoneKind,
     probe: Probe,
     scan: Scan,
-    on_grid: Bool[Tensor, " points"],
+    kind: ZoneKind,
     is_inside: Condition,
+    *,
+    on_grid: Bool[Tensor, " points"] | None = None,
 ) -> list[ZoneRow]:
-    """The ranges of at least two points that are inside; ``is_inside`` at other points locates their ends."""
+    """The ranges of at least two points that are inside; ``is_inside`` at other points locates their ends.
+
+    ``on_grid`` says which points of the scan are inside, if they can be told without ``is_inside``.
+    """
+    on_grid = is_inside(scan) if on_grid is None else on_grid
     sections = 2 if audited.convention.gives == "mean" else 16  # a mean needs a call for each point
     u = scan.log_ratios.tolist()
 
@@ -333,33 +336,34 @@ def log_ratio_findings(log_ratios: LogRatios, is_claimed: bool, gradient_is_righ
         is_claimed: whether its value is the claimed divergence where no log ratio is large.
         gradient_is_right: whether its expected gradient is that of the claimed divergence.
     """
-    convention, findings = log_ratios.convention, list[Finding]()
-    sees_tokens = convention.sees == "tokens"
+    convention, sees_tokens = log_ratios.convention, log_ratios.convention.sees == "tokens"
     if not sees_tokens and not is_claimed:
-        return findings
-
-    def add(kind: str, zones: Sequence[ZoneRow], statement: str, is_note: bool) -> None:
-        if zones:
-            where = f"where {log_ratios.name} is {' or '.join(zone.span for zone in zones)}"
-            severity: Severity = "wrong" if _nearest(zones) < ORDINARY_LOG_RATIO else "fragile"
-            sentence = f"{statement} {where}."
-            severity = "note" if is_note else severity
-            findings.append(Finding(kind=kind, severity=severity, sentence=sentence, where="float32"))
-
-    is_bounded = convention.claims not in UNBOUNDED
+        return []
     dead, flat = log_ratios.reportable_zones("gradient"), log_ratios.reportable_zones("value")
-    add("dead_gradient", dead, "Its gradient is exactly zero", is_bounded)
-    is_only_logged = sees_tokens and convention.place == "loss" and gradient_is_right
-    values = " and ".join(dict.fromkeys(f"{zone.value:.4g}" for zone in flat))
-    add("flat_value", flat, f"Its value stays at {values}", bool(dead) or is_only_logged or is_bounded)
     nan = [zone for zone in log_ratios.zones if zone.kind == "gradient is NaN"]
-    add("nan_gradient", nan, "Its gradient is NaN", False)
-    return findings
+    values = " and ".join(dict.fromkeys(f"{zone.value:.4g}" for zone in flat))
+    is_bounded = convention.claims not in UNBOUNDED
+    is_only_logged = sees_tokens and convention.place == "loss" and gradient_is_right
+    return [
+        Finding(
+            kind=kind,
+            severity="note" if is_note else _severity(zones, ORDINARY_LOG_RATIO),
+            sentence=f"{statement} where {log_ratios.name} is {' or '.join(zone.span for zone in zones)}.",
+            where="float32",
+        )
+        for kind, zones, statement, is_note in (
+            ("dead_gradient", dead, "Its gradient is exactly zero", is_bounded),
+            ("flat_value", flat, f"Its value stays at {values}", bool(dead) or is_only_logged or is_bounded),
+            ("nan_gradient", nan, "Its gradient is NaN", False),
+        )
+        if zones
+    ]
 
 
-def _nearest(zones: Sequence[ZoneRow]) -> float:
-    """The smallest absolute log ratio in any of the zones."""
-    return min(0.0 if zone.low < 0 < zone.high else min(abs(zone.low), abs(zone.high)) for zone in zones)
+def _severity(zones: Sequence[ZoneRow], ordinary: float) -> Severity:
+    """Of a fault in these zones: "wrong" if the smallest absolute log ratio in any of them is below ``ordinary``."""
+    nearest = (0.0 if zone.low < 0 < zone.high else min(abs(zone.low), abs(zone.high)) for zone in zones)
+    return "wrong" if min(nearest) < ordinary else "fragile"
 
 
 def truncated_ratio_zones(audited: AuditedFunction) -> list[ZoneRow]:
@@ -382,7 +386,7 @@ def truncated_ratio_zones(audited: AuditedFunction) -> list[ZoneRow]:
             return (of(scan) - of(farther)).abs() <= 1e-4 * of(scan).abs()
 
         on_grid = is_constant(scan)
-        return [] if on_grid.all() else _zones(audited, kind, probe, scan, on_grid, is_constant)
+        return [] if on_grid.all() else _zones(audited, probe, scan, kind, is_constant, on_grid=on_grid)
 
     try:
         scan = probe(_grid(audited, 0, WEIGHT_REACH, WEIGHT_REACH))
@@ -403,5 +407,5 @@ def truncated_ratio_findings(zones: Sequence[ZoneRow]) -> list[Finding]:
         f"Its importance ratio p / behaviour is truncated: {' and '.join(zone.span for zone in ratios)} it no longer "
         "counts in full, which biases off-policy estimates."
     )
-    severity = "wrong" if _nearest(zones) < ORDINARY_LOG_WEIGHT else "fragile"
+    severity = _severity(zones, ORDINARY_LOG_WEIGHT)
     return [Finding(kind="truncated_ratio", severity=severity, sentence=sentence, where="off-policy")]

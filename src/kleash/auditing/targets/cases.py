@@ -135,21 +135,25 @@ def claiming(convention: str | Convention, claims: str) -> Convention:
     return replace(record, name=f"{record.name}, {claims}", claims=claims)
 
 
-def case_of_code(name: str, audits: str, convention: str | Convention, *notes: str, **arguments: Any) -> Case:
-    """A case whose function is the code at ``audits`` itself: a dotted path, or ``FILE:function`` of a checkout."""
-    record = resolve_convention(convention)
-    return Case(name=name, convention=record, audits=audits, notes=notes, arguments=arguments)
-
-
 def make_case(
     name: str,
-    function: Function,
-    convention: str | Convention,
     audits: str,
+    convention: str | Convention,
     *notes: str,
+    function: Function = not_loaded,
     fragile: Collection[str] = (),
     **arguments: Any,
 ) -> Case:
-    """A case whose ``function`` calls the code at ``audits``; the other parameters are those of ``case_of_code``."""
-    case = case_of_code(name, audits, convention, *notes, **arguments)
-    return replace(case, function=function, fragile=fragile)
+    """A case of the code at ``audits``, a dotted path or ``FILE:function`` of a checkout.
+
+    Its ``function`` calls that code, and is by default the code itself.
+    """
+    return Case(
+        name=name,
+        audits=audits,
+        convention=resolve_convention(convention),
+        notes=notes,
+        function=function,
+        fragile=fragile,
+        arguments=arguments,
+    )

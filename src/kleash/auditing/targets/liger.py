@@ -71,23 +71,23 @@ LIGER = Target(
     package="liger_kernel",
     modules=("liger_kernel.chunked_loss",),
     cases=(
-        make_case("grpo", uncorrected_grpo_loss, "mean_loss_with_mask", LIGER_GRPO, GRPO_NOTE),
+        make_case("grpo", LIGER_GRPO, "mean_loss_with_mask", GRPO_NOTE, function=uncorrected_grpo_loss),
         make_case(
             "grpo_bias_correction",
-            grpo_loss,
-            "mean_loss_with_behaviour_and_mask",
             LIGER_GRPO,
+            "mean_loss_with_behaviour_and_mask",
             GRPO_NOTE,
+            function=grpo_loss,
             use_bias_correction_kl=True,
         ),
         *(
             make_case(
                 name,
-                jsd_loss,
-                claiming(MEAN_OF_HIDDEN, claims),
                 "liger_kernel.chunked_loss.LigerFusedLinearJSDLoss",
+                claiming(MEAN_OF_HIDDEN, claims),
                 STUDENT_NOTE,
                 "its cross-entropy weighted 0; not compiled",
+                function=jsd_loss,
                 beta=beta,
             )
             for name, beta, claims in (

@@ -7,7 +7,7 @@ OpenRLHF imports packages that cannot be installed everywhere; the target replac
 import torch
 from torch import Tensor
 
-from kleash.auditing.targets.cases import MINUS_REWARD, Target, case_of_code, make_case
+from kleash.auditing.targets.cases import MINUS_REWARD, Target, make_case
 from kleash.auditing.targets.packages import import_target
 
 
@@ -42,9 +42,9 @@ OPENRLHF = Target(
     modules=("openrlhf.models.utils", "openrlhf.models.loss"),
     stood_in=("deepspeed", "flash_attn", "pylatexenc"),
     cases=(
-        *(case_of_code(name, APPROX, "loss", kl_estimator=name) for name in ("k1", "k2", "k3")),
+        *(make_case(name, APPROX, "loss", kl_estimator=name) for name in ("k1", "k2", "k3")),
         *(
-            case_of_code(
+            make_case(
                 f"{name}_unbiased",
                 APPROX,
                 "loss_with_behaviour",
@@ -55,21 +55,21 @@ OPENRLHF = Target(
         ),
         make_case(
             "reward_k1",
-            kl_reward,
-            MINUS_REWARD,
             "openrlhf.models.utils.compute_reward",
+            MINUS_REWARD,
             "scores of 0 and a coefficient of 1",
             "compute_reward does not mask; OpenRLHF's actor passes log-probabilities that are 0 in the padding "
             "(openrlhf.models.actor), and its advantages mask the rewards again",
+            function=kl_reward,
             fragile=("padding_counts",),
         ),
         *(
             make_case(
                 name,
-                kl_loss,
-                "mean_loss_with_mask",
                 "openrlhf.models.loss.aggregate_loss",
+                "mean_loss_with_mask",
                 "compute_approx_kl followed by aggregate_loss, as the actor calls them",
+                function=kl_loss,
                 kl_estimator="k2",
                 token_level_loss=by_token,
             )

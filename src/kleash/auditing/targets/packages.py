@@ -99,12 +99,9 @@ class StandInFinder(MetaPathFinder, Loader):
             return None
         return ModuleSpec(fullname, self, is_package=True)
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """An empty module."""
-        return StandIn(spec.name)
-
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: the module stays empty."""
+        """Leave the module empty."""
+        module.__class__ = StandIn
 
 
 @contextmanager

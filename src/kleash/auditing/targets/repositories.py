@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kleash.auditing.conventions import Convention
-from kleash.auditing.targets.cases import STUDENT_NOTE, Case, Target, case_of_code, claiming
+from kleash.auditing.targets.cases import STUDENT_NOTE, Case, Target, claiming, make_case
 from kleash.auditing.toy_distributions import AuditInputs
 
 
@@ -87,13 +87,13 @@ def compute_approx_kl_cases(audits: str) -> tuple[Case, ...]:
     unbiased = "--use-unbiased-kl"
     ratio = with_ratio("importance_ratio")
     return (
-        *(case_of_code(kind, audits, "loss", MEAN_NOTE, kl_loss_type=kind) for kind in SLIME_ESTIMATORS),
+        *(make_case(kind, audits, "loss", MEAN_NOTE, kl_loss_type=kind) for kind in SLIME_ESTIMATORS),
         *(
-            case_of_code(f"{kind}_unbiased", audits, ratio, MEAN_NOTE, unbiased, kl_loss_type=kind)
+            make_case(f"{kind}_unbiased", audits, ratio, MEAN_NOTE, unbiased, kl_loss_type=kind)
             for kind in SLIME_ESTIMATORS
         ),
         *(
-            case_of_code(f"reward_{kind}", audits, "reward", PENALTY_NOTE, kl_loss_type=kind)
+            make_case(f"reward_{kind}", audits, "reward", PENALTY_NOTE, kl_loss_type=kind)
             for kind in ("k1", "low_var_kl")
         ),
     )
@@ -105,7 +105,7 @@ NEMO_RL = Target(
     repository="https://github.com/NVIDIA-NeMo/RL",
     cases=(
         *(
-            case_of_code(
+            make_case(
                 f"loss_{kind}",
                 NEMO_KL,
                 with_ratio("importance_sampling_weights", of_behaviour=False),
@@ -116,7 +116,7 @@ NEMO_RL = Target(
             for kind in ("k1", "k2", "k3")
         ),
         *(
-            case_of_code(
+            make_case(
                 f"loss_{kind}_approximation",
                 NEMO_KL,
                 with_ratio("importance_sampling_weights"),
@@ -127,10 +127,10 @@ NEMO_RL = Target(
             for kind in ("k2", "k3")
         ),
         *(
-            case_of_code(f"reward_{kind}", NEMO_KL, "reward", PENALTY_NOTE, kl_type=kind)
+            make_case(f"reward_{kind}", NEMO_KL, "reward", PENALTY_NOTE, kl_type=kind)
             for kind in ("k1", "k2", "k3")
         ),
-        case_of_code(
+        make_case(
             "gen_kl_error",
             NEMO_KL,
             "metric",
@@ -148,11 +148,11 @@ SKYRL = Target(
     repository="https://github.com/NovaSky-AI/SkyRL",
     cases=(
         *(
-            case_of_code(f"loss_{kind}", SKYRL_KL, "loss_with_mask", MEAN_NOTE, kl_estimator_type=kind)
+            make_case(f"loss_{kind}", SKYRL_KL, "loss_with_mask", MEAN_NOTE, kl_estimator_type=kind)
             for kind in ("k1", "abs", "k2", "k3")
         ),
         *(
-            case_of_code(f"reward_{kind}", SKYRL_KL, "reward_with_mask", PENALTY_NOTE, kl_estimator_type=kind)
+            make_case(f"reward_{kind}", SKYRL_KL, "reward_with_mask", PENALTY_NOTE, kl_estimator_type=kind)
             for kind in ("k1", "abs", "k2", "k3")
         ),
     ),
@@ -174,7 +174,7 @@ PRIME_RL = Target(
     package="prime_rl",
     repository="https://github.com/PrimeIntellect-ai/prime-rl",
     cases=(
-        case_of_code(
+        make_case(
             "ref_kl",
             f"{PRIME_LOSS}:ref_kl_loss_fn",
             Convention(
@@ -187,7 +187,7 @@ PRIME_RL = Target(
             ),
             "on-policy distillation: q is the teacher",
         ),
-        case_of_code(
+        make_case(
             "mismatch_kl",
             f"{PRIME_LOSS}:compute_importance_ratio_and_mismatch_kl",
             MISMATCH,
@@ -203,7 +203,7 @@ OPEN_INSTRUCT = Target(
     package="open_instruct",
     repository="https://github.com/allenai/open-instruct",
     cases=tuple(
-        case_of_code(
+        make_case(
             f"kl_estimator_{index}", "open_instruct/model_utils.py:estimate_kl", estimate_kl(index), MEAN_NOTE
         )
         for index in range(4)
@@ -214,7 +214,7 @@ TORCHTUNE = Target(
     package="torchtune",
     repository="https://github.com/pytorch/torchtune",
     cases=tuple(
-        case_of_code(
+        make_case(
             name,
             f"torchtune/modules/loss/kd_losses.py:{name}",
             claiming(MODULE, claims),

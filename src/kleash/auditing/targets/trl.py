@@ -21,7 +21,6 @@ from kleash.auditing.targets.cases import (
     TOP_2_NOTE,
     Case,
     Target,
-    case_of_code,
     claiming,
     make_case,
 )
@@ -204,18 +203,25 @@ UNINITIALISED_NOTE = (
 
 def grpo_case(name: str, *notes: str, **arguments: Any) -> Case:
     """TRL's GRPO loss with these settings."""
-    return make_case(name, grpo_loss, MEAN_WITH_BEHAVIOUR, GRPO_PATH, UNINITIALISED_NOTE, *notes, **arguments)
+    return make_case(
+        name, GRPO_PATH, MEAN_WITH_BEHAVIOUR, UNINITIALISED_NOTE, *notes, function=grpo_loss, **arguments
+    )
 
 
 def distillation_cases(name: str, beta: float, claims: str) -> tuple[Case, Case]:
     """TRL's two implementations of the generalised Jensen-Shannon divergence, from hidden states and from logits."""
     audits = "trl.kernels.chunked_divergence.ChunkedDivergenceFunction"
     chunked = make_case(
-        f"chunked_{name}", chunked_divergence, claiming("hidden", claims), audits, STUDENT_NOTE, beta=beta
+        f"chunked_{name}",
+        audits,
+        claiming("hidden", claims),
+        STUDENT_NOTE,
+        function=chunked_divergence,
+        beta=beta,
     )
     audits = "trl.experimental.gkd.gkd_trainer.GKDTrainer.generalized_jsd_loss"
     gkd = make_case(
-        f"gkd_{name}", generalised_jsd, claiming("logits", claims), audits, STUDENT_NOTE, beta=beta
+        f"gkd_{name}", audits, claiming("logits", claims), STUDENT_NOTE, function=generalised_jsd, beta=beta
     )
     return chunked, gkd
 
@@ -235,41 +241,41 @@ TRL = Target(
         grpo_case("grpo", "TRL's defaults: use_bias_correction_kl, loss type dapo (a mean over tokens)"),
         make_case(
             "grpo_plain",
-            uncorrected_grpo_loss,
-            "mean_loss_with_mask",
             GRPO_PATH,
+            "mean_loss_with_mask",
             UNINITIALISED_NOTE,
             "use_bias_correction_kl=False",
+            function=uncorrected_grpo_loss,
         ),
         grpo_case("grpo_sequence_ratio", importance_sampling_level="sequence"),
         make_case(
             "gmpo",
-            gmpo_loss,
-            "mean_loss_with_mask",
             "trl.experimental.gmpo.gmpo_trainer.GMPOTrainer._compute_loss",
+            "mean_loss_with_mask",
             UNINITIALISED_NOTE,
+            function=gmpo_loss,
         ),
         make_case(
             "rloo",
-            rloo_reward,
-            MINUS_SEQUENCE_REWARD,
             "trl.trainer.rloo_trainer.RLOOTrainer._generate_and_score_completions",
+            MINUS_SEQUENCE_REWARD,
             "the trainer's own method, on an object that was never initialised, with scores of 0 and beta 1; read off "
             "the advantage of each response in a group of two whose other response has a KL of 0",
+            function=rloo_reward,
         ),
         *distillation_cases("forward", 0.0, "reverse_kl"),
         *distillation_cases("jsd", 0.5, "jensen_shannon"),
         *distillation_cases("reverse", 1.0, "kl"),
         make_case(
             "gkd_masked",
-            generalised_jsd_batchmean,
-            "mean_logits_with_mask",
             "trl.experimental.gkd.gkd_trainer.GKDTrainer.generalized_jsd_loss",
+            "mean_logits_with_mask",
             STUDENT_NOTE,
             "with labels, and reduced as the trainer reduces it",
+            function=generalised_jsd_batchmean,
             beta=1.0,
         ),
-        case_of_code(
+        make_case(
             "sdft_full",
             f"{SDFT}.compute_full_logit_self_distillation_loss",
             "logits",
@@ -277,7 +283,7 @@ TRL = Target(
             distillation_alpha=1.0,
         ),
         *(
-            case_of_code(
+            make_case(
                 name,
                 f"{SDFT}.compute_topk_self_distillation_loss",
                 "logits",
@@ -289,7 +295,7 @@ TRL = Target(
             )
             for name, add_tail in (("sdft_topk", False), ("sdft_topk_tail", True))
         ),
-        case_of_code(
+        make_case(
             "sdft_sampled",
             f"{SDFT}.compute_sampled_token_self_distillation_loss",
             SAMPLED_FROM_LOGITS,

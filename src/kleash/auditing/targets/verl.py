@@ -10,7 +10,6 @@ from kleash.auditing.targets.cases import (
     STUDENT_NOTE,
     TOP_2_NOTE,
     Target,
-    case_of_code,
     claiming,
     make_case,
 )
@@ -105,14 +104,14 @@ VERL = Target(
     ),
     stood_in=("uvicorn", "fastapi"),
     cases=(
-        *(case_of_code(name, KL_PENALTY, "loss", kl_penalty=name) for name in PENALTIES),
+        *(make_case(name, KL_PENALTY, "loss", kl_penalty=name) for name in PENALTIES),
         *(
             make_case(
                 f"reward_{name}",
-                kl_reward,
-                MINUS_REWARD,
                 "verl.trainer.ppo.ray_trainer.apply_kl_penalty",
+                MINUS_REWARD,
                 "scores of 0 and a coefficient of 1",
+                function=kl_reward,
                 kl_penalty=name,
             )
             for name in ("kl", "abs", "mse", "low_var_kl")
@@ -120,10 +119,10 @@ VERL = Target(
         *(
             make_case(
                 f"loss_{mode}",
-                kl_loss,
-                "mean_loss_with_mask",
                 "verl.trainer.ppo.core_algos.agg_loss",
+                "mean_loss_with_mask",
                 TWO_STEPS,
+                function=kl_loss,
                 kl_penalty="low_var_kl+",
                 loss_agg_mode=mode,
             )
@@ -131,30 +130,30 @@ VERL = Target(
         ),
         make_case(
             "loss_seq-mean-token-sum",
-            kl_loss_per_response,
-            "sequence_loss_with_mask",
             "verl.trainer.ppo.core_algos.agg_loss",
+            "sequence_loss_with_mask",
             TWO_STEPS,
             "each response in a batch of its own",
+            function=kl_loss_per_response,
             kl_penalty="low_var_kl+",
         ),
         make_case(
             "distillation_topk",
-            forward_kl_topk,
-            claiming("logits", "reverse_kl"),
             "verl.trainer.distillation.fsdp.losses.compute_forward_kl_topk",
+            claiming("logits", "reverse_kl"),
             STUDENT_NOTE,
             TOP_2_NOTE,
             "the sum over the teacher's k likeliest tokens, the rest dropped; without the clamp of the aggregated loss",
+            function=forward_kl_topk,
             k=2,
         ),
         *(
             make_case(
                 f"rollout_{metric}",
-                rollout_metric,
-                "mean_metric_with_mask",
                 "verl.trainer.ppo.rollout_corr_helper.compute_offpolicy_metrics",
+                "mean_metric_with_mask",
                 "the rollout engine is p, the trainer's policy q",
+                function=rollout_metric,
                 metric=metric,
             )
             for metric in ("kl", "k3_kl")
