@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from kleash.divergences import truncate
 from kleash.errors import NonFiniteError, OptionError
@@ -29,7 +28,7 @@ from kleash.models.heads import truncate_head
 from kleash.models.padding_rows import padding_columns
 from kleash.models.pair import Model, Pair
 from kleash.models.pair_loading import load_pair
-from kleash.sources.sequences import TokenSequence, batch_by_length, group_for_padding
+from kleash.sources.sequences import TokenSequence, batch_by_length
 
 STATISTICS = {
     "logp_policy": "token_logp",
@@ -104,21 +103,6 @@ def score(
     return columns
 
 
-def pad_batch(batch: Sequence[TokenSequence]) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad a batch on the right, and find the positions that predict the scored tokens.
-
-    The last token of a sequence is scored but is no input; each token is predicted at the position before it. The
-    padding is token 0, which a causal model does not see from the scored positions.
-
-    Returns:
-        Input ids [batch, time], and row and column of each scored position.
-    """
-    inputs = [torch.tensor((*sequence.prompt_ids, *sequence.response_ids)[:-1]) for sequence in batch]
-    counts = torch.tensor([len(sequence.response_ids) for sequence in batch])
-    columns = [torch.arange(len(sequence.prompt_ids) - 1, sequence.num_input_tokens) for sequence in batch]
-    return pad_sequence(inputs, batch_first=True), torch.repeat_interleave(counts), torch.cat(columns)
-
-
 @dataclass(frozen=True, kw_only=True)
 class PairReaders:
     """A pair and the functions that return its hidden states."""
@@ -132,25 +116,16 @@ class PairReaders:
 
 
 def hidden_state_reader(model: Model) -> HiddenStateReader:
-    """The function that returns hidden states of ``model``, from its network or from its stored states."""
+    """The function that returns hidden states of ``model``, from its network or from its stored states.
+
+    The last token of a sequence is scored but is no input; each token is predicted at the position before it.
+    """
     if model.stored is not None:
         return model.stored.read
 
-    def read_padded(batch: Sequence[TokenSequence]) -> Tensor:
-        ids, rows, cols = pad_batch(batch)
-        hidden = model.hidden_states(ids)
-        return hidden[rows.to(hidden.device), cols.to(hidden.device)]
-
     def read(batch: Sequence[TokenSequence]) -> Tensor:
-        groups = group_for_padding([sequence.num_input_tokens for sequence in batch], model.max_padded_length)
-        if len(groups) == 1:
-            return read_padded(batch)
-        parts: dict[int, Tensor] = {}
-        for group in groups:
-            hidden = read_padded([batch[index] for index in group])
-            counts = [len(batch[index].response_ids) for index in group]
-            parts |= dict(zip(group, hidden.split(counts), strict=True))
-        return torch.cat([parts[index] for index in range(len(batch))])
+        texts = [(*sequence.prompt_ids, *sequence.response_ids)[:-1] for sequence in batch]
+        return torch.cat(model.states_from(texts, [len(sequence.prompt_ids) - 1 for sequence in batch]))
 
     return read
 
