@@ -89,7 +89,7 @@ def test_nan_logits_are_reported_with_model_and_prompt(failing, pair, tmp_path):
     source = written(tmp_path / "p.jsonl", '{"text": "A long road"}\n{"text": "The sea was calm"}\n')
     message = failing("--text", source, reference=broken)
     assert message.startswith(
-        f"the reference gives NaN or infinite logits for prompt 1, sample 0 ({source}, line 2)"
+        f"the reference gives NaN or infinite hidden states for prompt 1, sample 0 ({source}, line 2)"
     )
 
 

@@ -37,7 +37,7 @@ from kleash.models.cache.stored_reference import (
     save_rounding_columns,
 )
 from kleash.models.pair_loading import resolve_device, resolve_dtype
-from kleash.models.scoring import checked_reader
+from kleash.models.scoring import hidden_state_reader
 from kleash.models.threads import threads_for_scoring
 from kleash.sources.files import read_whole_text
 from kleash.store import CacheContents, WrittenLogits
@@ -153,7 +153,7 @@ def _cache(
     cache = ReferenceCache(folder, pair.reference, source, from_engine=saved is not None)
     if len(cache.states):
         reporter.note(f"resuming after {len(cache.states)} sequences in {folder}")
-    reader = checked_reader(pair.reference) if imported is None else imported.read
+    reader = hidden_state_reader(pair.reference) if imported is None else imported.read
     plan = plan_shards(measure_job, pair)
     for sentence in plan.notes:
         reporter.note(sentence)
@@ -223,7 +223,7 @@ def write_base_logits(job: CacheJob, reporter: ProgressReporter) -> WrittenLogit
     reporter.set_total(len(tokens))
     path = Path(str(job.out)).expanduser()
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    read, padding, in_padding = checked_reader(model), find_padding(model), []
+    read, padding, in_padding = hidden_state_reader(model), find_padding(model), []
     try:
         with unfinished.open("wb") as file, threads_for_scoring(pair):
             write_header(file, tokens, model.vocab_size)

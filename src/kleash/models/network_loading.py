@@ -17,6 +17,7 @@ from kleash.extras import import_extra
 from kleash.models.compat import class_of_config, forget_renaming, run_uncompiled, use_exact_experts
 from kleash.models.filling import check_complete, check_network_size, load_unpacked_network, loading
 from kleash.models.gguf_network import load_gguf_network
+from kleash.models.sharded_networks import shard_storage, view_of_shards
 from kleash.models.shared_base import BaseNetwork, LoadedNetwork, load_over_one_base
 from kleash.models.transformers_formats import (
     check_stored_types,
@@ -87,6 +88,9 @@ def load_networks(
         base.network.eval()
         if base.network.dtype == torch.float64:
             use_exact_experts(base.network)
+        storage = shard_storage(base.network, str(checkpoint)) if device_map == "fsdp" else None
+        if storage is not None:
+            base = replace(base, network=view_of_shards(base.network, storage), storage=storage)
         return base
 
     for checkpoints_of_folder in checkpoints_by_folder.values():

@@ -89,24 +89,18 @@ class Model:
                 self.adapters.set_adapter(self.adapter)
             yield
 
-    def hidden_states(
-        self, input_ids: Int[Tensor, "batch time"], attention_mask: Int[Tensor, "batch time"] | None = None
-    ) -> Float[Tensor, "batch time dim"]:
+    def hidden_states(self, input_ids: Int[Tensor, "batch time"]) -> Float[Tensor, "batch time dim"]:
         """Final hidden states, which ``head`` maps to logits (the logits themselves if the head has no weight).
 
         Args:
-            input_ids: on any device.
-            attention_mask: 0 at padding; None without padding, or with padding on the right only, which a causal
-                model does not see.
+            input_ids: on any device; padded on the right only, which a causal model does not see.
         """
         ids = input_ids.to(self.device)
-        mask = None if attention_mask is None else attention_mask.to(self.device)
         self.wait_for("pass")
         with torch.inference_mode(), self.activate_adapter():
             if self.head.weight is None:
-                output = self.network(input_ids=ids, attention_mask=mask, use_cache=False)
-                return output.logits[..., : self.vocab_size]
-            return self.backbone(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+                return self.network(input_ids=ids, use_cache=False).logits[..., : self.vocab_size]
+            return self.backbone(input_ids=ids, use_cache=False).last_hidden_state
 
     def states_from(
         self, texts: Sequence[Sequence[int]], starts: Sequence[int]

@@ -119,28 +119,17 @@ def hidden_state_reader(model: Model) -> HiddenStateReader:
     """The function that returns hidden states of ``model``, from its network or from its stored states.
 
     The last token of a sequence is scored but is no input; each token is predicted at the position before it.
-    """
-    if model.stored is not None:
-        return model.stored.read
-
-    def read(batch: Sequence[TokenSequence]) -> Tensor:
-        texts = [(*sequence.prompt_ids, *sequence.response_ids)[:-1] for sequence in batch]
-        return torch.cat(model.states_from(texts, [len(sequence.prompt_ids) - 1 for sequence in batch]))
-
-    return read
-
-
-def checked_reader(model: Model) -> HiddenStateReader:
-    """``hidden_state_reader`` with a check that the hidden states are finite.
 
     Raises:
         NonFiniteError: raised by the reader, with the sequence that has NaN or infinities.
     """
-    unchecked_read = hidden_state_reader(model)
 
     def read(batch: Sequence[TokenSequence]) -> Tensor:
+        texts = [(*sequence.prompt_ids, *sequence.response_ids)[:-1] for sequence in batch]
+        starts = [len(sequence.prompt_ids) - 1 for sequence in batch]
         with suppress_library_output():
-            hidden = unchecked_read(batch)
+            is_loaded = model.stored is None
+            hidden = torch.cat(model.states_from(texts, starts)) if is_loaded else model.stored.read(batch)
         _check_finite(model.role, hidden.isfinite().all(-1).cpu().numpy(), batch, "hidden states")
         return hidden
 
@@ -161,10 +150,7 @@ def score_with_readers(
         raise OptionError(f"scores are taken at a temperature above 0, not at {temperature}")
 
     def columns_of_batch(batch: list[int]) -> dict[str, np.ndarray]:
-        with suppress_library_output():
-            return _columns_of_models(
-                readers, [sequences[index] for index in batch], temperature, options, top
-            )
+        return _columns_of_models(readers, [sequences[index] for index in batch], temperature, options, top)
 
     return columns_in_batches(sequences, batch_tokens, columns_of_batch, on_scored)
 

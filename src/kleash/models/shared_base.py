@@ -26,6 +26,7 @@ from kleash.models.adapters import (
     trained_token_ids,
 )
 from kleash.models.heads import has_tied_embeddings
+from kleash.models.sharded_networks import ShardStorage
 from kleash.precision import bitwise_equal
 
 CHUNK_BYTES = 1 << 25
@@ -43,6 +44,8 @@ class BaseNetwork:
     """Its tensors in the files."""
     packed: tuple[PackedModule, ...] = ()
     """The modules that were unpacked."""
+    storage: ShardStorage | None = None
+    """The ranks of whose shards the network is a view; None for a whole network."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
