@@ -420,7 +420,7 @@ def test_unreadable_standard_input_is_an_error(pair, standard_input, content, me
 def test_a_pipe_is_not_opened(pair, tmp_path):
     """It can be read once, and opening it may wait for ever."""
     os.mkfifo(tmp_path / "named")
-    with pytest.raises(SourceError, match="named is a pipe or a device"):
+    with pytest.raises(SourceError, match="named is a folder or a pipe"):
         read_prompts(str(tmp_path / "named"), pair)
 
 
@@ -463,7 +463,7 @@ def test_errors_name_the_formats_that_a_kind_of_source_takes(kind, formats, writ
     (tmp_path / "a.yaml").write_text("a: 1")
     for name, message in (
         ("empty", f"is empty; give a file of {formats}$"),
-        (".", f"is a folder; give a file of {formats},"),
+        (".", f"is a folder or a pipe; give a file of {formats},"),
         ("a.yaml", f"is read as .yaml, and {kind} come as {formats}; convert it$"),
     ):
         with pytest.raises(SourceError, match=message) as error:

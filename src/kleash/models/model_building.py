@@ -57,7 +57,7 @@ def build_model(
         The model, and notes: on end tokens that do not exist, and if no head reproduces the network's logits.
 
     Raises:
-        ModelError: if the network is not causal, cannot be run, or has fewer embeddings than the tokenizer has tokens, or
+        ModelError: if the network is not causal, cannot be run, or has fewer embeddings than the tokenizer has tokens;
             if it is sharded and only its logits are available, for which the head would be gathered.
     """
     eos_token_ids, eos_note = read_eos_token_ids(network, tokenizer)
