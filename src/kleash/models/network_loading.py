@@ -132,25 +132,6 @@ def _placement(device_map: str | None) -> dict[str, Any]:
     return {"distributed_config": configuration(**size)}
 
 
-def _find_unpacked(
-    checkpoint: Checkpoint, device: torch.device, device_map: str | None
-) -> PackedCheckpoint | None:
-    """The packed modules of a checkpoint that is unpacked when it is loaded; None for any other.
-
-    Raises:
-        ModelError: if they are damaged, or would have to be spread over ranks.
-    """
-    if has_kernels(checkpoint, device):
-        return None
-    packed = find_packed_modules(checkpoint)
-    if packed is not None and device_map in PARALLEL_MAPS:
-        raise ModelError(
-            f"{checkpoint} is quantised ({checkpoint.quant_method}) and unpacked when it is loaded, which "
-            f"--device-map {device_map} does not take; save it dequantised"
-        )
-    return packed
-
-
 def _load_base(
     checkpoint: Checkpoint,
     dtype: torch.dtype | str,
@@ -163,7 +144,15 @@ def _load_base(
     Raises:
         ModelError: if there is none, with the reason of the first class.
     """
-    packed = _find_unpacked(checkpoint, device, device_map)
+    packed = None
+    if not has_kernels(checkpoint, device):
+        packed = find_packed_modules(checkpoint)
+        check_stored_types(checkpoint, packed)
+    if packed is not None and device_map in PARALLEL_MAPS:
+        raise ModelError(
+            f"{checkpoint} is quantised ({checkpoint.quant_method}) and unpacked when it is loaded, which "
+            f"--device-map {device_map} does not take; save it dequantised"
+        )
     with loading(checkpoint, quantisation_advice(checkpoint)):
         config = import_extra("transformers", "models").AutoConfig.from_pretrained(
             checkpoint.folder, trust_remote_code=trust_remote_code
@@ -172,9 +161,6 @@ def _load_base(
             raise ModelError(
                 f"{checkpoint} is an encoder-decoder ({config.model_type}); kleash measures decoder-only models"
             )
-    if not has_kernels(checkpoint, device):
-        decoded = None if packed is None else {part for module in packed.modules for part in module.parts}
-        check_stored_types(checkpoint, decoded)
     refusals: list[ModelError] = []
     for candidate in list_candidates(config, trust_remote_code):
         try:
