@@ -46,7 +46,9 @@ def test_missing_empty_and_blank_source_files_raise(option, failing, tmp_path):
     assert "holds no" in failing(option, written(tmp_path / "blank.jsonl", "\n \n"))
     (tmp_path / "folder").mkdir()
     message = failing(option, tmp_path / "folder")
-    assert message.startswith(f"{tmp_path / 'folder'} is a folder; give a file of {FORMATS[option]}")
+    assert message.startswith(
+        f"{tmp_path / 'folder'} is a folder or a pipe; give a file of {FORMATS[option]}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,7 @@ def test_nan_logits_are_reported_with_model_and_prompt(failing, pair, tmp_path):
     source = written(tmp_path / "p.jsonl", '{"text": "A long road"}\n{"text": "The sea was calm"}\n')
     message = failing("--text", source, reference=broken)
     assert message.startswith(
-        f"the reference gives NaN or infinite logits for prompt 1, sample 0 ({source}, line 2)"
+        f"the reference gives NaN or infinite hidden states for prompt 1, sample 0 ({source}, line 2)"
     )
 
 

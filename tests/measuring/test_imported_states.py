@@ -275,7 +275,7 @@ def save(path, states, tokens, **more):
         (lambda p: save(p, torch.zeros(9, 2, 32).half(), torch.arange(9)), "in float16, before the final norm"),
         (lambda p: save(p, torch.zeros(8, 2, 32), torch.arange(9)), "8 rows of hidden_states and token_ids [9]"),
         (lambda p: save(p, torch.zeros(9, 32), torch.arange(9)), "is no whole file of vLLM"),
-        (lambda p: save(p, torch.zeros(0, 2, 32), torch.arange(0)), "holds no tokens"),
+        (lambda p: save(p, torch.zeros(0, 2, 32), torch.arange(0)), "is no whole file of vLLM"),
         (lambda p: save(p, torch.zeros(9, 2, 32), torch.zeros(9)), "token_ids [9] torch.float32"),
         (lambda p: save_file({"states": torch.zeros(2)}, p), "is no whole file of vLLM"),
         (lambda p: (p.parent / "a.jsonl").write_text("{"), "a.jsonl, line 1 is no response of SGLang"),

@@ -499,8 +499,8 @@ def load_tokenizers_of(path: Path, folder: Path) -> Any:
     ("layout", "offset", "value", "reason"),
     [
         ("<4s", 0, b"GGML", "it does not begin with GGUF"),
-        ("<I", 4, 1, "is of GGUF version 1, and versions 2 and 3"),
-        ("<I", 4, 3 << 24, "little-endian order are read"),
+        ("<I", 4, 1, "does not begin with GGUF and version 2 or 3"),
+        ("<I", 4, 3 << 24, "version 2 or 3, in little-endian order"),
         ("<Q", 8, 2**40, "it ends within"),
         ("<Q", 24, 2**62, "it ends within 'a key'"),
     ],

@@ -151,7 +151,7 @@ def test_nan_is_an_error_with_model_prompt_and_position(pair, unhooked):
         replace(one, location=f"rollouts.jsonl, line {one.prompt_id + 1}") for one in random_sequences()
     ]
     message = (
-        r"the reference gives NaN or infinite logits for prompt 0, sample 0 \(rollouts.jsonl, line 1\), "
+        r"the reference gives NaN or infinite hidden states for prompt 0, sample 0 \(rollouts.jsonl, line 1\), "
         "response token 2"
     )
     with pytest.raises(NonFiniteError, match=message):

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from kleash.models import (
 )
 from kleash.models.cache.hidden_states import HiddenStateStore, sequence_key
 from kleash.models.cache.stored_reference import finish_cache, save_rounding_columns
-from kleash.models.scoring import checked_reader
+from kleash.models.scoring import read_hidden_states
 from kleash.records import CacheContents
 
 
@@ -42,7 +43,7 @@ def contents(**more: Any) -> CacheContents:
 def made(folder: Path, reference: Path, sequences: list[TokenSequence]) -> StoredReference:
     pair = load_reference(str(reference), None, Loading())
     cache = ReferenceCache(folder, pair.reference)
-    cache.fill(checked_reader(pair.reference), sequences, 4096)
+    cache.fill(partial(read_hidden_states, pair.reference), sequences, 4096)
     finish_cache(folder, pair.reference, contents())
     return StoredReference(folder)
 

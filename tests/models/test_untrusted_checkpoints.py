@@ -193,7 +193,7 @@ def test_headers_of_safetensors_are_checked(tmp_path, raw, reason):
 def test_a_weights_file_is_a_file_and_bounds_the_computed_buffers(model, tmp_path):
     (model / "model.safetensors").unlink()
     (model / "model.safetensors").mkdir()
-    refused(model, "is not a regular file")
+    refused(model, "is not a whole safetensors file")
     folder = save_tiny(tmp_path / "gpt2", "gpt2")
     stored = load_file(folder / "model.safetensors")
     stored["transformer.wpe.weight"] = torch.zeros(40_000, 32)

@@ -391,7 +391,7 @@ def test_the_chat_template_renders_messages_all_prompts_or_nothing(pair, write):
     assert texts(plain, pair, chat_template="apply") == [RENDERED]
     bare = replace(pair, tokenizer=copy.copy(pair.tokenizer))
     bare.tokenizer.chat_template = None
-    with pytest.raises(SourceError, match="line 1: --chat-template apply renders"):
+    with pytest.raises(SourceError, match="line 1: a chat template renders its 'prompt'"):
         texts(plain, bare, chat_template="apply")
     picture = {"role": "user", "content": [{"type": "text", "text": 3}]}
     with pytest.raises(SourceError, match="expected the contents of 'messages' to be"):

@@ -67,8 +67,6 @@ def open_safetensors(path: Path) -> Any:
         ChangedInputError: if it was written to since it was found.
     """
     with _reading(path):
-        if path.exists() and not path.is_file():
-            raise ModelError(f"{path} is not a regular file; fetch or make it again")
         return import_extra("safetensors", "models").safe_open(path, framework="pt", backend="pread")
 
 

@@ -99,7 +99,27 @@ class Checkpoint:
         Raises:
             ModelError: if a file is not JSON, or the settings are no object.
         """
-        return read_quantisation(self.folder, self.config)
+        mlx_settings = self.config.get(MLX_SETTINGS)
+        if isinstance(mlx_settings, dict) and {"bits", "group_size"} <= set(mlx_settings):
+            return {**mlx_settings, "quant_method": "mlx", ACTIVATIONS: self.config.get(ACTIVATIONS)}
+        text_config = self.config.get("text_config")
+        for settings in (self.config, text_config if isinstance(text_config, dict) else {}):
+            for name in ("quantization_config", "compression_config"):
+                value = settings.get(name)
+                if value is not None and not isinstance(value, dict):
+                    raise ModelError(
+                        f"{self.folder / 'config.json'} has a {name} that is a {type(value).__name__}, and not an "
+                        "object; correct it"
+                    )
+                if value:
+                    return value
+        for name, method in OLD_SETTINGS.items():
+            if (self.folder / name).is_file():
+                return {"quant_method": method, **read_json(self.folder / name)}
+        if (self.folder / MODELOPT_SETTINGS).is_file():
+            value = read_json(self.folder / MODELOPT_SETTINGS).get("quantization")
+            return {"quant_method": "modelopt", **(value if isinstance(value, dict) else {})}
+        return None
 
     @cached_property
     def quant_method(self) -> str | None:
@@ -158,52 +178,23 @@ class Checkpoint:
         Raises:
             ModelError: if the file cannot be read.
         """
-        return _hash_of(
-            (role, folder, folder / GENERATION_CONFIG)
-            for role, folder in self._folders()
-            if (folder / GENERATION_CONFIG).is_file()
-        )
+        return _hash_of(file for file in self.input_files() if file[2].name == GENERATION_CONFIG)
 
     def input_files(self) -> list[tuple[str, Path, Path]]:
         """The files that change the model's computation, tokenisation or generation: role, folder and path of each."""
         if self.gguf:
             return [("gguf", self.folder, path) for path in self.gguf]
-        return [(role, folder, path) for role, folder in self._folders() for path in list_input_files(folder)]
+        folders = (("base", self.folder), ("adapter", self.adapter))
+        return [
+            (role, folder, path)
+            for role, folder in folders
+            if folder is not None
+            for path in list_input_files(folder)
+        ]
 
     def watch(self) -> None:
         """Watch the input files, where ``watching_files`` is active."""
         watch_files(path for _, _, path in self.input_files())
-
-    def _folders(self) -> list[tuple[str, Path]]:
-        if self.gguf:
-            return []
-        folders = [("base", self.folder), ("adapter", self.adapter)]
-        return [(role, folder) for role, folder in folders if folder is not None]
-
-
-def read_quantisation(folder: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """How the weights in a folder are quantised, by its config.json, or by older files beside it."""
-    mlx_settings = config.get(MLX_SETTINGS)
-    if isinstance(mlx_settings, dict) and {"bits", "group_size"} <= set(mlx_settings):
-        return {**mlx_settings, "quant_method": "mlx", ACTIVATIONS: config.get(ACTIVATIONS)}
-    text_config = config.get("text_config")
-    for settings in (config, text_config if isinstance(text_config, dict) else {}):
-        for name in ("quantization_config", "compression_config"):
-            value = settings.get(name)
-            if value is not None and not isinstance(value, dict):
-                raise ModelError(
-                    f"{folder / 'config.json'} has a {name} that is a {type(value).__name__}, and not an object; "
-                    "correct it"
-                )
-            if value:
-                return value
-    for name, method in OLD_SETTINGS.items():
-        if (folder / name).is_file():
-            return {"quant_method": method, **read_json(folder / name)}
-    if (folder / MODELOPT_SETTINGS).is_file():
-        value = read_json(folder / MODELOPT_SETTINGS).get("quantization")
-        return {"quant_method": "modelopt", **(value if isinstance(value, dict) else {})}
-    return None
 
 
 def list_input_files(folder: Path) -> list[Path]:

@@ -14,7 +14,7 @@ from kleash.diagnosis.rollout_records import RolloutRecord
 from kleash.diagnosis.token_table import TokenTable
 from kleash.errors import SourceError
 from kleash.models import Model, Pair, TokenSequence
-from kleash.models.scoring import checked_reader
+from kleash.models.scoring import read_hidden_states
 from kleash.sources.sequences import batch_by_length
 
 LOGITS_AT_ONCE = 2**22
@@ -189,11 +189,10 @@ def hidden_states(
     Raises:
         NonFiniteError: if a hidden state is NaN or infinite.
     """
-    read = checked_reader(model)
     counts = [len(sequence.response_ids) for sequence in sequences]
     parts: list[Tensor] = [torch.empty(0)] * len(sequences)
     for batch in batch_by_length([sequence.num_input_tokens for sequence in sequences], batch_tokens):
-        states = read([sequences[index] for index in batch])
+        states = read_hidden_states(model, [sequences[index] for index in batch])
         for index, part in zip(batch, states.split([counts[index] for index in batch]), strict=True):
             parts[index] = part
     return torch.cat(parts)

@@ -38,7 +38,7 @@ from kleash.models.base_logit_bounds import (
 )
 from kleash.models.base_logits import BaseLogitsFile, BaseLogitsRows
 from kleash.models.heads import head_logits
-from kleash.models.scoring import checked_reader, columns_in_batches, head_on_device
+from kleash.models.scoring import columns_in_batches, head_on_device, read_hidden_states
 from kleash.models.tokenizers import token_count, token_texts
 from kleash.sources.sequences import hash_tokens
 from kleash.store.measurement import ModelRecord
@@ -205,11 +205,12 @@ class BaseLogitsEngine(Engine):
             SourceError: if a part of the file is damaged.
         """
         sequences = shard.sequences
-        read, is_padding = checked_reader(self.pair.policy), find_padding(self.pair.policy)
+        is_padding = find_padding(self.pair.policy)
 
         def columns_of_batch(batch: list[int]) -> dict[str, np.ndarray]:
             chunks = [sequences[index] for index in batch]
-            states = read(chunks).split([len(chunk.response_ids) for chunk in chunks])
+            counts = [len(chunk.response_ids) for chunk in chunks]
+            states = read_hidden_states(self.pair.policy, chunks).split(counts)
             parts = [
                 part
                 for chunk, hidden in zip(chunks, states, strict=True)

@@ -14,10 +14,11 @@ from kleash.measuring.rescoring import NOISE_SEQUENCES, noise_tokens
 from kleash.measuring.shards import source_sequences
 from kleash.models import Pair, TokenSequence
 from kleash.models.cache.engine_state_checks import (
-    EngineStateReader,
     check_layout,
     check_rounding,
+    check_token_logps,
     final_norm,
+    final_states,
 )
 from kleash.models.cache.engine_states import EngineRequest, EngineStates
 from kleash.models.cache.hidden_states import sequence_key
@@ -58,13 +59,11 @@ class ImportedStates:
         """
         self._saved, self._model = saved, pair.reference
         check_layout(saved, pair.reference, job.layer_ids())
-        has_norm = not saved.layout.is_after_norm
-        norm = final_norm(pair.reference, range(min(NORM_TOKENS, pair.vocab_size))) if has_norm else None
-        self._reader = EngineStateReader(saved=saved, model=pair.reference, norm=norm)
+        tokens = range(min(NORM_TOKENS, pair.vocab_size))
+        self._norm = None if saved.layout.is_after_norm else final_norm(pair.reference, tokens)
         probes = self._find_sequences(job, pair)
         self._probes = {sequence_key(probe): (probe, request) for probe, request in probes}
-        errors = [self._reader.check_states(request, probe) for probe, request in probes]
-        self._median_error = float(np.median(errors))
+        self._median_error = float(np.median([self._error(*probe) for probe in probes]))
         self._largest_difference = 0.0
 
     def read(self, batch: Sequence[TokenSequence]) -> Float[Tensor, "tokens dim"]:
@@ -87,7 +86,8 @@ class ImportedStates:
                     "the same",
                     "delete the file that is not of this reference",
                 )
-            difference = self._reader.check_token_logps(first, sequence, hidden)
+            logps = self._saved.token_logps(sequence)
+            difference = check_token_logps(logps, self._model, sequence, hidden, str(first))
             self._largest_difference = max(self._largest_difference, difference)
             parts.append(hidden)
         return torch.cat(parts)
@@ -118,8 +118,31 @@ class ImportedStates:
 
     def _rows(self, request: EngineRequest, sequence: TokenSequence) -> Tensor:
         """The final hidden states of a request at the scored positions of a sequence."""
-        start = len(sequence.prompt_ids) - 1
-        return self._reader.read(request, start, start + len(sequence.response_ids))
+        return self._read(request, len(sequence.prompt_ids) - 1, sequence.num_input_tokens)
+
+    def _read(self, request: EngineRequest, start: int, stop: int) -> Tensor:
+        """The final hidden states of rows ``start`` to ``stop - 1``, on the model's device and in its dtype."""
+        last = self._saved.read(request, start, stop).to(self._model.device, self._model.dtype)
+        return last if self._norm is None else self._norm(last)
+
+    def _error(self, sequence: TokenSequence, request: EngineRequest) -> float:
+        """The median relative error of the saved rows of a probe, against those that the model computes itself.
+
+        Raises:
+            ModelError: if rows differ by more than rounding: of another model, layer or token, or on the other side of
+                the final norm.
+        """
+        token_ids = (*sequence.prompt_ids, *sequence.response_ids)[:-1]
+        side = "after" if self._norm is None else "before"
+        return check_rounding(
+            self._read(request, 0, len(token_ids)),
+            final_states(self._model, token_ids),
+            self._model.dtype,
+            str(request),
+            f"the hidden states of {self._model.path}",
+            f"they must be those {side} the final norm, of the tokens as they were sent, without chunked prefill and "
+            "prefix caching, from the weights, adapter and quantisation of --reference",
+        )
 
     def _find_sequences(self, job: CacheJob, pair: Pair) -> list[tuple[TokenSequence, EngineRequest]]:
         """Evenly spaced probes of the source with their requests."""

@@ -2,6 +2,7 @@
 
 import os
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,7 @@ from kleash.models.cache.stored_reference import (
     save_rounding_columns,
 )
 from kleash.models.pair_loading import resolve_device, resolve_dtype
-from kleash.models.scoring import checked_reader
+from kleash.models.scoring import read_hidden_states
 from kleash.models.threads import threads_for_scoring
 from kleash.sources.files import read_whole_text
 from kleash.store import CacheContents, WrittenLogits
@@ -153,7 +154,7 @@ def _cache(
     cache = ReferenceCache(folder, pair.reference, source, from_engine=saved is not None)
     if len(cache.states):
         reporter.note(f"resuming after {len(cache.states)} sequences in {folder}")
-    reader = checked_reader(pair.reference) if imported is None else imported.read
+    reader = partial(read_hidden_states, pair.reference) if imported is None else imported.read
     plan = plan_shards(measure_job, pair)
     for sentence in plan.notes:
         reporter.note(sentence)
@@ -223,13 +224,13 @@ def write_base_logits(job: CacheJob, reporter: ProgressReporter) -> WrittenLogit
     reporter.set_total(len(tokens))
     path = Path(str(job.out)).expanduser()
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    read, padding, in_padding = checked_reader(model), find_padding(model), []
+    padding, in_padding = find_padding(model), []
     try:
         with unfinished.open("wb") as file, threads_for_scoring(pair):
             write_header(file, tokens, model.vocab_size)
             for chunk, chunk_tokens in enumerate(tokens):
                 sequence = chunk_sequence(chunk, chunk_tokens, begin, pair.tokenizer)
-                for _, logits in logit_tiles(model, read([sequence]), sequence.name):
+                for _, logits in logit_tiles(model, read_hidden_states(model, [sequence]), sequence.name):
                     file.write(encode_rows(logits).tobytes())
                     if padding is not None:
                         in_padding.append(logits.softmax(-1)[:, padding.to(logits.device)].sum(-1).cpu())

@@ -18,7 +18,7 @@ from kleash.linear import log_probabilities
 from kleash.models.heads import rounding_tolerance
 from kleash.models.keyed_draws import draw
 from kleash.models.pair import Model
-from kleash.sources.sequences import Prompt, TokenSequence, batch_by_length, group_for_padding
+from kleash.sources.sequences import Prompt, TokenSequence, batch_by_length
 
 CACHED_TOKENS_PER_BATCH_TOKEN = 8
 """Tokens in the key-value cache for each token of the batch budget: a cached token takes less memory than one in a
@@ -156,7 +156,7 @@ def _generate_batch(
     model: Model, responses: list[_Response], sampling: Sampling, drawn: Callable[[int, float], object] | None
 ) -> None:
     """Generate one batch of responses until all have ended."""
-    with torch.inference_mode(), model.activate_adapter():
+    with torch.inference_mode():
         decoder = IncrementalDecoder(model, [response.prompt.token_ids for response in responses])
         hidden = decoder.start()
         while True:
@@ -232,7 +232,7 @@ class IncrementalDecoder:
     """
 
     def __init__(self, model: Model, prompts: list[tuple[int, ...]]) -> None:
-        """Prepare the decoding of prompts, given as token ids; the caller has activated the model's adapter."""
+        """Prepare the decoding of prompts, given as token ids."""
         self.model = model
         self.network = model.network if model.head.weight is None else model.backbone
         parameters = inspect.signature(self.network.forward).parameters
@@ -288,22 +288,19 @@ class IncrementalDecoder:
         """Hidden states after new tokens, with the key-value cache of the earlier ones."""
         positions = {"position_ids": (self.mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]}
         self.model.wait_for("pass")
-        output = self.network(
-            input_ids=ids,
-            attention_mask=self.mask,
-            past_key_values=self.past_key_values,
-            use_cache=True,
-            **(positions if self.takes_position_ids else {}),
-        )
+        with self.model.activate_adapter():
+            output = self.network(
+                input_ids=ids,
+                attention_mask=self.mask,
+                past_key_values=self.past_key_values,
+                use_cache=True,
+                **(positions if self.takes_position_ids else {}),
+            )
         self.past_key_values = getattr(output, "past_key_values", None)
         self.uses_cache = self.past_key_values is not None
-        return self._hidden_states(output)[:, -1]
-
-    def _hidden_states(self, output: Any) -> Float[Tensor, "rows time dim"]:
-        """The input of the model's head: the last hidden states, or the logits if the head has no weight."""
         if self.model.head.weight is None:
-            return output.logits[..., : self.model.vocab_size]
-        return output.last_hidden_state
+            return output.logits[:, -1, : self.model.vocab_size]
+        return output.last_hidden_state[:, -1]
 
     def _is_as_without_cache(self, hidden: Float[Tensor, "rows dim"]) -> bool:
         """Whether the shortest and the longest sequence have the same hidden states when run without a cache.
@@ -320,14 +317,4 @@ class IncrementalDecoder:
 
     def _run_without_cache(self, sequences: list[list[int]]) -> Float[Tensor, "rows dim"]:
         """Hidden states after complete sequences, padded on the right."""
-        lengths = [len(sequence) for sequence in sequences]
-        groups = group_for_padding(lengths, self.model.max_padded_length)
-        if len(groups) > 1:
-            rows = [self._run_without_cache([sequences[index] for index in group]) for group in groups]
-            order = [index for group in groups for index in group]
-            return torch.cat(rows)[sorted(range(len(order)), key=order.__getitem__)]
-        last = [length - 1 for length in lengths]
-        ids = pad_sequence([torch.tensor(sequence) for sequence in sequences], batch_first=True)
-        self.model.wait_for("pass")
-        output = self.network(input_ids=ids.to(self.model.device), use_cache=False)
-        return self._hidden_states(output)[torch.arange(len(last)), last]
+        return torch.cat(self.model.states_from(sequences, [len(sequence) - 1 for sequence in sequences]))

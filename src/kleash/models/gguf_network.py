@@ -80,9 +80,7 @@ def find_architecture(settings: Settings, tensors: Collection[str]) -> tuple[str
     Raises:
         ModelError: if it is not supported, with the list of those that are.
     """
-    name = settings.get("general.architecture")
-    if not isinstance(name, str) or not name:
-        raise ModelError("it does not name its general.architecture")
+    name = str(settings.get("general.architecture"))
     kinds = (
         kind
         for kind, (named, is_of_kind) in KINDS_OF_ARCHITECTURES.items()
@@ -128,7 +126,8 @@ def load_gguf_network(
     resolved = torch.bfloat16 if isinstance(dtype, str) else dtype
     tensors = [tensor for tensor in files.tensors if not _is_draft(tensor.name, name, files)]
     names = ParameterNames.of(name, architecture.names, skeleton)
-    parameters, unused = read_parameters(tensors, architecture, names, attributes, resolved)
+    with loading(checkpoint):
+        parameters, unused = read_parameters(tensors, architecture, names, attributes, resolved)
     if unused:
         raise ModelError(
             f"{subject} has {len(unused)} tensors that the architecture {name!r} does not have here, such as "

@@ -11,7 +11,7 @@ import torch
 from kleash.errors import KleashError, ModelError
 from kleash.linear.zero3 import is_zero3
 from kleash.models.adapters import find_rule, require_unchanged_base, trainable_base_parameters
-from kleash.models.model_building import build_model, with_storage
+from kleash.models.model_building import build_model
 from kleash.models.pair import Model
 from kleash.models.pair_loading import DTYPES
 from kleash.models.sharded_networks import reshard, shard_storage, view_of_shards
@@ -66,7 +66,7 @@ def live_model(
     elif error is not None:
         raise error
     base = network if adapters is None else adapters.get_base_model()
-    model, _ = build_model(
+    return build_model(
         base,
         tokenizer,
         role=role,
@@ -76,8 +76,8 @@ def live_model(
         parameters=sum(parameter.numel() for parameter in base.parameters()),
         adapters=adapters,
         adapter=adapter_name,
-    )
-    return with_storage(model, storage)
+        storage=storage,
+    )[0]
 
 
 @contextmanager

@@ -35,6 +35,7 @@ def build_model(
     adapter: str | None,
     device_map: str | None = None,
     trust_remote_code: bool = False,
+    storage: ShardStorage | None = None,
 ) -> tuple[Model, tuple[str, ...]]:
     """Make a ``Model`` of a loaded network: find its head, and check it against the tokenizer.
 
@@ -50,19 +51,21 @@ def build_model(
         adapter: name of the adapter in ``adapters``; None for the base.
         device_map: the device map that the network was loaded with.
         trust_remote_code: whether the checkpoint's own code may run.
+        storage: the ranks of whose shards the network is a view; None for a whole network.
 
     Returns:
         The model, and notes: on end tokens that do not exist, and if no head reproduces the network's logits.
 
     Raises:
-        ModelError: if the network is not causal, cannot be run, or has fewer embeddings than the tokenizer has tokens.
+        ModelError: if the network is not causal, cannot be run, or has fewer embeddings than the tokenizer has tokens;
+            if it is sharded and only its logits are available, for which the head would be gathered.
     """
     eos_token_ids, eos_note = read_eos_token_ids(network, tokenizer)
     model = Model(
         role=role,
         path=path,
         revision=revision,
-        dtype=network.dtype,
+        dtype=(None if storage is None else storage.param_dtype) or network.dtype,
         device=network.get_input_embeddings().weight.device,
         parameters=parameters,
         vocab_size=0,
@@ -78,9 +81,15 @@ def build_model(
         backbone=find_backbone(network),
         adapters=adapters,
         adapter=adapter,
+        storage=storage,
     )
     check_vocab_size(model, len(network.get_input_embeddings().weight), "embeddings")
     extracted = _extract_head(model)
+    if storage is not None and extracted.head.weight is None:
+        raise ModelError(
+            f"the {role} ({type(network).__name__}) is sharded and does not come apart into hidden states and a head, "
+            "which is not supported"
+        )
     model = replace(
         model,
         head=extracted.head,
@@ -88,22 +97,6 @@ def build_model(
         max_padded_length=extracted.max_padded_length,
     )
     return model, tuple(note for note in (eos_note, extracted.note) if note is not None)
-
-
-def with_storage(model: Model, storage: ShardStorage | None) -> Model:
-    """The model of a view of a sharded network.
-
-    Raises:
-        ModelError: if only its logits are available, for which the head would be gathered.
-    """
-    if storage is None:
-        return model
-    if model.head.weight is None:
-        raise ModelError(
-            f"the {model.role} ({type(model.network).__name__}) is sharded and does not come apart into hidden states "
-            "and a head, which is not supported"
-        )
-    return replace(model, dtype=storage.param_dtype or model.dtype, storage=storage)
 
 
 def _extract_head(model: Model) -> ExtractedHead:

@@ -17,6 +17,7 @@ from kleash.extras import import_extra
 from kleash.models.compat import class_of_config, forget_renaming, run_uncompiled, use_exact_experts
 from kleash.models.filling import check_complete, check_network_size, load_unpacked_network, loading
 from kleash.models.gguf_network import load_gguf_network
+from kleash.models.sharded_networks import shard_storage, view_of_shards
 from kleash.models.shared_base import BaseNetwork, LoadedNetwork, load_over_one_base
 from kleash.models.transformers_formats import (
     check_stored_types,
@@ -87,6 +88,9 @@ def load_networks(
         base.network.eval()
         if base.network.dtype == torch.float64:
             use_exact_experts(base.network)
+        storage = shard_storage(base.network, str(checkpoint)) if device_map == "fsdp" else None
+        if storage is not None:
+            base = replace(base, network=view_of_shards(base.network, storage), storage=storage)
         return base
 
     for checkpoints_of_folder in checkpoints_by_folder.values():
@@ -128,25 +132,6 @@ def _placement(device_map: str | None) -> dict[str, Any]:
     return {"distributed_config": configuration(**size)}
 
 
-def _find_unpacked(
-    checkpoint: Checkpoint, device: torch.device, device_map: str | None
-) -> PackedCheckpoint | None:
-    """The packed modules of a checkpoint that is unpacked when it is loaded; None for any other.
-
-    Raises:
-        ModelError: if they are damaged, or would have to be spread over ranks.
-    """
-    if has_kernels(checkpoint, device):
-        return None
-    packed = find_packed_modules(checkpoint)
-    if packed is not None and device_map in PARALLEL_MAPS:
-        raise ModelError(
-            f"{checkpoint} is quantised ({checkpoint.quant_method}) and unpacked when it is loaded, which "
-            f"--device-map {device_map} does not take; save it dequantised"
-        )
-    return packed
-
-
 def _load_base(
     checkpoint: Checkpoint,
     dtype: torch.dtype | str,
@@ -159,7 +144,15 @@ def _load_base(
     Raises:
         ModelError: if there is none, with the reason of the first class.
     """
-    packed = _find_unpacked(checkpoint, device, device_map)
+    packed = None
+    if not has_kernels(checkpoint, device):
+        packed = find_packed_modules(checkpoint)
+        check_stored_types(checkpoint, packed)
+    if packed is not None and device_map in PARALLEL_MAPS:
+        raise ModelError(
+            f"{checkpoint} is quantised ({checkpoint.quant_method}) and unpacked when it is loaded, which "
+            f"--device-map {device_map} does not take; save it dequantised"
+        )
     with loading(checkpoint, quantisation_advice(checkpoint)):
         config = import_extra("transformers", "models").AutoConfig.from_pretrained(
             checkpoint.folder, trust_remote_code=trust_remote_code
@@ -168,9 +161,6 @@ def _load_base(
             raise ModelError(
                 f"{checkpoint} is an encoder-decoder ({config.model_type}); kleash measures decoder-only models"
             )
-    if not has_kernels(checkpoint, device):
-        decoded = None if packed is None else {part for module in packed.modules for part in module.parts}
-        check_stored_types(checkpoint, decoded)
     refusals: list[ModelError] = []
     for candidate in list_candidates(config, trust_remote_code):
         try:

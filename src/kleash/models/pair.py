@@ -1,6 +1,6 @@
 """Policy and reference: the two loaded models that are compared, each with its head and hidden states."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -8,10 +8,12 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kleash.linear import Head
 from kleash.models.padding_rows import PaddingRows
 from kleash.models.sharded_networks import ShardStorage
+from kleash.sources.sequences import group_for_padding
 from kleash.store.measurement import ModelRecord, StoredWeights
 
 
@@ -87,24 +89,34 @@ class Model:
                 self.adapters.set_adapter(self.adapter)
             yield
 
-    def hidden_states(
-        self, input_ids: Int[Tensor, "batch time"], attention_mask: Int[Tensor, "batch time"] | None = None
-    ) -> Float[Tensor, "batch time dim"]:
+    def hidden_states(self, input_ids: Int[Tensor, "batch time"]) -> Float[Tensor, "batch time dim"]:
         """Final hidden states, which ``head`` maps to logits (the logits themselves if the head has no weight).
 
         Args:
-            input_ids: on any device.
-            attention_mask: 0 at padding; None without padding, or with padding on the right only, which a causal
-                model does not see.
+            input_ids: on any device; padded on the right only, which a causal model does not see.
         """
         ids = input_ids.to(self.device)
-        mask = None if attention_mask is None else attention_mask.to(self.device)
         self.wait_for("pass")
         with torch.inference_mode(), self.activate_adapter():
             if self.head.weight is None:
-                output = self.network(input_ids=ids, attention_mask=mask, use_cache=False)
-                return output.logits[..., : self.vocab_size]
-            return self.backbone(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+                return self.network(input_ids=ids, use_cache=False).logits[..., : self.vocab_size]
+            return self.backbone(input_ids=ids, use_cache=False).last_hidden_state
+
+    def states_from(
+        self, texts: Sequence[Sequence[int]], starts: Sequence[int]
+    ) -> list[Float[Tensor, "positions dim"]]:
+        """The hidden states of each text from a position on, of texts that are padded where it changes no number.
+
+        Args:
+            texts: token ids.
+            starts: the first position that is returned of each.
+        """
+        states: dict[int, Tensor] = {}
+        for group in group_for_padding([len(text) for text in texts], self.max_padded_length):
+            ids = pad_sequence([torch.tensor(texts[index]) for index in group], batch_first=True)
+            for index, hidden in zip(group, self.hidden_states(ids), strict=True):
+                states[index] = hidden[starts[index] : len(texts[index])]
+        return [states[index] for index in range(len(texts))]
 
     def wait_for(self, call: Literal["pass", "logp"]) -> None:
         """Wait until all ranks that store the weights make a forward pass, or compute log-probabilities by the head.

@@ -14,11 +14,10 @@ from kleash.jobs.reading_jobs import DoctorJob
 from kleash.models.cache.stored_reference import StoredReference
 from kleash.models.compat import without_zero3_loading
 from kleash.models.heads import truncate_head
-from kleash.models.model_building import build_model, check_vocab_size, with_storage
+from kleash.models.model_building import build_model, check_vocab_size
 from kleash.models.network_loading import PARALLEL_MAPS, describe_weights, load_networks
 from kleash.models.padding_rows import PaddingRows
 from kleash.models.pair import Model, Pair
-from kleash.models.sharded_networks import ShardStorage, shard_storage, view_of_shards
 from kleash.models.shared_base import LoadedNetwork
 from kleash.models.tokenizers import load_tokenizers, token_count
 
@@ -159,17 +158,10 @@ def _build_models(
     """The model of each network, and notes on it."""
     models: dict[str, Model] = {}
     notes: list[str] = []
-    views: dict[int, tuple[Any, ShardStorage | None]] = {}
     for role, checkpoint in checkpoints.items():
         loaded = networks[role]
-        if id(loaded.network) not in views:
-            is_sharded = loading.device_map == "fsdp"
-            storage = shard_storage(loaded.network, f"the {role}") if is_sharded else None
-            view = loaded.network if storage is None else view_of_shards(loaded.network, storage)
-            views[id(loaded.network)] = view, storage
-        view, storage = views[id(loaded.network)]
         model, model_notes = build_model(
-            view,
+            loaded.network,
             tokenizers[role],
             role=role,
             path=checkpoint.name,
@@ -180,13 +172,13 @@ def _build_models(
             adapter=loaded.adapter,
             device_map=loading.device_map,
             trust_remote_code=loading.trust_remote_code,
+            storage=loaded.base.storage,
         )
-        model = replace(
+        models[role] = replace(
             model,
             weights=describe_weights(checkpoint, loaded.base),
             base=None if checkpoint.adapter is None else checkpoint.base,
         )
-        models[role] = with_storage(model, storage)
         notes += [*loaded.notes, *model_notes]
     return models, notes
 

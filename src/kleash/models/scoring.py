@@ -1,14 +1,14 @@
 """Per-token statistics of policy and reference on token sequences."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from kleash.divergences import truncate
 from kleash.errors import NonFiniteError, OptionError
@@ -29,7 +29,7 @@ from kleash.models.heads import truncate_head
 from kleash.models.padding_rows import padding_columns
 from kleash.models.pair import Model, Pair
 from kleash.models.pair_loading import load_pair
-from kleash.sources.sequences import TokenSequence, batch_by_length, group_for_padding
+from kleash.sources.sequences import TokenSequence, batch_by_length
 
 STATISTICS = {
     "logp_policy": "token_logp",
@@ -66,6 +66,7 @@ def score(
     top: int = 0,
     sampler: Sampling | None = None,
     on_scored: Callable[[int, int], object] | None = None,
+    read_reference: HiddenStateReader | None = None,
 ) -> dict[str, np.ndarray]:
     """Per-token statistics of both models for each response token, in the order of ``sequences``.
 
@@ -83,6 +84,7 @@ def score(
         sampler: also return ``acceptance_of_sampler``: the probability that speculative decoding accepts, where draft
             and target are truncated so, or greedy at its temperature 0.
         on_scored: called after each batch with the number of its sequences and of their tokens.
+        read_reference: returns the reference's hidden states for a batch; None to compute or read them as usual.
 
     Returns:
         A flat array for each column of the token table except ``text``, the sequences' response tokens concatenated.
@@ -93,105 +95,41 @@ def score(
         NonFiniteError: if a model's logits are NaN or infinite, naming the model, the prompt and the position.
         OptionError: if the temperature is not above 0.
     """
-    read: HiddenStateReader | None = None
-    if not pair.policy.is_same_as(pair.reference):
-        read = hidden_state_reader(pair.reference)
-        read = read if cache is None else cache.cached_reader(read)
-    readers = PairReaders(pair=pair, policy=hidden_state_reader(pair.policy), reference=read, sampler=sampler)
-    columns = score_with_readers(readers, sequences, temperature, batch_tokens, options, top, on_scored)
+    if not temperature > 0:
+        raise OptionError(f"scores are taken at a temperature above 0, not at {temperature}")
+    read = read_reference or partial(read_hidden_states, pair.reference)
+    read = read if cache is None else cache.cached_reader(read)
+    is_one = read_reference is None and pair.policy.is_same_as(pair.reference)
+
+    def columns_of_batch(indices: list[int]) -> dict[str, np.ndarray]:
+        batch = [sequences[index] for index in indices]
+        hidden_p = read_hidden_states(pair.policy, batch)
+        hidden_q = hidden_p if is_one else read(batch).to(hidden_p.device)
+        head_p, head_q = (head_on_device(model.head, hidden_p) for model in (pair.policy, pair.reference))
+        inputs = (hidden_p, head_p, hidden_q, head_q)
+        return _columns_of_models(pair, batch, inputs, temperature, options, top, sampler)
+
+    columns = columns_in_batches(sequences, batch_tokens, columns_of_batch, on_scored)
     if cache is not None:
         cache.save()
     return columns
 
 
-def pad_batch(batch: Sequence[TokenSequence]) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad a batch on the right, and find the positions that predict the scored tokens.
+def read_hidden_states(model: Model, batch: Sequence[TokenSequence]) -> Float[Tensor, "tokens dim"]:
+    """The final hidden states at the scored positions of a batch, of a model's network or its stored states.
 
-    The last token of a sequence is scored but is no input; each token is predicted at the position before it. The
-    padding is token 0, which a causal model does not see from the scored positions.
-
-    Returns:
-        Input ids [batch, time], and row and column of each scored position.
-    """
-    inputs = [torch.tensor((*sequence.prompt_ids, *sequence.response_ids)[:-1]) for sequence in batch]
-    counts = torch.tensor([len(sequence.response_ids) for sequence in batch])
-    columns = [torch.arange(len(sequence.prompt_ids) - 1, sequence.num_input_tokens) for sequence in batch]
-    return pad_sequence(inputs, batch_first=True), torch.repeat_interleave(counts), torch.cat(columns)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairReaders:
-    """A pair and the functions that return its hidden states."""
-
-    pair: Pair
-    policy: HiddenStateReader
-    reference: HiddenStateReader | None
-    """None if the reference is the same model, so that the policy's hidden states are used."""
-    sampler: Sampling | None = None
-    """Of ``acceptance_of_sampler``; None without it."""
-
-
-def hidden_state_reader(model: Model) -> HiddenStateReader:
-    """The function that returns hidden states of ``model``, from its network or from its stored states."""
-    if model.stored is not None:
-        return model.stored.read
-
-    def read_padded(batch: Sequence[TokenSequence]) -> Tensor:
-        ids, rows, cols = pad_batch(batch)
-        hidden = model.hidden_states(ids)
-        return hidden[rows.to(hidden.device), cols.to(hidden.device)]
-
-    def read(batch: Sequence[TokenSequence]) -> Tensor:
-        groups = group_for_padding([sequence.num_input_tokens for sequence in batch], model.max_padded_length)
-        if len(groups) == 1:
-            return read_padded(batch)
-        parts: dict[int, Tensor] = {}
-        for group in groups:
-            hidden = read_padded([batch[index] for index in group])
-            counts = [len(batch[index].response_ids) for index in group]
-            parts |= dict(zip(group, hidden.split(counts), strict=True))
-        return torch.cat([parts[index] for index in range(len(batch))])
-
-    return read
-
-
-def checked_reader(model: Model) -> HiddenStateReader:
-    """``hidden_state_reader`` with a check that the hidden states are finite.
+    The last token of a sequence is scored but is no input; each token is predicted at the position before it.
 
     Raises:
-        NonFiniteError: raised by the reader, with the sequence that has NaN or infinities.
+        NonFiniteError: naming the sequence that has NaN or infinities.
     """
-    unchecked_read = hidden_state_reader(model)
-
-    def read(batch: Sequence[TokenSequence]) -> Tensor:
-        with suppress_library_output():
-            hidden = unchecked_read(batch)
-        _check_finite(model.role, hidden.isfinite().all(-1).cpu().numpy(), batch, "hidden states")
-        return hidden
-
-    return read
-
-
-def score_with_readers(
-    readers: PairReaders,
-    sequences: Sequence[TokenSequence],
-    temperature: float,
-    batch_tokens: int,
-    options: LinearOptions | None,
-    top: int = 0,
-    on_scored: Callable[[int, int], object] | None = None,
-) -> dict[str, np.ndarray]:
-    """``score`` with hidden states from ``readers``."""
-    if not temperature > 0:
-        raise OptionError(f"scores are taken at a temperature above 0, not at {temperature}")
-
-    def columns_of_batch(batch: list[int]) -> dict[str, np.ndarray]:
-        with suppress_library_output():
-            return _columns_of_models(
-                readers, [sequences[index] for index in batch], temperature, options, top
-            )
-
-    return columns_in_batches(sequences, batch_tokens, columns_of_batch, on_scored)
+    texts = [(*sequence.prompt_ids, *sequence.response_ids)[:-1] for sequence in batch]
+    starts = [len(sequence.prompt_ids) - 1 for sequence in batch]
+    with suppress_library_output():
+        is_loaded = model.stored is None
+        hidden = torch.cat(model.states_from(texts, starts)) if is_loaded else model.stored.read(batch)
+    _check_finite(model.role, hidden.isfinite().all(-1).cpu().numpy(), batch, "hidden states")
+    return hidden
 
 
 def columns_in_batches(
@@ -244,27 +182,20 @@ def columns_of_sequences(sequences: Sequence[TokenSequence], counts: list[int]) 
 
 
 def _columns_of_models(
-    readers: PairReaders,
+    pair: Pair,
     batch: list[TokenSequence],
+    inputs: tuple[Tensor, Head, Tensor, Head],
     temperature: float,
     options: LinearOptions | None,
     top: int,
+    sampler: Sampling | None,
 ) -> dict[str, np.ndarray]:
     """The columns computed by both models for one batch, on the CPU."""
-    policy, reference = readers.pair.policy, readers.pair.reference
-    hidden_p = readers.policy(batch)
-    hidden_q = hidden_p if readers.reference is None else readers.reference(batch).to(hidden_p.device)
-    tokens = torch.tensor(
-        [token for sequence in batch for token in sequence.response_ids], device=hidden_p.device
-    )
-    inputs = (
-        hidden_p,
-        head_on_device(policy.head, hidden_p),
-        hidden_q,
-        head_on_device(reference.head, hidden_p),
-    )
+    policy, reference = pair.policy, pair.reference
+    ids = [token for sequence in batch for token in sequence.response_ids]
+    tokens = torch.tensor(ids, device=inputs[0].device)
     columns: dict[str, np.ndarray] = {}
-    readers.pair.wait_for_statistics(top=top > 0)
+    pair.wait_for_statistics(top=top > 0)
     with torch.inference_mode():
         if top:
             statistics, *top_of_models = _statistics_and_top(inputs, tokens, top, temperature, options)
@@ -277,8 +208,8 @@ def _columns_of_models(
     if policy.padding is not None and reference.padding is not None:
         rows = (policy.padding, reference.padding)
         columns |= padding_columns(rows, inputs, columns, tokens, temperature)
-    if readers.sampler is not None:
-        columns["acceptance_of_sampler"] = _acceptance(readers, inputs, columns, temperature)
+    if sampler is not None:
+        columns["acceptance_of_sampler"] = _acceptance(pair, sampler, inputs, columns, temperature)
     for model, role in ((policy, "policy"), (reference, "reference")):
         _check_finite(model.role, np.isfinite(columns[f"logp_{role}"]), batch)
     return columns
@@ -312,15 +243,14 @@ def _likeliest(hidden: Tensor, head: Head, top: int, temperature: float) -> TopT
 
 
 def _acceptance(
-    readers: PairReaders,
+    pair: Pair,
+    sampler: Sampling,
     inputs: tuple[Tensor, Head, Tensor, Head],
     columns: dict[str, np.ndarray],
     temperature: float,
 ) -> np.ndarray:
     """sum_x min(p(x), q(x)) at each position, of both distributions as the sampler truncates them."""
-    sampler, pair = readers.sampler, readers.pair
     hidden_p, head_p, hidden_q, head_q = inputs
-    assert sampler is not None, "there is a sampler"
     if sampler.temperature == 0:
         return (columns["top1_policy"] == columns["top1_reference"]).astype(np.float32)
     limits = {"top_k": sampler.top_k, "top_p": sampler.top_p, "min_p": sampler.min_p}
@@ -389,14 +319,18 @@ def score_against_itself(
     implementations of one model. Without, each sequence is run alone, and the KL is the noise floor: a smaller drift in
     this dtype cannot be measured.
     """
-    pair = Pair(policy=model, reference=model, tokenizer=model.tokenizer)
-    read = hidden_state_reader(model)
-    readers = PairReaders(
-        pair=pair,
-        policy=read,
-        reference=states or (lambda batch: torch.cat([read([sequence]) for sequence in batch])),
+
+    def read_alone(batch: Sequence[TokenSequence]) -> Tensor:
+        return torch.cat([read_hidden_states(model, [sequence]) for sequence in batch])
+
+    return score(
+        Pair(policy=model, reference=model, tokenizer=model.tokenizer),
+        sequences,
+        temperature=temperature,
+        batch_tokens=batch_tokens,
+        options=options,
+        read_reference=states or read_alone,
     )
-    return score_with_readers(readers, sequences, temperature, batch_tokens, options)
 
 
 def score_against_float32(

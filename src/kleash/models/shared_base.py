@@ -1,7 +1,7 @@
 """Policy and reference over one base, which is shared if attaching adapters leaves it bit for bit unchanged."""
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from kleash.checkpoints.files import StoredTensor
 from kleash.checkpoints.quantised.packed_modules import PackedModule
 from kleash.checkpoints.resolution import Checkpoint
 from kleash.models.adapters import (
-    AdapterSettings,
     attach_adapter,
     check_acts_by_weights,
     check_adapter,
@@ -26,6 +25,7 @@ from kleash.models.adapters import (
     trained_token_ids,
 )
 from kleash.models.heads import has_tied_embeddings
+from kleash.models.sharded_networks import ShardStorage
 from kleash.precision import bitwise_equal
 
 CHUNK_BYTES = 1 << 25
@@ -43,6 +43,8 @@ class BaseNetwork:
     """Its tensors in the files."""
     packed: tuple[PackedModule, ...] = ()
     """The modules that were unpacked."""
+    storage: ShardStorage | None = None
+    """The ranks of whose shards the network is a view; None for a whole network."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -82,19 +84,15 @@ def load_over_one_base(
     Raises:
         ModelError: if an adapter cannot be attached to its base, or is of a kind that cannot be measured.
     """
-    settings = {
-        role: checkpoint.adapter_settings
-        for role, checkpoint in checkpoints.items()
-        if checkpoint.adapter is not None
-    }
-    for role in settings:
-        check_adapter(checkpoints[role])
+    adapters = [checkpoint for checkpoint in checkpoints.values() if checkpoint.adapter is not None]
+    for checkpoint in adapters:
+        check_adapter(checkpoint)
     roles_by_adapter = _roles_by_adapter(checkpoints)
     if len(roles_by_adapter) == 1:
         return _load_on_one_base(checkpoints, load_base), ""
-    reason = _reason_from_settings(checkpoints, settings)
+    reason = _reason_from_settings(adapters)
     if reason is None:
-        relation = "two adapters over one base" if len(settings) > 1 else "an adapter and its base"
+        relation = "two adapters over one base" if len(adapters) > 1 else "an adapter and its base"
         try:
             networks = _load_on_one_base(checkpoints, load_base)
         except _ChangedBaseError as error:
@@ -121,18 +119,14 @@ def _roles_by_adapter(checkpoints: Mapping[str, Checkpoint]) -> dict[Path | None
     return roles
 
 
-def _reason_from_settings(
-    checkpoints: Mapping[str, Checkpoint], settings: Mapping[str, AdapterSettings]
-) -> str | None:
-    """Why the adapters' settings rule out a shared base; None if they do not."""
-    for role, adapter_settings in settings.items():
-        rule = find_rule(adapter_settings)
+def _reason_from_settings(adapters: Sequence[Checkpoint]) -> str | None:
+    """Why the settings of adapters rule out a shared base; None if they do not."""
+    for checkpoint in adapters:
+        rule = find_rule(checkpoint.adapter_settings)
         if rule is not None:
-            return f"the adapter {checkpoints[role].name} {rule.reason}"
-    if len(settings) > 1:
-        for role, adapter_settings in settings.items():
-            if not is_plain_lora(adapter_settings):
-                return f"the adapter {checkpoints[role].name} is no plain LoRA, of which a base can carry several"
+            return f"the adapter {checkpoint.name} {rule.reason}"
+        if len(adapters) > 1 and not is_plain_lora(checkpoint.adapter_settings):
+            return f"the adapter {checkpoint.name} is no plain LoRA, of which a base can carry several"
     return None
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from kleash.checkpoints.quantised.packed_formats import PackedCheckpoint
 from kleash.checkpoints.quantised.scaled_weights import SCALE_MEANING
 from kleash.checkpoints.resolution import Checkpoint
 from kleash.errors import ModelError
@@ -81,12 +82,12 @@ def is_packed(network: Any) -> bool:
     )
 
 
-def check_stored_types(checkpoint: Checkpoint, decoded: Collection[str] | None) -> None:
+def check_stored_types(checkpoint: Checkpoint, packed: PackedCheckpoint | None) -> None:
     """Refuse a checkpoint with a matrix of codes that nothing decodes: transformers would take them for weights.
 
     Args:
         checkpoint: the checkpoint.
-        decoded: names of the tensors that are unpacked; None if no format is.
+        packed: its modules that are unpacked; None if its format is not.
 
     Raises:
         ModelError: naming the first of them.
@@ -94,9 +95,10 @@ def check_stored_types(checkpoint: Checkpoint, decoded: Collection[str] | None) 
     method, headers = checkpoint.quant_method, checkpoint.tensors
     has_scales = any("scale" in name.rpartition(".")[2] for name in headers)
     known = import_extra("transformers.quantizers.auto", "models").AUTO_QUANTIZER_MAPPING
-    if decoded is None and method in known and (has_scales or method != "fp8"):
+    if packed is None and method in known and (has_scales or method != "fp8"):
         return
     # Without a method, numbers of 8 bits and no scales are weights that were rounded to them.
+    decoded = set() if packed is None else {part for module in packed.modules for part in module.parts}
     types = INTEGER_TYPES | (SMALL_FLOAT_TYPES if has_scales or method is not None else frozenset[str]())
     codes = [
         name
@@ -104,11 +106,11 @@ def check_stored_types(checkpoint: Checkpoint, decoded: Collection[str] | None) 
         if header.kind in types
         and len(header.shape) > 1
         and name.endswith(MATRIX_NAMES)
-        and name not in (decoded or ())
+        and name not in decoded
     ]
     if codes:
         kind = headers[codes[0]].kind
-        if decoded is not None:
+        if packed is not None:
             advice = "; its other matrices were stored with scales; fetch or quantise the model again"
         else:
             advice = (

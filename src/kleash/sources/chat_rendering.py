@@ -162,8 +162,8 @@ def render_messages(
     """
     if not getattr(tokenizer, "chat_template", None):
         raise record.error(
-            f"it holds messages in {name!r} and the policy's tokenizer has no chat template; give "
-            "'prompt' as text, or a tokenizer that has one"
+            f"a chat template renders its {name!r}, and the policy's tokenizer has none; give a text without "
+            "--chat-template apply, or a --tokenizer that has one"
         )
     options = _template_options(record)
     continues_last = generate and messages[-1]["role"] == "assistant"

@@ -172,9 +172,7 @@ def _splits(name: str, folder: str, config: str | None) -> dict[str, tuple[str, 
         raise SourceError(
             f"{name} cannot be read as a data set: {summarise_error(error)}; --dataset-config names a configuration"
         ) from error
-    files = builder.config.data_files
-    if not files:
-        raise SourceError(f"{name} names no data files; name a file of it")
+    files = builder.config.data_files or {}
     return {str(split): tuple(map(str, urls)) for split, urls in files.items()}
 
 

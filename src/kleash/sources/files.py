@@ -189,21 +189,18 @@ def source_path(name: str, kind: SourceKind) -> Path:
     else:
         path = SHIPPED[name]() if name in SHIPPED else Path(name).expanduser()
     try:
-        size, is_file = path.stat().st_size, path.is_file()
+        size = path.stat().st_size
     except (FileNotFoundError, NotADirectoryError) as error:
-        shown = shown_endpoint(name)
-        address = f"{shown} is an address; download it, and give the file's name"
-        raise SourceError(address if "://" in name else f"there is no file {shown}") from error
+        raise SourceError(f"there is no file {shown_endpoint(name)}") from error
     except (OSError, ValueError) as error:  # such as a prompt given as a name: too long, or with a NUL
         raise SourceError(
             f"{shorten(name)} cannot be read ({getattr(error, 'strerror', None) or error}); give the name of a file "
             f"of {accepted_formats(kind)}"
         ) from error
-    if not is_file:
-        what = "a folder" if path.is_dir() else "a pipe or a device"
+    if not path.is_file():
         raise SourceError(
-            f"{name} is {what}; give a file of {accepted_formats(kind)}, or {STANDARD_INPUT} and pipe it to standard "
-            "input"
+            f"{name} is a folder or a pipe; give a file of {accepted_formats(kind)}, or {STANDARD_INPUT} and pipe it "
+            "to standard input"
         )
     if size == 0:
         raise SourceError(f"{source_label(path)} is empty; give a file of {accepted_formats(kind)}")

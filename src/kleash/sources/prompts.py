@@ -60,10 +60,7 @@ def read_prompts(
     """
     source = find_source(name, "prompts", reading)
     records = islice(source.records(), limit)
-    prompts = _prompts(records, pair, columns=columns, chat_template=source.reading.chat_template)
-    if not prompts:
-        raise SourceError(f"{name} holds no prompt; give a source with at least one")
-    return prompts
+    return _prompts(name, records, pair, columns=columns, chat_template=source.reading.chat_template)
 
 
 def count_columns(name: str, limit: int | None = None, reading: DatasetOptions | None = None) -> Counter[str]:
@@ -84,23 +81,22 @@ def tokenise_prompts(prompts: Iterable[Any], pair: TokenLimits) -> list[Prompt]:
     Raises:
         SourceError: as ``read_prompts`` and ``records_in_memory``.
     """
-    records = [
+    records = (
         SourceRecord(location=f"prompt {number}", fields=fields)
         for number, fields in enumerate(records_in_memory(prompts, "prompts"), start=1)
-    ]
-    if not records:
-        raise SourceError("there is no prompt among those given")
-    return _prompts(records, pair)
+    )
+    return _prompts("the list", records, pair)
 
 
 def _prompts(
+    name: str,
     records: Iterable[SourceRecord],
     pair: TokenLimits,
     *,
     columns: bool = False,
     chat_template: str | None = None,
 ) -> list[Prompt]:
-    """The prompts of records; equal prompts are numbered by ``copy``."""
+    """The prompts of the records of a source called ``name``; equal prompts are numbered by ``copy``."""
     copies: Counter[str] = Counter()
     prompts: list[Prompt] = []
     for record in records:
@@ -111,6 +107,8 @@ def _prompts(
             replace(prompt, prompt_id=len(prompts), copy=copies[prompt.prompt_hash], columns=fields)
         )
         copies[prompt.prompt_hash] += 1
+    if not prompts:
+        raise SourceError(f"{name} holds no prompt; give a source with at least one")
     return prompts
 
 
@@ -154,7 +152,7 @@ def tokenise_prompt(record: SourceRecord, pair: TokenLimits, chat_template: str 
     if isinstance(prompt, str):
         if chat_template != "apply":
             return made_of(_encode_prompt(record, prompt, tokenizer), prompt, form)
-        prompt = [_as_message(record, prompt, form, tokenizer)]
+        prompt = [_as_message(record, prompt, form)]
     text = render_messages(record, prompt, tokenizer, name, generate=True)
     token_ids = tuple(encode_text(tokenizer, text, special_tokens=False))
     if not token_ids:
@@ -194,17 +192,12 @@ def _find_prompt(record: SourceRecord) -> tuple[str, TextOrMessages]:
     return "prompt", prompt
 
 
-def _as_message(record: SourceRecord, text: str, form: SourceForm, tokenizer: Any) -> dict[str, Any]:
+def _as_message(record: SourceRecord, text: str, form: SourceForm) -> dict[str, Any]:
     """A plain prompt as a user's message.
 
     Raises:
-        SourceError: if there is no chat template to render it, or one has rendered it already.
+        SourceError: if a chat template has rendered it already.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        raise record.error(
-            "--chat-template apply renders it by the chat template of the policy's tokenizer, which has none; leave "
-            "that out, or give a --tokenizer with one"
-        )
     if form == "rendered text":
         raise record.error(
             f"a chat template has rendered the prompt {shorten(text)} already, and --chat-template apply renders "

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kleash.errors import CannotRunError, NonFiniteError
 from kleash.extras import import_extra
@@ -27,7 +28,6 @@ from kleash.leash import beta_from_dict, beta_reason
 from kleash.linear import Head, linear_kl, linear_objective
 from kleash.models import Prompt, Sampling, TokenSequence, generate, read_prompts
 from kleash.models.pair_loading import resolve_device
-from kleash.models.scoring import pad_batch
 from kleash.sources.sequences import batch_by_length
 from kleash.store import TrainingResult
 from kleash.store.training_folder import CHECKPOINTS, POLICY
@@ -254,6 +254,20 @@ def draw(run: "Run", prompts: Sequence[Prompt], indices: range, step: int) -> li
     sampling = Sampling(max_new_tokens=job.max_new_tokens, temperature=job.temperature, seed=job.seed)
     with torch.no_grad(), run.autocast():
         return generate(run.networks.sampler, numbered, sampling, batch_tokens=job.batch_tokens)
+
+
+def pad_batch(batch: Sequence[TokenSequence]) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad a batch on the right, and find the positions that predict the response tokens.
+
+    The last token of a sequence is no input; each token is predicted at the position before it.
+
+    Returns:
+        Input ids [batch, time], and row and column of each response token's position.
+    """
+    inputs = [torch.tensor((*sequence.prompt_ids, *sequence.response_ids)[:-1]) for sequence in batch]
+    counts = torch.tensor([len(sequence.response_ids) for sequence in batch])
+    columns = [torch.arange(len(sequence.prompt_ids) - 1, sequence.num_input_tokens) for sequence in batch]
+    return pad_sequence(inputs, batch_first=True), torch.repeat_interleave(counts), torch.cat(columns)
 
 
 def score(

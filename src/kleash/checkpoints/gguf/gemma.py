@@ -120,8 +120,6 @@ def _gemma4_heads(attributes: dict[str, Any], types: list[str], tensors: TensorS
     """Heads of keys and values: of all layers, and of those without a window."""
     values = attributes["num_key_value_heads"]
     heads = values if isinstance(values, list) else [values] * len(types)
-    if len(heads) != len(types):
-        raise ModelError(f"its attention.head_count_kv has {len(heads)} numbers for {len(types)} layers")
     by_type = {kind: {n for n, each in zip(heads, types, strict=True) if each == kind} for kind in types}
     if any(len(numbers) != 1 for numbers in by_type.values()) or len(by_type) != 2:
         raise ModelError("its attention.head_count_kv differs within one kind of layers")

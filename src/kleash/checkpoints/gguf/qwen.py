@@ -81,10 +81,7 @@ def set_linear_attention(attributes: dict[str, Any], settings: Settings, tensors
     attributes["layer_types"] = [
         "linear_attention" if each else "full_attention" for each in recurrent[:count]
     ]
-    heads = attributes.get("linear_num_value_heads", 0)
-    if not heads or settings.get("ssm.inner_size", 0) % heads:
-        raise ModelError(f"its ssm.inner_size is not that of {heads} heads (ssm.time_step_rank)")
-    attributes["linear_value_head_dim"] = settings["ssm.inner_size"] // heads
+    attributes["linear_value_head_dim"] = settings["ssm.inner_size"] // attributes["linear_num_value_heads"]
 
 
 def restore_linear_attention(parameters: dict[str, Tensor], attributes: Mapping[str, Any]) -> None:

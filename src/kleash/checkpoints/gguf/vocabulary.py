@@ -7,16 +7,8 @@ from typing import Any
 
 from kleash.errors import ModelError
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-"""Token types of llama.cpp."""
-TYPE_NAMES = {
-    NORMAL: "normal",
-    UNKNOWN: "unknown",
-    CONTROL: "control",
-    USER_DEFINED: "user-defined",
-    UNUSED: "unused",
-    BYTE: "byte",
-}
+NORMAL, UNUSED, BYTE = 1, 5, 6
+"""Token types of llama.cpp; the others are unknown, control and user-defined."""
 SPACE_LETTER = "\u0120"
 NAMED_TOKENS = {"bos_token": "bos_token_id", "eos_token": "eos_token_id"}
 END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -44,11 +36,8 @@ class GGUFVocabulary:
     """Empty if the file has none, as for SentencePiece."""
     scores: Sequence[float]
     """Log-probabilities of SentencePiece; empty if the file has none."""
-    special_ids: Mapping[str, int]
-    """Setting such as "bos_token_id" → token id."""
-    add_bos: bool
-    """Whether llama.cpp puts the begin token before a text."""
-    chat_template: str | None
+    settings: Mapping[str, Any]
+    """All settings of the file."""
 
 
 def read_vocabulary(settings: Mapping[str, Any], subject: str) -> GGUFVocabulary:
@@ -71,24 +60,8 @@ def read_vocabulary(settings: Mapping[str, Any], subject: str) -> GGUFVocabulary
                 f"{subject} has {len(tokens)} tokens and {len(values)} values of tokenizer.ggml.{name}; convert the "
                 "model again"
             )
-    special_ids = {
-        key.removeprefix("tokenizer.ggml."): value
-        for key, value in settings.items()
-        if key.startswith("tokenizer.ggml.")
-        and key.endswith("_token_id")
-        and type(value) is int
-        and 0 <= value < len(tokens)  # 2^32 - 1 is llama.cpp's id of no token
-    }
-    template = settings.get("tokenizer.chat_template")
     return GGUFVocabulary(
-        subject=subject,
-        tokens=tokens,
-        types=types,
-        merges=merges,
-        scores=scores,
-        special_ids=special_ids,
-        add_bos=adds_begin_token(settings),
-        chat_template=template if isinstance(template, str) else None,
+        subject=subject, tokens=tokens, types=types, merges=merges, scores=scores, settings=settings
     )
 
 
@@ -163,10 +136,8 @@ def find_difference(vocabulary: GGUFVocabulary, tokenizer: Any, owner: str) -> s
         elif not _is_same_text(stored, text, kind, token_id in added, tokenizer):
             differences.append(f"token {token_id} is {stored!r} in the file and {text!r} in {owner}")
         elif token_id in added and added[token_id].special and kind in (NORMAL, BYTE):
-            kind_name = TYPE_NAMES[kind]
-            differences.append(
-                f"token {token_id}, {text!r}, is {kind_name} in the file and special in {owner}"
-            )
+            name = "normal" if kind == NORMAL else "byte"
+            differences.append(f"token {token_id}, {text!r}, is {name} in the file and special in {owner}")
     if not differences:
         return _different_merges(vocabulary, tokenizer, owner)
     return (
@@ -234,15 +205,16 @@ def describe_differences(vocabulary: GGUFVocabulary, tokenizer: Any, owner: str)
     count = len(vocabulary.tokens)
     notes = [f"{vocabulary.subject} has {count} {what} as {owner}, which reads the text"]
     for name, key in NAMED_TOKENS.items():
-        stored = vocabulary.special_ids.get(key)
+        stored = vocabulary.settings.get(f"tokenizer.ggml.{key}")
         other = getattr(tokenizer, f"{name}_id", None)
-        if stored is not None and stored != other:
-            text = vocabulary.tokens[stored]
+        # 2^32 - 1 is llama.cpp's id of no token
+        if type(stored) is int and 0 <= stored < count and stored != other:
             notes.append(
-                f"{vocabulary.subject} has the {name} {text!r} and {owner} {getattr(tokenizer, name, None)!r}"
+                f"{vocabulary.subject} has the {name} {vocabulary.tokens[stored]!r} and {owner} "
+                f"{getattr(tokenizer, name, None)!r}"
             )
     adds = puts_begin_token(tokenizer)
-    if adds != vocabulary.add_bos:
+    if adds != adds_begin_token(vocabulary.settings):
         notes.append(
             f"{owner} {'puts the' if adds else 'puts no'} begin token before a text and llama.cpp, by the "
             f"settings of {vocabulary.subject}, {'puts none' if adds else 'puts one'}; {owner} is followed"

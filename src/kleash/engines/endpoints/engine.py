@@ -28,7 +28,7 @@ from kleash.extras import suppress_library_output
 from kleash.jobs import MeasureJob
 from kleash.linear import LinearOptions, token_statistics
 from kleash.models import Model, Pair, TokenSequence
-from kleash.models.scoring import ROUNDING, RoundingKind, checked_reader, columns_in_batches
+from kleash.models.scoring import ROUNDING, RoundingKind, columns_in_batches, read_hidden_states
 from kleash.models.tokenizers import token_texts
 from kleash.store.measurement import ModelRecord
 from kleash.store.tables import BOUND_COLUMNS
@@ -148,10 +148,10 @@ class EndpointEngine(Engine):
         self, sequences: Sequence[TokenSequence], answers: Sequence["Future[ListedLogprobs]"]
     ) -> dict[str, Any]:
         """The columns of ``tokens/`` of a shard."""
-        read, is_padding = checked_reader(self.local_model), find_padding(self.local_model)
+        is_padding = find_padding(self.local_model)
 
         def columns_of_batch(batch: list[int]) -> dict[str, np.ndarray]:
-            hidden = read([sequences[index] for index in batch])
+            hidden = read_hidden_states(self.local_model, [sequences[index] for index in batch])
             answer = ListedLogprobs.concatenate([answers[index].result() for index in batch])
             with suppress_library_output(), torch.inference_mode():
                 columns = self._columns_of_batch(hidden, answer, is_padding)

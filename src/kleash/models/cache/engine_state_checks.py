@@ -1,7 +1,6 @@
 """Checks of an engine's hidden states against the model that they should be of: layers, rows, log-probabilities."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from torch import Tensor
 from kleash.errors import ModelError, OptionError
 from kleash.extras import suppress_library_output
 from kleash.linear import token_statistics
-from kleash.models.cache.engine_states import EngineRequest, EngineStates
+from kleash.models.cache.engine_states import EngineStates
 from kleash.models.pair import Model
 from kleash.sources.sequences import TokenSequence
 
@@ -92,9 +91,8 @@ def final_norm(model: Model, token_ids: Sequence[int]) -> Norm:
 
 def final_states(model: Model, token_ids: Sequence[int]) -> Float[Tensor, "tokens dim"]:
     """The final hidden states of a model for the input tokens of one sequence."""
-    ids = torch.tensor([list(token_ids)], device=model.device)
-    with torch.inference_mode(), model.activate_adapter(), suppress_library_output():
-        return model.backbone(input_ids=ids, use_cache=False).last_hidden_state[0]
+    with suppress_library_output():
+        return model.states_from([list(token_ids)], [0])[0]
 
 
 def check_rounding(
@@ -128,74 +126,39 @@ def check_rounding(
     return float(errors.median())
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class EngineStateReader:
-    """Reads an engine's hidden states, and compares them with the model that they should be of."""
+def check_token_logps(
+    logps: Float[np.ndarray, " response"] | None,
+    model: Model,
+    sequence: TokenSequence,
+    hidden: Float[Tensor, "response dim"],
+    subject: str,
+) -> float:
+    """Check the final hidden states of a sequence against the engine's log-probabilities of its tokens.
 
-    saved: EngineStates
-    model: Model
-    """The reference, loaded."""
-    norm: Norm | None
-    """The final norm of the model; None if the rows are after it."""
+    Args:
+        logps: of the engine, NaN where unknown; None if none was saved.
+        model: the reference, loaded.
+        sequence: whose response tokens they are of.
+        hidden: saved, after the final norm.
+        subject: what was saved, for the error.
 
-    def read(self, request: EngineRequest, start: int, stop: int) -> Float[Tensor, "tokens dim"]:
-        """The final hidden states of rows ``start`` to ``stop - 1``, on the model's device and in its dtype.
+    Returns:
+        The largest difference in nats; 0 without any log-probability.
 
-        Raises:
-            ModelError: if they are damaged.
-        """
-        last = self.saved.read(request, start, stop).to(self.model.device, self.model.dtype)
-        return last if self.norm is None else self.norm(last)
-
-    def check_states(self, request: EngineRequest, sequence: TokenSequence) -> float:
-        """Check the hidden states of a request against those that the model computes itself.
-
-        Args:
-            request: the request that holds the sequence.
-            sequence: its input tokens are compared.
-
-        Returns:
-            The median relative error of a row, |saved − computed| / |computed|, after the final norm.
-
-        Raises:
-            ModelError: if rows differ by more than rounding: of another model, layer or token, or on the other side of
-                the final norm.
-        """
-        token_ids = (*sequence.prompt_ids, *sequence.response_ids)[:-1]
-        side = "after" if self.norm is None else "before"
-        return check_rounding(
-            self.read(request, 0, len(token_ids)),
-            final_states(self.model, token_ids),
-            self.model.dtype,
-            str(request),
-            f"the hidden states of {self.model.path}",
-            f"they must be those {side} the final norm, of the tokens as they were sent, without chunked prefill and "
-            "prefix caching, from the weights, adapter and quantisation of --reference",
+    Raises:
+        ModelError: if a difference is larger than rounding.
+    """
+    if logps is None or np.isnan(logps).all():
+        return 0.0
+    tokens = torch.tensor(sequence.response_ids, device=hidden.device)
+    with torch.inference_mode():
+        ours = token_statistics(hidden, model.head, hidden, model.head, tokens).token_logp
+    differences = np.abs(ours.double().cpu().numpy() - logps)
+    largest, tolerance = float(np.nanmax(differences)), LOGP_TOLERANCES[model.dtype]
+    if largest > tolerance or np.nanmedian(differences) > TYPICAL_SHARE * tolerance:
+        raise ModelError(
+            f"{subject}: the engine's log-probabilities are not those of {model.path} for its hidden states, "
+            f"by up to {largest:.3g} nats (response token {np.nanargmax(differences)} of {sequence.name}); let the "
+            "engine save both of the same tokens, at temperature 1, and give the model with its head as --reference"
         )
-
-    def check_token_logps(
-        self, request: EngineRequest, sequence: TokenSequence, hidden: Float[Tensor, "response dim"]
-    ) -> float:
-        """Check the final hidden states of a sequence against the engine's log-probabilities of its tokens.
-
-        Returns:
-            The largest difference in nats; 0 without any log-probability.
-
-        Raises:
-            ModelError: if a difference is larger than rounding.
-        """
-        logps = self.saved.token_logps(sequence)
-        if logps is None or np.isnan(logps).all():
-            return 0.0
-        tokens = torch.tensor(sequence.response_ids, device=hidden.device)
-        with torch.inference_mode():
-            ours = token_statistics(hidden, self.model.head, hidden, self.model.head, tokens).token_logp
-        differences = np.abs(ours.double().cpu().numpy() - logps)
-        largest, tolerance = float(np.nanmax(differences)), LOGP_TOLERANCES[self.model.dtype]
-        if largest > tolerance or np.nanmedian(differences) > TYPICAL_SHARE * tolerance:
-            raise ModelError(
-                f"{request}: the engine's log-probabilities are not those of {self.model.path} for its hidden states, "
-                f"by up to {largest:.3g} nats (response token {np.nanargmax(differences)} of {sequence.name}); let the "
-                "engine save both of the same tokens, at temperature 1, and give the model with its head as --reference"
-            )
-        return largest
+    return largest

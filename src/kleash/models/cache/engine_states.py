@@ -30,7 +30,6 @@ LOGP_ROUNDING_NATS = 1e-3
 """Largest log-probability above 0 that is taken for a rounding error."""
 STATES, TOKENS = "hidden_states", "token_ids"
 """Names of the tensors that vLLM's connector writes."""
-FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 JSON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Tried in this order for numbers in JSON: the first that holds all of them exactly."""
 SAFETENSORS = (
@@ -170,7 +169,7 @@ class EngineStates:
                 raise ValueError(
                     f"{rows} rows of {STATES} and {TOKENS} {list(token_ids.shape)} {token_ids.dtype}"
                 )
-            dtype = FLOAT_DTYPES[file[STATES].kind]
+            dtype = file.read(STATES, slice(0, 1)).dtype
         layout = EngineLayout(dtype=dtype, num_layers=num_layers, dim=dim, is_after_norm=False)
         self._add(request, token_ids.tolist(), layout)
 
@@ -207,10 +206,8 @@ class EngineStates:
         """Add a request to the index.
 
         Raises:
-            ModelError: if it has no tokens, or differs from the first in its layout.
+            ModelError: if it differs from the first in its layout.
         """
-        if not token_ids:
-            raise ModelError(f"{request} holds no tokens; let the engine save it again")
         if self._first is None:
             self._first, self.layout = request, layout
         elif layout != self.layout:

@@ -147,13 +147,10 @@ def check_cache_folder(folder: Path) -> None:
     """
     require_utf8(folder)
     try:
-        is_file = folder.exists() and not folder.is_dir()
-        is_labelled = is_file or not folder.exists() or (folder / LABEL).is_file()
-        names = [] if is_labelled else [path.name for path in folder.iterdir()]
-    except OSError as error:  # a name that is too long, or a folder without permission
+        is_cache = not folder.exists() or (folder / LABEL).is_file()
+        names = [] if is_cache else [path.name for path in folder.iterdir()]
+    except OSError as error:  # a file, a name that is too long, or a folder without permission
         raise cannot_write(folder, error) from error
-    if is_file:
-        raise RunFolderError(f"{folder} is a file, and a reference cache is a folder; give another name")
     foreign_files = sorted(name for name in names if not name.startswith(UNFINISHED_CACHE_FILES))
     if foreign_files:
         raise RunFolderError(

@@ -99,8 +99,6 @@ class StoredReference:
             ModelError: if it is missing or cannot be loaded.
         """
         checkpoint = Checkpoint(name=self.label.reference.path, folder=self.folder / TOKENIZER)
-        if not checkpoint.folder.is_dir():
-            raise ModelError(f"{checkpoint.folder} is missing; give the kleash cache command again")
         checkpoint.watch()
         self.checksums.check_all(lambda name: name.startswith(f"{TOKENIZER}/"), REMAKE_CACHE)
         return load_tokenizer(checkpoint, trust_remote_code)
