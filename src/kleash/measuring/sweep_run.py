@@ -25,7 +25,7 @@ from kleash.measuring.shards import hash_source
 from kleash.measuring.sweep_ranking import (
     measured_candidate,
     rank_candidates,
-    read_sequences,
+    sum_run,
 )
 from kleash.models.cache.stored_reference import StoredReference
 from kleash.reports.gate_verdicts import gate_of_sweep
@@ -254,7 +254,7 @@ def _measure_candidate(
             measurement = measure(replace(measure_job, resume=True), reporter)
         else:
             reporter.note(f"{measure_job.out} is finished, and kept")
-        sequences[number] = read_sequences(out / candidate.folder, job.statistic)
+        sequences[number] = sum_run(out / candidate.folder, job.statistic, measurement.counts.shards)
         return measurement
 
     measurement, failure = _attempt(measure_and_read)
