@@ -26,11 +26,11 @@ from kleash.measuring.attribution import (
 from kleash.measuring.model_pair import header_of
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.sequence_clusters import SequenceSums
-from kleash.measuring.sweep_ranking import read_sequences
+from kleash.measuring.sweep_ranking import sum_run
 from kleash.models import TokenSequence
 from kleash.models.weight_groups import WeightGroup
 from kleash.reports.sweep import describe_attribution
-from kleash.store import RunFolder
+from kleash.store import Measurement, RunFolder
 from kleash.store.sweep import Sweep
 
 DOCUMENTS = [
@@ -246,7 +246,7 @@ def test_processes_share_the_passes(job, result, tmp_path, monkeypatch):
 
     monkeypatch.setattr(RunFolder, "write_shard", recorded)
     measured = Path(str(job.out)) / "candidates" / "02-planted"
-    run = read_sequences(measured, job.statistic)
+    run = sum_run(measured, job.statistic, Measurement.read(measured).counts.shards)
     models = [load_swap_models(job, Path(str(job.out)), result.candidates[1], run) for _ in range(2)]
     passes, _ = plan_passes(models[0].groups)
     header = header_of(models[0].job, models[0].pair, "digest")

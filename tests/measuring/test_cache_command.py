@@ -302,7 +302,7 @@ def test_a_cache_without_checksums_and_other_folders_raise(pair, text, tmp_path,
     line = refused("cache", *given, "--out", old)
     assert f"{old / 'reference.json'} cannot be trusted" in line
     line = refused("cache", *given, "--out", pair[0])
-    assert f"{pair[0]} holds chat_template.jinja and no reference.json, so it is no reference cache" in line
+    assert f"{pair[0]} holds chat_template.jinja and is no reference cache of kleash" in line
     (tmp_path / "file").write_text("x")
     line = refused("cache", *given, "--out", tmp_path / "file")
     assert line == f"{tmp_path / 'file'} cannot be written: Not a directory"
@@ -314,7 +314,7 @@ def test_a_cache_without_checksums_and_other_folders_raise(pair, text, tmp_path,
         refused("measure", "--policy", pair[0], *given, "--reference-cache", thesis.parent,
              "--out", tmp_path / "run"),
     ):  # fmt: skip
-        assert taken.startswith(f"{thesis.parent} holds thesis.txt and no reference.json")
+        assert taken.startswith(f"{thesis.parent} holds thesis.txt and is no reference cache")
     assert list(thesis.parent.iterdir()) == [thesis]
 
 

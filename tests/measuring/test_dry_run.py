@@ -1,6 +1,7 @@
 """``--dry-run``: its numbers against the tokenizer and the weights, and that nothing is loaded or written."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def test_a_text_has_the_tokens_that_are_scored(folder: Path, source: str, tmp_pa
     )
     counts = measure(job).counts
     read = counts.tokens  # a window's first token is read and not scored, its last scored and not read
-    for kind in (job, CacheJob(reference=str(folder), text=source)):
+    for kind in (replace(job, out=None), CacheJob(reference=str(folder), text=source)):
         assert f"{read:,} tokens in {counts.sequences} sequences" in dry_run(kind).headline
     sweep = SweepJob(reference=str(folder), candidates=(str(folder), "shipped:policy"), text=source)
     with pytest.raises(Exception, match="token"):
@@ -87,3 +88,23 @@ def test_command_writes_nothing_and_prints_json(
 def test_what_the_run_would_refuse_is_refused(words: list[str], reason: str, capsys: Any) -> None:
     assert main(["measure", "--dry-run", *words]) == 2
     assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["measure", "cache", "sweep"])
+def test_a_folder_that_holds_a_run_is_refused_as_by_the_run(
+    command: str, folder: Path, source: str, tmp_path: Path, capsys: Any
+) -> None:
+    out = tmp_path / "out"
+    if command == "sweep":
+        (out / "candidates").mkdir(parents=True)
+    else:
+        (out / "sequences").mkdir(parents=True)
+        (out / "sequences" / "part-00000.parquet").touch()
+        (out / "run.json").touch()
+    models = ["--candidates" if command == "sweep" else "--policy", str(folder)] if command != "cache" else []
+    words = [command, *models, "--reference", str(folder), "--text", source, "--out", str(out)]
+    assert main(words) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f"{out} holds" in line
+    assert main([*words, "--dry-run"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == line

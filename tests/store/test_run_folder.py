@@ -76,10 +76,10 @@ def test_a_folder_that_exists_is_left_alone(tmp_path):
     stranger = tmp_path / "stranger"
     stranger.mkdir()
     (stranger / "thesis.tex").write_text("x")
-    with pytest.raises(RunFolderError, match=r"is not a run of kleash \(it holds thesis.tex\)"):
+    with pytest.raises(RunFolderError, match=r"holds thesis.tex and is no run of kleash"):
         RunFolder(stranger).check(resume=True)
     assert [found.name for found in stranger.iterdir()] == ["thesis.tex"]
-    with pytest.raises(RunFolderError, match="is a file; --out names a folder"):
+    with pytest.raises(RunFolderError, match="is a file, and a run is a folder"):
         RunFolder(stranger / "thesis.tex").check(resume=False)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kleash.models import Model, Pair, Prompt, TokenSequence
 from kleash.models.scoring import RoundingKind
+from kleash.models.tokenizers import token_texts
 from kleash.store.statistics import STATISTICS, stored_column
 from kleash.store.tables import TOKEN_COLUMNS
 
@@ -91,6 +92,26 @@ class Engine(ABC):
         return None
 
 
+def shard_result(
+    pair: Pair,
+    sequences: Sequence[TokenSequence],
+    tokens: dict[str, Any],
+    likeliest: dict[str, np.ndarray] | None = None,
+) -> ShardResult:
+    """The result of a shard: its columns of ``tokens/``, with the texts of the tokens, and those of ``sequences/``."""
+    tokens["text"] = token_texts(pair.tokenizer, tokens["token_id"].tolist())
+    columns = {
+        "prompt_id": [sequence.prompt_id for sequence in sequences],
+        "sample_id": [sequence.sample_id for sequence in sequences],
+        "prompt_hash": [sequence.prompt_hash for sequence in sequences],
+        "prompt": [sequence.prompt_text for sequence in sequences],
+        "response": [sequence.response_text for sequence in sequences],
+        "finish_reason": [sequence.finish_reason for sequence in sequences],
+        "tokens": [len(sequence.response_ids) for sequence in sequences],
+    }
+    return ShardResult(tokens=tokens, sequences=columns, likeliest=likeliest or {})
+
+
 def with_unknown(columns: Mapping[str, np.ndarray], further: Mapping[str, str]) -> dict[str, Any]:
     """The columns of ``tokens/`` of a shard but the text, in which what is not known is NaN, or null of whole numbers.
 
@@ -124,16 +145,3 @@ def round_outwards(name: str, values: np.ndarray) -> np.ndarray:
         rounded = values.astype(np.float32)
     is_inside = rounded > values if limit < 0 else rounded < values
     return np.where(is_inside, np.nextafter(rounded, np.float32(limit)), rounded)
-
-
-def sequence_columns(sequences: Sequence[TokenSequence]) -> dict[str, Any]:
-    """The columns of ``sequences/`` of a shard's sequences."""
-    return {
-        "prompt_id": [sequence.prompt_id for sequence in sequences],
-        "sample_id": [sequence.sample_id for sequence in sequences],
-        "prompt_hash": [sequence.prompt_hash for sequence in sequences],
-        "prompt": [sequence.prompt_text for sequence in sequences],
-        "response": [sequence.response_text for sequence in sequences],
-        "finish_reason": [sequence.finish_reason for sequence in sequences],
-        "tokens": [len(sequence.response_ids) for sequence in sequences],
-    }

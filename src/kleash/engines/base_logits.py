@@ -21,7 +21,7 @@ from kleash.engines.base import (
     ShardResult,
     find_padding,
     round_outwards,
-    sequence_columns,
+    shard_result,
     with_unknown,
 )
 from kleash.engines.local import ignore
@@ -39,7 +39,7 @@ from kleash.models.base_logit_bounds import (
 from kleash.models.base_logits import BaseLogitsFile, BaseLogitsRows
 from kleash.models.heads import head_logits
 from kleash.models.scoring import columns_in_batches, head_on_device, read_hidden_states
-from kleash.models.tokenizers import token_count, token_texts
+from kleash.models.tokenizers import token_count
 from kleash.sources.sequences import hash_tokens
 from kleash.store.measurement import ModelRecord
 from kleash.store.tables import KL_BOUND_COLUMNS, LLAMA_CPP_COLUMNS
@@ -225,8 +225,7 @@ class BaseLogitsEngine(Engine):
             columns_in_batches(sequences, self.job.batch_tokens, columns_of_batch, self.on_scored),
             LLAMA_CPP_COLUMNS,
         )
-        columns["text"] = token_texts(self.pair.tokenizer, columns["token_id"].tolist())
-        return ShardResult(tokens=columns, sequences=sequence_columns(sequences), likeliest={})
+        return shard_result(self.pair, sequences, columns)
 
     def _columns_of_chunk(
         self, sequence: TokenSequence, hidden: Tensor, is_padding: Tensor | None

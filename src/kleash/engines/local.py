@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from kleash.engines.base import Engine, EngineTraits, Shard, ShardResult, sequence_columns
+from kleash.engines.base import Engine, EngineTraits, Shard, ShardResult, shard_result
 from kleash.jobs import MeasureJob
 from kleash.linear import LinearOptions
 from kleash.models import Pair, Prompt, ReferenceCache, Sampling, TokenSequence, generate, score
 from kleash.models.scoring import ROUNDING, RoundingKind
-from kleash.models.tokenizers import token_texts
 from kleash.store.file_hashes import WatchedFiles, watched_files
 
 CPU_BUFFER_BYTES = 96 * 2**20
@@ -82,8 +81,7 @@ class LocalEngine(Engine):
         self.files.require_unchanged()
         names = [name for name in tokens if name.startswith("top_")]
         likeliest = {name.removeprefix("top_"): tokens.pop(name) for name in names}
-        tokens["text"] = token_texts(self.pair.tokenizer, tokens["token_id"].tolist())
-        return ShardResult(tokens=tokens, sequences=sequence_columns(sequences), likeliest=likeliest)
+        return shard_result(self.pair, sequences, tokens, likeliest)
 
     def rounding_columns(
         self, kind: RoundingKind, sequences: Sequence[TokenSequence]

@@ -42,21 +42,8 @@ MODULES = {
 MODULE_OF = {name: module for module, names in MODULES.items() for name in names}
 
 
-LOST = {
-    **dict.fromkeys(
-        ("RankGroup", "launched_ranks", "measure_part", "merge"),
-        "call measure with one job in every process, and they share it",
-    ),
-    "measure_base_logits": "call measure with MeasureJob(policy=…, reference_cache=FILE)",
-    "write_base_logits": "call cache_reference with CacheJob(format='llama.cpp', …)",
-}
-"""Former names, and what to use instead."""
-
-
 def __getattr__(name: str) -> Any:
     """Import a name on first use, so that comparing runs does not import torch."""
-    if name in LOST:
-        raise ImportError(f"{__name__}.{name} is gone: {LOST[name]}")
     if name not in MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{MODULE_OF[name]}"), name)

@@ -254,20 +254,20 @@ def _perplexity_differences(minuend: Floats, subtrahend: Floats) -> dict[str, Es
     exp(m) (s_c - m n_c + n_c) sums to exp(m) sum_c n_c, and varies with cluster c as exp(m) does.
     """
     differences: dict[str, Estimate] = {}
-    for column, name in enumerate(SUMMED, start=1):
-        if ALL_STATISTICS[name].reduction is not EXP_MEAN:
-            continue
-        linear_sums: list[Floats] = []
-        for sums in (minuend, subtrahend):
-            tokens, values = sums[:, 0], sums[:, column]
-            mean = values.sum() / tokens.sum()
-            with np.errstate(over="ignore", invalid="ignore"):
-                linear_sums.append(np.exp(mean) * (values - mean * tokens + tokens))
-        if all(np.isfinite(values).all() for values in linear_sums):
+    for column, name in enumerate(PERPLEXITIES, start=1 + len(COMPARED)):
+        sides = [_perplexity_sums(sums[:, column], sums[:, 0]) for sums in (minuend, subtrahend)]
+        if np.isfinite(sides).all():
             differences[name] = paired_difference(
-                linear_sums[0], minuend[:, 0], linear_sums[1], subtrahend[:, 0], unit=EXP_MEAN.unit
+                sides[0], minuend[:, 0], sides[1], subtrahend[:, 0], unit=EXP_MEAN.unit
             )
     return differences
+
+
+def _perplexity_sums(values: Floats, tokens: Floats) -> Floats:
+    """The linear terms of a perplexity, from sums of negative log-probabilities and numbers of tokens by cluster."""
+    mean = values.sum() / tokens.sum()
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.exp(mean) * (values - mean * tokens + tokens)
 
 
 def _compared(run: _Run, name: str, at_most: float | None = None, limited: str | None = None) -> ComparedRun:

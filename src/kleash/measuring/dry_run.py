@@ -14,12 +14,15 @@ from kleash.extras import import_extra, suppress_library_output
 from kleash.jobs import CacheJob, MeasureJob, SweepJob
 from kleash.jobs.option_groups import is_endpoint
 from kleash.measuring.shards import source_sequences
+from kleash.measuring.sweep_run import check_sweep_folder
 from kleash.models import read_prompts
+from kleash.models.cache.reference_cache import check_cache_folder
 from kleash.models.model_building import read_context_length
 from kleash.models.network_loading import DENSE_TYPES
 from kleash.models.pair_loading import resolve_device, resolve_dtype
 from kleash.models.tokenizers import load_tokenizers, token_count
 from kleash.reports.formatting import format_bytes
+from kleash.store import RunFolder
 from kleash.store.summary import Name, Summary, SummaryTable, counted
 
 UNTIL_RUN = "not known before the first shard; the progress of the run has it then"
@@ -44,8 +47,10 @@ def dry_run(job: MeasureJob | CacheJob | SweepJob) -> Summary:
 
     Raises:
         OptionError: if a model is behind a server, or the source is a file of base logits.
+        RunFolderError: if the run could not be written into its folder.
         ModelError, SourceError, CannotRunError: those of the run that do not need the weights.
     """
+    _check_out(job)
     names, source = _models_and_source(job)
     if source.has_base_logits or any(map(is_endpoint, names.values())):
         raise OptionError(
@@ -77,6 +82,19 @@ def dry_run(job: MeasureJob | CacheJob | SweepJob) -> Summary:
         ),
         tables=(SummaryTable(header=("model", "weights", "on disk", "in memory", "stored as"), rows=rows),),
     )
+
+
+def _check_out(job: MeasureJob | CacheJob | SweepJob) -> None:
+    """Check the folder of a job as its run does where no other process works on it."""
+    match job:
+        case MeasureJob(out=str(out)):
+            RunFolder(Path(out).expanduser()).check(resume=job.resume)
+        case CacheJob(out=str(out), format=None):
+            check_cache_folder(Path(out).expanduser())
+        case SweepJob(out=str(out)):
+            check_sweep_folder(Path(out).expanduser(), resume=job.resume)
+        case _:  # of base logits, one file that is replaced; or no folder yet
+            pass
 
 
 def _models_and_source(job: MeasureJob | CacheJob | SweepJob) -> tuple[dict[str, str], MeasureJob]:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kleash.errors import RunFolderError
-from kleash.measuring.sequence_clusters import sequence_spans, sequence_starts
+from kleash.measuring.sequence_clusters import sequence_rows, sequence_spans, sequence_starts
 from kleash.models.tokenizers import token_texts
 from kleash.store import RunFolder
 from kleash.store.measurement import Drifted, PromptDrift
@@ -58,23 +58,6 @@ class Largest:
         """The rows as records."""
         lists = [values.tolist() for values in self.columns.values()]
         return tuple(Drifted(**dict(zip(self.columns, row, strict=True))) for row in zip(*lists, strict=True))
-
-
-def sequence_rows(tokens: Mapping[str, Any], column: str) -> dict[str, NDArray[Any]]:
-    """A row for each sequence of a shard, with its summed KL and its number of tokens.
-
-    Args:
-        tokens: the shard's columns ``prompt_id``, ``sample_id`` and ``column``.
-        column: the KL.
-    """
-    prompt, sample, kl = (np.asarray(tokens[name]) for name in ("prompt_id", "sample_id", column))
-    starts = sequence_starts(prompt, sample)
-    return {
-        "kl": np.add.reduceat(kl.astype(np.float64), starts) if len(starts) else np.zeros(0),
-        "prompt_id": prompt[starts],
-        "sample_id": sample[starts],
-        "tokens": np.diff([*starts, len(kl)]),
-    }
 
 
 class LargestDrift:

@@ -1,7 +1,5 @@
 """The caching job: run the reference once over a source and store what later measurements need of it."""
 
-import os
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +15,6 @@ from kleash.engines.base_logits import (
     logit_tiles,
     require_context,
 )
-from kleash.errors import SourceError
 from kleash.jobs import CacheJob
 from kleash.measuring.estimand import padding_note
 from kleash.measuring.imported_states import ImportedStates, with_saved_dtype
@@ -42,7 +39,7 @@ from kleash.models.scoring import read_hidden_states
 from kleash.models.threads import threads_for_scoring
 from kleash.sources.files import read_whole_text
 from kleash.store import CacheContents, WrittenLogits
-from kleash.store.atomic import remove_leftovers
+from kleash.store.atomic import remove_leftovers, write_atomically
 from kleash.store.file_hashes import require_unchanged_files, watching_files
 from kleash.store.job_folder import ADVICE_IF_LOCKED
 from kleash.store.locks import folder_lock
@@ -207,10 +204,9 @@ def _contents(pair: Pair, cache: ReferenceCache, notes: tuple[str, ...]) -> Cach
 def write_base_logits(job: CacheJob, reporter: ProgressReporter) -> WrittenLogits:
     """Write the logits of the reference of a job on its text, in llama.cpp's format.
 
-    The file is written under another name and renamed when it is complete.
-
     Raises:
-        SourceError: if the text cannot be read or is too short, or the file cannot be written.
+        SourceError: if the text cannot be read or is too short.
+        RunFolderError: if the file cannot be written.
         ModelError: if the reference cannot be loaded, or its logits are not finite.
         ChangedInputError: if the text or a file of the reference is written to meanwhile.
     """
@@ -222,10 +218,9 @@ def write_base_logits(job: CacheJob, reporter: ProgressReporter) -> WrittenLogit
     tokens = split_chunks([*([] if begin is None else [begin]), *token_ids], job.chunk_tokens, job.limit)
     require_context(model, job.chunk_tokens)
     reporter.set_total(len(tokens))
-    path = Path(str(job.out)).expanduser()
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    padding, in_padding = find_padding(model), []
-    try:
+    padding, in_padding = find_padding(model), list[torch.Tensor]()
+
+    def write(unfinished: Path) -> None:
         with unfinished.open("wb") as file, threads_for_scoring(pair):
             write_header(file, tokens, model.vocab_size)
             for chunk, chunk_tokens in enumerate(tokens):
@@ -235,14 +230,9 @@ def write_base_logits(job: CacheJob, reporter: ProgressReporter) -> WrittenLogit
                     if padding is not None:
                         in_padding.append(logits.softmax(-1)[:, padding.to(logits.device)].sum(-1).cpu())
                 reporter.add_scored(1, len(sequence.response_ids))
-        require_unchanged_files()
-        size = unfinished.stat().st_size
-        unfinished.replace(path)
-    except OSError as error:
-        raise SourceError(f"{path} cannot be written: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
+
+    path = Path(str(job.out)).expanduser()
+    write_atomically(path, write, before_rename=lambda _: require_unchanged_files())
     if in_padding:
         notes += (padding_note({"reference": float(torch.cat(in_padding).mean())}),)
     return WrittenLogits(
@@ -251,6 +241,6 @@ def write_base_logits(job: CacheJob, reporter: ProgressReporter) -> WrittenLogit
         chunks=len(tokens),
         context=job.chunk_tokens,
         vocabulary=model.vocab_size,
-        bytes=size,
+        bytes=path.stat().st_size,
         notes=notes,
     )

@@ -110,40 +110,41 @@ def measure_together(
     """
     if job.out is None:
         job = replace(job, out=default_out())
-    measurement, is_own = _measure(job, reporter if reporter is not None else ProgressReporter(), pair)
-    for sentence in send_result(job.report_to, measurement, folder_of(job)) if is_own else ():
+    with opened_run(job, reporter if reporter is not None else ProgressReporter(), pair) as run:
+        measurement = _measurement_of(run)
+    if measurement is None:
+        return Measurement.read(run.folder.root), False
+    for sentence in send_result(job.report_to, measurement, run.folder.root):
         warnings.warn(sentence, TrackerWarning, stacklevel=3)
-    return measurement, is_own
+    return measurement, True
 
 
-def _measure(job: MeasureJob, reporter: ProgressReporter, pair: Pair | None) -> tuple[Measurement, bool]:
-    """``measure_together`` without trackers."""
-    with opened_run(job, reporter, pair) as run:
-        start = monotonic()
-        with engine_for(job, run.pair, run.reporter, NUM_ALTERNATIVES, run.workers) as local_engine:
-            if is_mirrored(job) and not is_first_of_weights(job):
-                follow(local_engine)
-                return Measurement.read(run.folder.root), False
-            with mirrored(local_engine, job) as engine:
-                source = run_shards(run, engine)
-                result = None
-                with turns_of(run.pair, engine.traits.temperature):
-                    if is_first_of_weights(job):
-                        result = _made_measurement(run, engine, source, start)
-        return result or (Measurement.read(run.folder.root), False)
+def _measurement_of(run: OpenRun) -> Measurement | None:
+    """Score the shards of a run; return its measurement, or None if another process makes it."""
+    start = monotonic()
+    is_first = is_first_of_weights(run.job)
+    with engine_for(run.job, run.pair, run.reporter, NUM_ALTERNATIVES, run.workers) as local_engine:
+        if is_mirrored(run.job) and not is_first:
+            follow(local_engine)
+            return None
+        with mirrored(local_engine, run.job) as engine:
+            source = run_shards(run, engine)
+            with turns_of(run.pair, engine.traits.temperature):
+                return _made_measurement(run, engine, source, start) if is_first else None
 
 
-def _made_measurement(
-    run: OpenRun, engine: Engine, source: ShardPlan, start: float
-) -> tuple[Measurement, bool]:
-    """The measurement of a run whose shards are on disk: made and written by the first process that gets here."""
+def _made_measurement(run: OpenRun, engine: Engine, source: ShardPlan, start: float) -> Measurement | None:
+    """The measurement of a run whose shards are on disk: made and written by the first process that gets here.
+
+    None for any other.
+    """
 
     def note() -> None:
         run.reporter.note("another process makes the measurement; waiting for it")
 
     with run.folder.making_result(note):
         if run.folder.measurement_version() not in (None, run.measurement_before):
-            return Measurement.read(run.folder.root), False
+            return None
         if engine.traits.float32_gap_reloads:
             run.reporter.note("the reference is loaded a second time, in float32, for dtype_gap")
         measurement = make_measurement(run, engine, source, seconds=lambda: monotonic() - start)
@@ -158,7 +159,7 @@ def _made_measurement(
         require_unchanged_files()
         run.folder.write_measurement(measurement)
         write_report(run.folder.root)
-        return measurement, True
+        return measurement
 
 
 def _with_responses(run: OpenRun, prompts: Sequence[PromptDrift]) -> tuple[PromptDrift, ...]:

@@ -151,6 +151,23 @@ class SequenceSums(NamedTuple):
         return cls(*map(np.concatenate, zip(*shards, strict=True)))
 
 
+def sequence_rows(tokens: Mapping[str, Any], column: str) -> dict[str, NDArray[Any]]:
+    """A row for each sequence of a shard, with its summed KL and its number of tokens.
+
+    Args:
+        tokens: the shard's columns ``prompt_id``, ``sample_id`` and ``column``.
+        column: the KL.
+    """
+    prompt, sample, kl = (np.asarray(tokens[name]) for name in ("prompt_id", "sample_id", column))
+    starts = sequence_starts(prompt, sample)
+    return {
+        "kl": np.add.reduceat(kl.astype(np.float64), starts) if len(starts) else np.zeros(0),
+        "prompt_id": prompt[starts],
+        "sample_id": sample[starts],
+        "tokens": np.diff([*starts, len(kl)]),
+    }
+
+
 def sum_sequences(tokens: Mapping[str, Any], hashes: Iterable[str], column: str) -> SequenceSums:
     """The sums of a shard's sequences.
 
@@ -159,14 +176,13 @@ def sum_sequences(tokens: Mapping[str, Any], hashes: Iterable[str], column: str)
         hashes: ``prompt_hash`` of each sequence.
         column: what is summed.
     """
-    prompt, sample, values = (np.asarray(tokens[name]) for name in ("prompt_id", "sample_id", column))
-    starts = sequence_starts(prompt, sample)
+    rows = sequence_rows(tokens, column)
     return SequenceSums(
-        prompt_id=prompt[starts].astype(np.int64),
-        sample_id=sample[starts].astype(np.int64),
+        prompt_id=rows["prompt_id"].astype(np.int64),
+        sample_id=rows["sample_id"].astype(np.int64),
         prompt_hash=hashes_as_ints(hashes),
-        total=np.add.reduceat(values.astype(np.float64), starts) if len(starts) else np.zeros(0),
-        tokens=np.diff([*starts, len(values)]).astype(np.float64),
+        total=rows["kl"],
+        tokens=rows["tokens"].astype(np.float64),
     )
 
 

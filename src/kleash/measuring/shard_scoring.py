@@ -15,9 +15,9 @@ from functools import partial
 
 from kleash.engines import Engine, Shard
 from kleash.jobs import MeasureJob
-from kleash.measuring.largest_drift import MAX_SEQUENCES, Largest, alternatives_of_shard, sequence_rows
+from kleash.measuring.largest_drift import MAX_SEQUENCES, Largest, alternatives_of_shard
 from kleash.measuring.progress import ProgressReporter
-from kleash.measuring.sequence_clusters import SequenceSums, mean_of_sequences, sum_sequences
+from kleash.measuring.sequence_clusters import SequenceSums, mean_of_sequences, sequence_rows, sum_sequences
 from kleash.measuring.shards import ShardPlan, plan_shards
 from kleash.measuring.shared_weights import agreed
 from kleash.models import Pair, turns_of

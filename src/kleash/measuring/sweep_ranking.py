@@ -133,15 +133,6 @@ def pareto_front(candidates: Sequence[SweepCandidate], statistic: str) -> set[in
     }
 
 
-def read_sequences(path: Path, statistic: str) -> SequenceSums:
-    """The sequences of a finished run with the sums of a statistic, from its files.
-
-    Raises:
-        RunFolderError: if the run is damaged.
-    """
-    return sum_run(path, statistic, Measurement.read(path).counts.shards)
-
-
 def sum_run(path: Path, statistic: str, shards: int) -> SequenceSums:
     """The sequences of a run folder with the sums of a statistic.
 

@@ -25,7 +25,7 @@ from kleash.measuring.shards import hash_source
 from kleash.measuring.sweep_ranking import (
     measured_candidate,
     rank_candidates,
-    read_sequences,
+    sum_run,
 )
 from kleash.models.cache.stored_reference import StoredReference
 from kleash.reports.gate_verdicts import gate_of_sweep
@@ -35,7 +35,7 @@ from kleash.store import Measurement, RunFolder
 from kleash.store.atomic import is_disk_full
 from kleash.store.checksums import file_checksum
 from kleash.store.file_hashes import watched_files, watching_files
-from kleash.store.job_folder import ADVICE_IF_LOCKED, SOURCE, require_same
+from kleash.store.job_folder import ADVICE_IF_LOCKED, SOURCE, holds_job, require_same
 from kleash.store.locks import LOCK_FILES, folder_lock, taking_part
 from kleash.store.sweep import SWEEP, Attribution, Sweep, SweepCandidate
 from kleash.version import __version__
@@ -96,7 +96,7 @@ def sweep_together(job: SweepJob, reporter: ProgressReporter | None = None) -> t
 
     def check(is_alone: bool | None) -> None:
         if is_alone is not False:
-            _check_folder(out, resume=job.resume)
+            check_sweep_folder(out, resume=job.resume)
 
     how = "what is finished is on disk: run the same command again with --resume"
     # one connection over all candidates
@@ -111,23 +111,17 @@ def sweep_together(job: SweepJob, reporter: ProgressReporter | None = None) -> t
     return result, is_own
 
 
-def _check_folder(out: Path, *, resume: bool) -> None:
-    """Check that a sweep may be written here.
+def check_sweep_folder(out: Path, *, resume: bool) -> None:
+    """Check, without writing, that a sweep may be written here.
 
     Raises:
         RunFolderError: if the folder holds a sweep that is not to be resumed, or other files.
     """
-    has_sweep = any((out / name).exists() for name in (CANDIDATES, SWEEP, "reference-cache"))
+    has_sweep = holds_job(out, "sweep", {CANDIDATES, SWEEP, "reference-cache"}, {*LOCK_FILES, SOURCE})
     if has_sweep and not resume:
         raise RunFolderError(f"{out} holds a sweep; go on with it by --resume, or give another --out")
     if not has_sweep and resume:
         raise RunFolderError(f"{out} holds no sweep to resume; leave --resume out, or name its folder")
-    if (
-        not has_sweep
-        and out.exists()
-        and (not out.is_dir() or any(path.name not in {*LOCK_FILES, SOURCE} for path in out.iterdir()))
-    ):
-        raise RunFolderError(f"{out} holds other files; give another --out")
 
 
 def _sweep(job: SweepJob, out: Path, reporter: ProgressReporter) -> tuple[Sweep, bool]:
@@ -260,7 +254,7 @@ def _measure_candidate(
             measurement = measure(replace(measure_job, resume=True), reporter)
         else:
             reporter.note(f"{measure_job.out} is finished, and kept")
-        sequences[number] = read_sequences(out / candidate.folder, job.statistic)
+        sequences[number] = sum_run(out / candidate.folder, job.statistic, measurement.counts.shards)
         return measurement
 
     measurement, failure = _attempt(measure_and_read)

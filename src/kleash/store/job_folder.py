@@ -1,7 +1,7 @@
 """Folders that a job writes: the header that identifies the run, and the lock of the process that writes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -108,6 +108,35 @@ def begin_header(root: Path, header: RunHeader) -> None:
     write_checked(root, root / HEADER, to_json(header))
 
 
+def holds_job(root: Path, what: str, marks: Set[str], leftovers: Iterable[str]) -> bool:
+    """Whether a folder holds what a job has begun; one that does not may be taken for a new job. Nothing is written.
+
+    Args:
+        root: the folder, which may be missing.
+        what: the job's folder, for errors: "run", "sweep".
+        marks: names of files or folders of which one is there as soon as a job has begun.
+        leftovers: patterns of the names that a job which was killed before may have left, beside unfinished files.
+
+    Raises:
+        RunFolderError: if it is a file, cannot be read, or holds other files.
+    """
+    try:
+        if root.exists() and not root.is_dir():
+            raise RunFolderError(f"{root} is a file, and a {what} is a folder; give another name")
+        names = sorted(path.name for path in root.iterdir()) if root.exists() else []
+    except RunFolderError:
+        raise
+    except OSError as error:  # a name that is too long, a folder that may not be read
+        raise cannot_write(root, error) from error
+    if not marks.isdisjoint(names):
+        return True
+    known = (f"{TEMPORARY}*", *leftovers)
+    for name in names:
+        if not any(fnmatchcase(name, pattern) for pattern in known):
+            raise RunFolderError(f"{root} holds {name} and is no {what} of kleash; give another folder")
+    return False
+
+
 FolderT = TypeVar("FolderT", bound="JobFolder")
 
 
@@ -144,28 +173,10 @@ class JobFolder(ABC):
         Raises:
             RunFolderError: if not.
         """
-        root = self.root
-        try:
-            if not root.exists():
-                return
-            if not root.is_dir():
-                raise RunFolderError(f"{root} is a file; --out names a folder")
-            if (root / HEADER).exists():
-                if not resume and self.begun:
-                    raise RunFolderError(
-                        f"{root} holds a run already; go on with it with --resume, or give another --out"
-                    )
-                return
-            names = sorted(path.name for path in root.iterdir() if not path.name.startswith(TEMPORARY))
-        except RunFolderError:
-            raise
-        except OSError as error:  # a name that is too long, a folder that may not be read
-            raise cannot_write(root, error) from error
-        for name in names:
-            if not any(fnmatchcase(name, pattern) for pattern in self.leftovers):
-                raise RunFolderError(
-                    f"{root} exists and is not a run of kleash (it holds {name}); give another --out"
-                )
+        if holds_job(self.root, "run", {HEADER}, self.leftovers) and self.begun and not resume:
+            raise RunFolderError(
+                f"{self.root} holds a run already; go on with it with --resume, or give another --out"
+            )
 
     @property
     @abstractmethod

@@ -16,7 +16,7 @@ from kleash.engines.base import (
     ShardResult,
     find_padding,
     round_outwards,
-    sequence_columns,
+    shard_result,
     with_unknown,
 )
 from kleash.engines.endpoints.divergence_bounds import divergence_bounds
@@ -29,7 +29,6 @@ from kleash.jobs import MeasureJob
 from kleash.linear import LinearOptions, token_statistics
 from kleash.models import Model, Pair, TokenSequence
 from kleash.models.scoring import ROUNDING, RoundingKind, columns_in_batches, read_hidden_states
-from kleash.models.tokenizers import token_texts
 from kleash.store.measurement import ModelRecord
 from kleash.store.tables import BOUND_COLUMNS
 
@@ -116,12 +115,11 @@ class EndpointEngine(Engine):
                 probability.
         """
         sequences = shard.sequences
-        answers: list[Future[ListedLogprobs]] = []
         pool = ThreadPoolExecutor(
             max_workers=self.job.endpoint_concurrency, thread_name_prefix="kleash-endpoint"
         )
         try:
-            answers += [pool.submit(self.endpoint.score, sequence) for sequence in sequences]
+            answers = [pool.submit(self.endpoint.score, sequence) for sequence in sequences]
             columns = self._columns(sequences, answers)
             self.endpoint.require_same_model()
             self.on_scored(len(sequences), len(columns["token_id"]))
@@ -131,8 +129,7 @@ class EndpointEngine(Engine):
             raise
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-        columns["text"] = token_texts(self.pair.tokenizer, columns["token_id"].tolist())
-        return ShardResult(tokens=columns, sequences=sequence_columns(sequences), likeliest={})
+        return shard_result(self.pair, sequences, columns)
 
     def rounding_columns(
         self, kind: RoundingKind, sequences: Sequence[TokenSequence]

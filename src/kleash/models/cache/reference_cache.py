@@ -12,15 +12,17 @@ from kleash.errors import ModelError, OptionError, RunFolderError
 from kleash.models.cache.hidden_states import HiddenStateStore, sequence_key
 from kleash.models.pair import Model
 from kleash.sources.sequences import TokenSequence, batch_by_length
-from kleash.store.atomic import TEMPORARY, cannot_write, require_utf8
+from kleash.store.atomic import cannot_write, require_utf8
 from kleash.store.cache import LABEL, CachedSource, CacheLabel, read_label
 from kleash.store.checksums import CHECKSUMS, begin_checksums, write_checked
 from kleash.store.codec import to_json
 from kleash.store.file_hashes import require_unchanged_files
+from kleash.store.job_folder import holds_job
+from kleash.store.locks import LOCK
 from kleash.version import __version__
 
-UNFINISHED_CACHE_FILES = (".lock", CHECKSUMS, TEMPORARY)
-"""Prefixes of files that an interrupted start of a cache can leave in its folder."""
+LEFTOVERS = (LOCK, CHECKSUMS)
+"""Files that an interrupted start of a cache can leave in its folder, beside unfinished ones."""
 
 
 class ReferenceCache:
@@ -146,16 +148,7 @@ def check_cache_folder(folder: Path) -> None:
         RunFolderError: if it is a file, or holds other files.
     """
     require_utf8(folder)
-    try:
-        is_cache = not folder.exists() or (folder / LABEL).is_file()
-        names = [] if is_cache else [path.name for path in folder.iterdir()]
-    except OSError as error:  # a file, a name that is too long, or a folder without permission
-        raise cannot_write(folder, error) from error
-    foreign_files = sorted(name for name in names if not name.startswith(UNFINISHED_CACHE_FILES))
-    if foreign_files:
-        raise RunFolderError(
-            f"{folder} holds {foreign_files[0]} and no {LABEL}, so it is no reference cache; give another folder"
-        )
+    holds_job(folder, "reference cache", {LABEL}, LEFTOVERS)
 
 
 def check_same_model(folder: Path, label: CacheLabel, name: str, fingerprint: str, dtype: str) -> None:
