@@ -94,6 +94,13 @@ def test_help_and_version_are_printed(words, begins, code, capsys):
     assert printed.out.startswith(begins) and printed.err == ""
 
 
+@pytest.mark.parametrize(("name", "job"), [("", MeasureJob()), ("train", PPOJob(steps=10))])
+def test_what_has_no_command_yet_shows_one_that_needs_no_file(name, job, capsys):
+    assert main(name.split()) == 2
+    example = capsys.readouterr().out.rstrip().rpartition("Example: kleash ")[2]
+    assert read_words(example.split()) == job
+
+
 VALUES = {"N": ("1", "2"), "X": ("0.5", "0.25")}
 
 

@@ -65,6 +65,7 @@ EPILOGS: Mapping[str, str] = {
     "train": "kleash train ALGORITHM --help shows the options of an algorithm.",
 }
 EXAMPLES: Mapping[str, str] = {
+    "": "kleash measure",
     "measure": "kleash measure --policy tuned/ --reference base/ --prompts prompts.jsonl --limit 64 --out drift/",
     "sweep": "kleash sweep --reference base/ --candidates q8/ q4.gguf --text corpus.txt --at-most 0.02",
     "report": "kleash report drift/ --format markdown",
@@ -74,8 +75,7 @@ EXAMPLES: Mapping[str, str] = {
     "cache": "kleash cache --reference base/ --text corpus.txt --out cache/",
     "audit": "kleash audit my_losses:kl_penalty --convention loss --fail-on fault",
     "env": "kleash env",
-    "train": "kleash train grpo --policy P --prompts prompts.jsonl --reward my_rewards:helpful --target-nats 4 "
-    "--controller pid",
+    "train": "kleash train ppo --steps 10",
     **{
         f"train {name}": f"kleash train {name} --policy P --prompts prompts.jsonl --reward my_rewards:helpful "
         "--target-nats 4 --controller pid --out run/"
@@ -84,7 +84,7 @@ EXAMPLES: Mapping[str, str] = {
     "train dpo": "kleash train dpo --policy P --pairs pairs.jsonl --eval-pairs held_out.jsonl --out run/",
     "train distill": "kleash train distill --policy P --teacher T --prompts prompts.jsonl --out run/",
 }
-"""Command -> a first call of it."""
+"""Command -> a first call of it; those of ``kleash`` and ``kleash train`` alone need no file."""
 FEW_OPTIONS = 16
 """Options up to which --help shows them all."""
 SHELLS = ("bash", "zsh", "fish")
