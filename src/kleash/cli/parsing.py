@@ -21,8 +21,18 @@ from kleash.jobs.algorithms import ALGORITHMS
 from kleash.jobs.reading_jobs import AuditJob, CompareJob, DoctorJob, EnvJob, MismatchJob, ReportJob
 from kleash.version import __version__
 
-RichCommand = MeasureJob | SweepJob | ReportJob | CompareJob | MismatchJob | DoctorJob | CacheJob | TrainJob
-"""A command that prints with rich."""
+Command = (
+    MeasureJob
+    | SweepJob
+    | ReportJob
+    | CompareJob
+    | MismatchJob
+    | DoctorJob
+    | CacheJob
+    | TrainJob
+    | AuditJob
+    | EnvJob
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +44,6 @@ class DryRun:
 
 DRY_RUNS = ("measure", "sweep", "cache")
 """Commands with --dry-run."""
-Command = RichCommand | AuditJob | EnvJob
 SUBCOMMANDS: Mapping[str, tuple[str, ...]] = {
     "": (
         *("measure", "sweep", "report", "compare", "mismatch", "doctor", "cache", "audit"),
