@@ -149,7 +149,7 @@ def test_weights_are_detached_and_half_precision_is_converted_to_float32():
 
 def test_invalid_shapes_levels_and_caps_raise(unhooked):
     x, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
-    with pytest.raises(ShapeError, match="a mask is bool"):
+    with pytest.raises(ShapeError, match="give truth values or integers"):
         importance_weights(x, x, mask.float())
     with pytest.raises(OptionError, match="level is 'word'; there are token, before, prefix, sequence"):
         importance_weights(x, x, mask, level="word")  # pyright: ignore

@@ -83,7 +83,7 @@ ONES = torch.ones(2, 3)
     [
         (lambda: generalised_advantages(ONES, ONES[:1], ONES.bool()), ShapeError, r"values \(1, 3\)"),
         (lambda: generalised_advantages(ONES[0], ONES[0], ONES[0].bool()), ShapeError, r"\[sequences"),
-        (lambda: rewards_to_go(ONES, ONES), ShapeError, "a mask is bool"),
+        (lambda: rewards_to_go(ONES, ONES), ShapeError, "give truth values or integers"),
         (lambda: generalised_advantages(ONES, ONES, ONES.bool(), gae_lambda=1.1), OptionError, "gae_lambda"),
         (lambda: generalised_advantages(ONES, ONES, ONES.bool(), gamma=NAN), OptionError, "gamma is nan"),
         (lambda: rewards_to_go(ONES, ONES.bool(), gamma=-0.1), OptionError, "gamma is -0.1; give a number"),

@@ -157,7 +157,7 @@ ONES = torch.ones(2, 3)
         (lambda: shape_rewards(torch.ones(2), ONES, ONES.bool(), beta=-0.1), OptionError, "beta is -0.1"),
         (lambda: sequence_rewards(torch.ones(2), ONES, ONES.bool(), beta=NAN), OptionError, "beta is nan"),
         (lambda: shape_rewards(torch.ones(2), ONES, ONES.bool(), beta=INF), OptionError, "beta is inf"),
-        (lambda: shape_rewards(torch.ones(2), ONES, ONES, beta=0.1), ShapeError, "a mask is bool"),
+        (lambda: shape_rewards(torch.ones(2), ONES, ONES, beta=0.1), ShapeError, "give truth values or integers"),
         (lambda: controlled_kl(ONES, ONES, ONES.bool(), weight=NAN), OptionError, "weight is nan"),
         (lambda: measured_kl(ONES, ONES.bool(), per="word"), OptionError, "per is 'word'; there are"),
     ],

@@ -228,15 +228,9 @@ class CommandParser(ArgumentParser):
             self.groups[title] = self.add_argument_group(title)
         return self.groups[title]
 
-    def format_help(self) -> str:
-        """The help, of many options with the essential ones."""
-        return self._formatted_help(hides=len(self.options) > FEW_OPTIONS)
-
-    def help_of_all(self) -> str:
-        """The help with all options."""
-        return self._formatted_help(hides=False)
-
-    def _formatted_help(self, *, hides: bool) -> str:
+    def format_help(self, *, shows_all: bool = False) -> str:
+        """The help, of many options with the essential ones unless it ``shows_all``."""
+        hides = len(self.options) > FEW_OPTIONS and not shows_all
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, self._actions, [])
         formatter.add_text(self.description)
@@ -314,12 +308,9 @@ class CommandParser(ArgumentParser):
 class ShowAll(Action):
     """The action that prints the help with all options and exits."""
 
-    def __call__(
-        self, parser: ArgumentParser, namespace: Any, values: Any, option_string: Any = None
-    ) -> None:
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         """Print the help."""
-        if isinstance(parser, CommandParser):
-            sys.stdout.write(parser.help_of_all())
+        sys.stdout.write(parser.format_help(shows_all=True))
         parser.exit()
 
 

@@ -71,7 +71,7 @@ def _print_summary_table(console: Console, table: SummaryTable) -> None:
     else:
         columns = Table(box=None, pad_edge=False)
         for heading, is_left in zip(table.header, table.is_left, strict=True):
-            columns.add_column(heading, justify="left" if is_left else "right", no_wrap=True)
+            columns.add_column(on_one_line(heading), justify="left" if is_left else "right", no_wrap=True)
         for row in rows:
             columns.add_row(*map(_cell, row))
         width = Width.get(console, console.options.update(max_width=MAX_TABLE_COLUMNS), columns).maximum
