@@ -16,6 +16,8 @@ Axes: TypeAlias = tuple[str, ...]
 """Names of a tensor's axes, as in its annotation; one with a star is any number of axes."""
 NamedTensor: TypeAlias = tuple[str, Tensor, Axes]
 """The name of an argument, or of a field of one, with its value and axes."""
+KINDS: Mapping[str, str] = {"float": "floating-point numbers", "bool": "truth values", "int": "integers"}
+"""Kind of dtype -> what it is called in an error."""
 VOCABULARY = "vocab"
 """The name of an axis that is a whole vocabulary."""
 
@@ -29,12 +31,8 @@ class ArgumentSpec(NamedTuple):
     """Whether a Python number is allowed."""
     none: bool
     """Whether None is allowed."""
-    floating: bool
-    """Whether a tensor may have a floating-point dtype."""
-    integer: bool
-    """Whether a tensor may have an integer dtype."""
-    boolean: bool
-    """Whether a tensor may have dtype bool."""
+    kinds: tuple[str, ...]
+    """The keys of ``KINDS`` that the dtype of a tensor may have."""
     axes: Axes | None
     """The axes of a tensor; None for any shape."""
     classes: tuple[type, ...]
@@ -82,14 +80,12 @@ def argument_spec(parameter: inspect.Parameter) -> ArgumentSpec | None:
     unchecked = [x for x in options if x not in (*tensors, *classes, float, int, type(None))]
     if unchecked or not (tensors or classes or options == (float,)):
         return None
-    kinds = {kind for x in tensors for kind in getattr(x, "dtypes", ())}
+    dtypes = [dtype for x in tensors for dtype in getattr(x, "dtypes", ())]
     return ArgumentSpec(
         tensor=bool(tensors),
         number=number,
         none=type(None) in options,
-        floating=any("float" in kind for kind in kinds),
-        integer=any("int" in kind for kind in kinds),
-        boolean="bool" in kinds,
+        kinds=tuple(kind for kind in KINDS if any(kind in dtype for dtype in dtypes)),
         axes=axes_of(tensors[0]) if tensors else None,
         classes=classes,
         fields={
@@ -228,25 +224,12 @@ def check_layout(name: str, value: Tensor) -> None:
 def check_dtype(name: str, value: Tensor, spec: ArgumentSpec) -> None:
     """Raise an error if a tensor has the wrong kind of dtype, or an empty vocabulary."""
     description = f"{name} is {value.dtype} of shape {tuple(value.shape)}"
-    if value.is_complex() or (value.is_quantized and spec.floating):
-        raise ShapeError(f"{description}; give real numbers")
+    kind = "float" if value.is_floating_point() else "bool" if value.dtype == torch.bool else "int"
     has_vocabulary = spec.axes is not None and spec.axes[-1:] == (VOCABULARY,)
-    if (
-        has_vocabulary
-        and spec.floating
-        and not (value.is_floating_point() and value.ndim and value.shape[-1])
-    ):
-        raise ShapeError(
-            f"{description}; give floating-point numbers with the vocabulary on the last axis, at least one token"
-        )
-    if spec.floating and not spec.integer and not value.is_floating_point():
-        raise ShapeError(f"{description}; give floating-point numbers")
-    if value.is_floating_point() and spec.integer and not (spec.floating or spec.boolean):
-        raise ShapeError(f"{description}; give integers")
-    if value.dtype != torch.bool and spec.boolean and not spec.integer:
-        raise ShapeError(f"{description}; give truth values")
-    if value.dtype == torch.bool and spec.integer and not spec.boolean:
-        raise ShapeError(f"{description}; give integers")
+    is_empty = has_vocabulary and not (value.ndim and value.shape[-1])
+    if kind not in spec.kinds or value.is_complex() or value.is_quantized or is_empty:
+        where = " with the vocabulary on the last axis, at least one token" if has_vocabulary else ""
+        raise ShapeError(f"{description}; give {' or '.join(map(KINDS.__getitem__, spec.kinds))}{where}")
 
 
 def check_reward_order(name: str, returned: object) -> None:

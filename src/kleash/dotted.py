@@ -65,9 +65,7 @@ def import_by_name(name: str, installations: Mapping[str, str] = NO_INSTALLATION
                 f"there is no module {missing}, neither installed nor in the current folder"
             ) from error
         raise MissingExtraError(f"{name} imports {missing}, which is not installed") from error
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # third-party code may raise anything on import
+    except (Exception, SystemExit) as error:  # third-party code may raise anything on import
         message = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         raise CannotRunError(f"{name} cannot be imported; it raises {message}") from error
 

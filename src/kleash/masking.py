@@ -11,7 +11,6 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
 from kleash.arguments import validated
-from kleash.errors import ShapeError
 
 
 @validated
@@ -21,10 +20,6 @@ def as_mask(mask: Bool[Tensor, "*tokens"] | Integer[Tensor, "*tokens"]) -> Bool[
     Raises:
         ShapeError: if it contains floating-point numbers.
     """
-    if mask.dtype == torch.bool:
-        return mask
-    if mask.is_floating_point() or mask.is_complex():
-        raise ShapeError(f"a mask is bool, or 0 and 1 as integers; this one is {mask.dtype}")
     return mask.to(torch.bool)
 
 

@@ -94,6 +94,13 @@ def test_help_and_version_are_printed(words, begins, code, capsys):
     assert printed.out.startswith(begins) and printed.err == ""
 
 
+@pytest.mark.parametrize(("name", "job"), [("", MeasureJob()), ("train", PPOJob(steps=10))])
+def test_what_has_no_command_yet_shows_one_that_needs_no_file(name, job, capsys):
+    assert main(name.split()) == 2
+    example = capsys.readouterr().out.rstrip().rpartition("Example: kleash ")[2]
+    assert read_words(example.split()) == job
+
+
 VALUES = {"N": ("1", "2"), "X": ("0.5", "0.25")}
 
 
@@ -220,19 +227,15 @@ def test_reading_the_command_line_needs_no_more_than_the_base_install():
     assert missing("compare", "a", "b").startswith("kleash: rich, jinja2 and matplotlib are not installed")
 
 
-def test_missing_packages_of_an_option_are_named_with_the_others(monkeypatch, tmp_path, capsys):
-    gone = {"transformers", "trl", "datasets", "peft", "accelerate", "wandb", "tensorboard"}
+def test_missing_packages_of_a_command_are_named_together(monkeypatch, capsys):
+    gone = {"transformers", "trl", "datasets", "accelerate", "ray", "wandb"}
     for module in ("kleash.extras", "kleash.reports.trackers"):
         monkeypatch.setattr(f"{module}.is_installed", lambda name: name not in gone)
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text("{}")
     for line, told in {
         "cache": "transformers is not installed; run: pip install 'kleash[models]'",
-        "measure --device-map auto": "transformers and accelerate are not installed; run: pip install 'kleash[models]'",
-        f"measure --policy {adapter} --text t": "transformers and peft are not installed",
+        "measure --engine ray": "transformers and ray are not installed; run: pip install 'kleash[ray]'",
         "train grpo": "transformers, accelerate, trl and datasets are not installed; run: pip install 'kleash[trl]'",
-        "train ppo --lora-rank 4 --report-to wandb": "transformers, accelerate and peft are not installed",
+        "train ppo --report-to wandb": "transformers and accelerate are not installed; run: pip install 'kleash[train]'",
     }.items():
         assert told in failing(capsys, *line.split())
     gone.clear()

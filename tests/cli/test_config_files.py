@@ -60,9 +60,9 @@ def test_a_runs_own_header_repeats_it(tmp_path: Path, command: str, job: Any) ->
     path = config(tmp_path, to_json(header), "run.json")
     again: Any = read_words([*command.split(), "--config", path])
     assert again.settings() == job.settings()
-    other = "sweep" if command == "measure" else "measure"
-    with pytest.raises(OptionError, match=r"is of kleash train grpo|no option of kleash sweep is called"):
-        read_words([other, "--config", path])
+    for other in {"measure", "sweep", "train rloo", "train grpo"} - {command}:
+        with pytest.raises(OptionError, match=f"it is of kleash {command}, and this is kleash {other}"):
+            read_words([*other.split(), "--config", path])
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,13 @@ def test_a_runs_own_header_repeats_it(tmp_path: Path, command: str, job: Any) ->
         ("limit: [1]", "--limit must be a whole number"),
         ("temperature: true", "--temperature must be a number"),
         ("limit: 0", "--limit must be at least 1"),
-        ("- limit", "holds list and no names with values"),
-        ("", "holds NoneType and no names with values"),
+        ("- limit", "it has no options; write each on a line of its own, as limit: 64"),
+        ("", "it has no options; write each"),
+        ("# limit: 4", "it has no options; write each"),
+        ("limit: 4\nquiet: true\nlimit: 4000", "gives limit twice"),
+        ("max-new-tokens: 4\nmax_new_tokens: 8", "gives max_new_tokens twice"),
+        ('{"limit": 4, "limit": 8}', "gives limit twice"),
+        ('{"settings": {"limit": 4, "limit": 8}}', "gives limit twice"),
         ("{limit: 1}", "neither JSON nor YAML"),
         ("limit: [", "neither JSON nor YAML"),
         ("limit: !!python/object/apply:os.getcwd []", "neither JSON nor YAML"),

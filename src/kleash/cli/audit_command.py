@@ -1,67 +1,57 @@
 """Runs ``kleash audit`` and prints its verdicts, which takes no more than the base install."""
 
-import json
 import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
+from kleash.auditing import audits_of, cases_of
+from kleash.auditing.finding_kinds import require_kinds
 from kleash.errors import MissingExtraError, OptionError
 from kleash.jobs.reading_jobs import AuditJob
-from kleash.launch_environment import launched_rank
-from kleash.reports.formatting import as_sentence
-from kleash.store import Audit, Finding
+from kleash.reports import write_audits
+from kleash.reports.audit import title_of
+from kleash.reports.formatting import as_sentence, command_line
+from kleash.store import Audit
+from kleash.store.codec import to_json
+
+REPEATED = ("source", "convention", "set")
+"""Options of the command that makes the page again."""
 
 
-def run_audit(command: AuditJob) -> int:
+def run(command: AuditJob) -> int:
     """Run ``kleash audit`` and return its exit code: 1 if a finding is in ``fail_on``."""
-    if launched_rank() != 0:  # of several launched processes the first does the work
-        return 0
-    from kleash.auditing import audits_of, cases_of
-    from kleash.auditing.finding_kinds import require_kinds
-    from kleash.reports import write_audits
-    from kleash.store.codec import encode
-
     fail_on = [kind for words in command.fail_on for kind in words.split(",") if kind]
     require_kinds(fail_on)
     if command.source is not None and not command.trust_source:
         require_consent(f"this runs code of {command.target} in {command.source}")
     source = None if command.source is None else Path(command.source)
-    audits: list[Any] = []
+    output, audits = sys.stdout, list[Audit]()
     with redirect_stdout(sys.stderr):  # audited code may print; that is not output of the audit
-        pending_audits = audits_of(cases_of(command.target, command.convention, command.set, source))
-    while True:
-        with redirect_stdout(sys.stderr):
-            audit = next(pending_audits, None)
-        if audit is None:
-            break
-        audits.append(audit)
-        if not command.quiet and not command.json:
-            print_audit(audit)
+        for audit in audits_of(cases_of(command.target, command.convention, command.set, source)):
+            audits.append(audit)
+            if not command.quiet and not command.json:
+                print_audit(audit, output)
     page, page_error = None, ""
     try:
-        repeating = shlex.join(
-            (
-                *("kleash", "audit", command.target),
-                *(("--source", command.source) if command.source else ()),
-                *(("--convention", command.convention) if command.convention else ()),
-                *(("--set", *command.set) if command.set else ()),
-            )
-        )
+        options = [option for option in fields(AuditJob) if option.name in REPEATED]
+        repeating = command_line(("kleash", "audit", shlex.quote(command.target)), options, vars(command))
         page = write_audits(command.out.expanduser(), audits, repeating)
     except MissingExtraError as error:
         page_error = str(error)
     if command.json:
-        text = json.dumps({"audits": encode(audits)}, indent=2, allow_nan=False, ensure_ascii=False)
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(to_json({"audits": audits}))
     elif not command.quiet:
         print_audit_counts(audits, page)
     if page_error and not command.quiet:
         print(f"kleash: no page was made: {page_error}", file=sys.stderr)
     failures = [(audit, finding) for audit in audits for finding in audit.failing(fail_on)]
-    print_failures(failures)
+    for audit, finding in failures:
+        place = f" ({finding.where})" if finding.where else ""
+        print(f"kleash: {audit.target} fails: {finding.kind}: {finding.sentence}{place}", file=sys.stderr)
     return 1 if failures else 0
 
 
@@ -78,21 +68,18 @@ def require_consent(statement: str) -> None:
         raise OptionError("nothing was run")
 
 
-def print_audit(audit: Audit) -> None:
+def print_audit(audit: Audit, output: TextIO) -> None:
     """Print the verdict on one function, and the kinds of its findings."""
-    arguments = ", ".join(f"{name}={value}" for name, value in audit.arguments.items())
-    print(f"\n{audit.target}{f'({arguments})' if arguments else ''}")
-    print(f"{audit.summary}, taken as a {audit.place}")
-    for line in audit.verdict:
-        print(f"  - {as_sentence(line)}")
+    lines = [f"\n{title_of(audit)}", f"{audit.summary}, taken as a {audit.place}"]
+    lines += [f"  - {as_sentence(line)}" for line in audit.verdict]
     faults = dict.fromkeys(f"{finding.kind} ({finding.severity})" for finding in audit.faults)
-    if faults:
-        print(f"  faults: {', '.join(faults)}")
     notes = dict.fromkeys(finding.kind for finding in audit.findings if finding.severity == "note")
-    if notes:
-        print(f"  notes: {', '.join(notes)}")
-    for kind, remedy in {finding.kind: finding.remedy for finding in audit.faults if finding.remedy}.items():
-        print(f"  change {kind}: {remedy}")
+    lines += [
+        f"  {label}: {', '.join(kinds)}" for label, kinds in (("faults", faults), ("notes", notes)) if kinds
+    ]
+    remedies = {finding.kind: finding.remedy for finding in audit.faults if finding.remedy}
+    lines += [f"  change {kind}: {remedy}" for kind, remedy in remedies.items()]
+    print("\n".join(lines), file=output)
 
 
 def print_audit_counts(audits: Sequence[Audit], page: Path | None) -> None:
@@ -104,10 +91,3 @@ def print_audit_counts(audits: Sequence[Audit], page: Path | None) -> None:
     print(f"\n{functions}, {num_faulty} with faults{severities}")
     if page is not None:
         print(f"page: {page}")
-
-
-def print_failures(failures: Sequence[tuple[Audit, Finding]]) -> None:
-    """Print the findings that made the command fail, at the end of its output."""
-    for audit, finding in failures:
-        place = f" ({finding.where})" if finding.where else ""
-        print(f"kleash: {audit.target} fails: {finding.kind}: {finding.sentence}{place}", file=sys.stderr)

@@ -1,8 +1,10 @@
 """``--config``: the options of a command from a file, YAML or JSON, or from the ``run.json`` of a run."""
 
+import json
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,6 @@ from kleash.errors import KleashError, OptionError, summarise_error
 from kleash.extras import import_extra
 from kleash.jobs.options import checked_option, flag
 from kleash.registry import look_up
-from kleash.store.codec import parse_json
 
 
 def options_of_file(
@@ -28,47 +29,67 @@ def options_of_file(
         converters: field -> what makes a value of a word on the command line; YAML takes 1e-4 for a text.
 
     Raises:
-        OptionError: naming the file, if it cannot be read, is of another command, or has an option that there is not,
-            with the nearest, or of another type.
+        OptionError: naming the file, if it cannot be read, is of another command, gives an option twice, or has an
+            option that there is not, with the nearest, or of another type.
     """
-    options: dict[str, Any] = {str(name).replace("-", "_"): value for name, value in _mapping(path).items()}
-    if isinstance(settings := options.get("settings"), Mapping):  # a run.json
-        options = {str(name): value for name, value in settings.items()}
-    algorithm = options.pop("algorithm", None)
-    if algorithm is not None and f"train {algorithm}" != command:
-        raise OptionError(f"{path} is of kleash train {algorithm}, and this is kleash {command}")
     types = {field.name: field.type for field in fields(record)}
     values: dict[str, Any] = {}
-    for name, value in options.items():
-        try:
+    try:
+        for name, value in _options_for(command, _mapping(path)).items():
             hint = look_up(types, name, f"option of kleash {command}")
-            value = converters[name](value) if isinstance(value, str) and name in converters else value
+            try:
+                value = converters[name](value) if isinstance(value, str) and name in converters else value
+            except ArgumentTypeError as error:
+                raise OptionError(f"{flag(name)} {error}") from error
             values[name] = checked_option(name, value, hint)
-        except ArgumentTypeError as error:
-            raise OptionError(f"{path}: {flag(name)} {error}") from error
-        except KleashError as error:
-            raise OptionError(f"{path}: {error}") from error
+    except KleashError as error:
+        raise OptionError(f"--config {path}: {error}") from error
     return values
 
 
-def _mapping(path: Path) -> Mapping[Any, Any]:
+def _options_for(command: str, content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options in the content of a file, which is refused if it is the ``run.json`` of another command."""
+    options, of_command = dict(content), command
+    if isinstance(settings := content.get("settings"), Mapping):
+        options, of_command = dict(settings), "measure"
+    if (algorithm := options.pop("algorithm", None)) is not None:  # which the settings of training have
+        of_command = f"train {algorithm}"
+    if of_command != command:
+        raise OptionError(f"it is of kleash {of_command}, and this is kleash {command}")
+    return options
+
+
+def _mapping(path: Path) -> Mapping[str, Any]:
     """What a file of options holds.
 
     Raises:
-        OptionError: if that is no mapping.
+        OptionError: if that is no mapping, or a name is in it twice.
     """
     try:
         text = path.expanduser().read_text(encoding="utf-8")
-        is_json = text.lstrip().startswith("{")
-        content = parse_json(text) if is_json else import_extra("yaml", "models").safe_load(text)
+        if text.lstrip().startswith("{"):
+            return json.loads(text, object_pairs_hook=_unique)
+        yaml = import_extra("yaml", "models")
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if not isinstance(node, yaml.MappingNode):
+            raise OptionError("it has no options; write each on a line of its own, as limit: 64")
+        value_of = partial(loader.construct_object, deep=True)
+        return _unique((value_of(key), value_of(value)) for key, value in node.value)
     except KleashError:
         raise
     except OSError as error:
-        raise OptionError(f"--config {path} cannot be read: {error.strerror or error}") from error
+        raise OptionError(f"it cannot be read: {error.strerror or error}") from error
     except Exception as error:  # the decoder's, or one of PyYAML
-        raise OptionError(f"--config {path} is neither JSON nor YAML: {summarise_error(error)}") from error
-    if not isinstance(content, Mapping):
-        raise OptionError(
-            f"--config {path} holds {type(content).__name__} and no names with values; write them as limit: 64"
-        )
-    return content
+        raise OptionError(f"it is neither JSON nor YAML: {summarise_error(error)}") from error
+
+
+def _unique(pairs: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
+    """Values by their names, written with ``_``; raises OptionError if two of them have one name."""
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        name = str(key).replace("-", "_")
+        if name in values:
+            raise OptionError(f"it gives {name} twice; give it once")
+        values[name] = value
+    return values

@@ -1,4 +1,4 @@
-"""Runs each command but audit, and prints its result."""
+"""Runs each command but audit and env, and prints its result."""
 
 import shlex
 import sys
@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kleash.cli.parsing import DryRun, RichCommand
+from kleash.cli.parsing import Command, DryRun
 from kleash.cli.printing import print_formatted, print_gates, print_summary, print_texts
 from kleash.cli.progress import Progress, Steps
-from kleash.cli.terminal import Terminal, remark, say, trackers_as_sentences
+from kleash.cli.terminal import trackers_as_sentences
 from kleash.errors import CannotRunError, OptionError
 from kleash.jobs import CacheJob, MeasureJob, SweepJob, TrainJob
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE
@@ -19,12 +19,13 @@ from kleash.jobs.output_options import FORMATS
 from kleash.jobs.reading_jobs import CompareJob, DoctorJob, MismatchJob, ReportJob
 from kleash.launch_environment import launched_rank, require_one_process
 from kleash.reports.formatting import format_bytes, measure_command
-from kleash.store import WrittenLogits
-from kleash.store.cache import read_label
+from kleash.store import TrainingResult, WrittenLogits
+from kleash.store.cache import CacheContents, read_label
 from kleash.store.codec import to_json
 from kleash.store.comparison import TrainingComparison
 from kleash.store.measurement import exit_code_of
 from kleash.store.number_rows import NumericResult
+from kleash.store.summary import Summary
 
 SHIPPED_PAIR = (
     "no models were given: this measures the small pair that ships with kleash; --policy and --reference "
@@ -33,29 +34,28 @@ SHIPPED_PAIR = (
 """Note of a measurement of the shipped models."""
 EXIT_FAILED = 2
 """Exit code of a sweep if a candidate could not be measured, or its KL not attributed."""
-FIRST_RANK_ONLY = (ReportJob, CompareJob, MismatchJob, DoctorJob, DryRun)
-"""Commands of which the first of several launched processes does the work; the others exit with 0 at once."""
 
 
-def run(command: RichCommand | DryRun) -> int:
+def run(command: Command | DryRun) -> int:
     """Run a command and return its exit code.
 
     Raises:
         KleashError: if the command fails.
     """
-    if isinstance(command, FIRST_RANK_ONLY) and launched_rank() != 0:
-        return 0
-    if isinstance(command, DryRun):
-        from kleash.measuring.dry_run import dry_run
-
-        plan = dry_run(command.job)
-        if command.job.json:
-            sys.stdout.write(to_json(plan))
-        else:
-            print_texts(plan)
-        return 0
     with trackers_as_sentences():
         return next(run_job for kind, run_job in COMMANDS.items() if isinstance(command, kind))(command)
+
+
+def _dry_run(command: DryRun) -> int:
+    """Print what a job would load and read, and return the exit code, 0."""
+    from kleash.measuring.dry_run import dry_run
+
+    plan = dry_run(command.job)
+    if command.job.json:
+        sys.stdout.write(to_json(plan))
+    else:
+        print_texts(plan)
+    return 0
 
 
 def _measure(job: MeasureJob) -> int:
@@ -92,13 +92,12 @@ def _sweep(job: SweepJob) -> int:
         return 0
     _print_result(result, job, Path(str(job.out)) / PAGE)
     names = {candidate.number: candidate.name for candidate in result.candidates}
-    failures = {candidate.name: f"measured: {candidate.failure}" for candidate in result.failed}
-    for attribution in result.attributions:
-        if attribution.failure:
-            failures.setdefault(names[attribution.candidate], f"attributed: {attribution.failure}")
+    attributed = {names[each.candidate]: each.failure for each in result.attributions if each.failure}
+    failures = [f"{each.name} could not be measured: {each.failure}" for each in result.failed]
+    failures += [f"{name} could not be attributed: {failure}" for name, failure in attributed.items()]
     if job.quiet or job.output_format is not None:
-        for name, failure in failures.items():
-            print(f"kleash: {name} could not be {failure}", file=sys.stderr)
+        for failure in failures:
+            print(f"kleash: {failure}", file=sys.stderr)
     return EXIT_FAILED if failures else exit_code_of([result.gate])
 
 
@@ -186,37 +185,30 @@ def _cache(job: CacheJob) -> int:
         contents = cache_reference(job, progress)
     if job.json:
         sys.stdout.write(contents.to_json())
-        return 0
-    if job.quiet:
-        return 0
-    console = Terminal()
-    if isinstance(contents, WrittenLogits):
-        for note in contents.notes:
-            remark(console, "note", note, "dim")
-        text = (
-            f"chunks of {contents.context} tokens over {contents.vocabulary} logits: {contents.chunks}, in "
-            f"{contents.path}, {contents.bytes:,} bytes"
-        )
-        use = f"kleash measure --policy MODEL --reference-cache {shlex.quote(contents.path)}"
-    else:
-        ratio = contents.logits_bytes / contents.hidden_bytes
-        text = (
-            f"{contents.tokens:,} tokens in {contents.sequences:,} sequences are cached in {job.out}: "
-            f"{format_bytes(contents.hidden_bytes)} of hidden states, {ratio:.0f} times less than their logits, and a "
-            f"head of {format_bytes(contents.head_bytes)}"
-        )
-        use = measure_command_of(job)
-    say(console, text)
-    say(console, f"use it with: {use}")
+    elif not job.quiet:
+        print_texts(summary_of_cache(job, contents))
     return 0
 
 
-def measure_command_of(job: CacheJob) -> str:
-    """The command that measures a policy against the cache, with the options that must agree."""
+def summary_of_cache(job: CacheJob, contents: CacheContents | WrittenLogits) -> Summary:
+    """What was written, with the command that measures a policy against it, its options those that must agree."""
+    if isinstance(contents, WrittenLogits):
+        use = f"kleash measure --policy MODEL --reference-cache {shlex.quote(contents.path)}"
+        return Summary(
+            headline=f"chunks of {contents.context} tokens over {contents.vocabulary} logits: {contents.chunks}, in "
+            f"{contents.path}, {contents.bytes:,} bytes",
+            facts=(*(("note", note) for note in contents.notes), ("use it with", use)),
+        )
     settings: dict[str, Any] = {**vars(job.measurement()), "reference_cache": job.out}
     if job.from_hidden_states is not None:
         settings["dtype"] = read_label(Path(str(job.out)).expanduser()).reference.dtype
-    return measure_command({**settings, "policy": "POLICY", "revision_policy": None})
+    ratio = contents.logits_bytes / contents.hidden_bytes
+    return Summary(
+        headline=f"{contents.tokens:,} tokens in {contents.sequences:,} sequences are cached in {job.out}: "
+        f"{format_bytes(contents.hidden_bytes)} of hidden states, {ratio:.0f} times less than their logits, and a "
+        f"head of {format_bytes(contents.head_bytes)}",
+        facts=(("use it with", measure_command({**settings, "policy": "POLICY", "revision_policy": None})),),
+    )
 
 
 def _train(job: TrainJob) -> int:
@@ -236,14 +228,11 @@ def _train(job: TrainJob) -> int:
     result = train(job, steps)
     if launched_rank() != 0:
         return 0
-    if job.json:
-        sys.stdout.write(result.to_json())
-    elif not job.quiet:
-        print_summary(result, Path(result.out) / "report.html")
+    _print_result(result, job, Path(result.out) / "report.html")
     return 0 if result.stopped is None else 1
 
 
-def _print_result(result: NumericResult, job: Any, page: Path | None = None) -> None:
+def _print_result(result: NumericResult | TrainingResult, job: Any, page: Path | None = None) -> None:
     """Print a result in the format of a job, or, unless the job is quiet, its summary and the path of its page."""
     if job.output_format is not None:
         print_formatted(result, job.output_format)
@@ -252,6 +241,7 @@ def _print_result(result: NumericResult, job: Any, page: Path | None = None) -> 
 
 
 COMMANDS: Mapping[type, Callable[[Any], int]] = {
+    DryRun: _dry_run,
     MeasureJob: _measure,
     SweepJob: _sweep,
     ReportJob: _report,

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from io import TextIOWrapper
 from types import FrameType
 
@@ -158,7 +159,7 @@ def _run(arguments: list[str]) -> int:
     """Parse and run the command; what it needs is imported only then."""
     from kleash.cli.parsing import SUBCOMMANDS, DryRun, read_words
     from kleash.cli.requirements import require_packages
-    from kleash.jobs.reading_jobs import AuditJob, EnvJob
+    from kleash.jobs.reading_jobs import AuditJob, CompareJob, DoctorJob, EnvJob, MismatchJob, ReportJob
 
     try:
         command = read_words(arguments)
@@ -168,16 +169,10 @@ def _run(arguments: list[str]) -> int:
         raise
     except SystemExit:  # help, the version or a completion script was printed
         return EXIT_ERROR if " ".join(arguments) in SUBCOMMANDS else EXIT_SUCCESS
-    require_packages(command.job if isinstance(command, DryRun) else command)
-    if isinstance(command, AuditJob):  # dispatch imports rich, which a base install lacks
-        from kleash.cli.audit_command import run_audit
-
-        return run_audit(command)
-    if isinstance(command, EnvJob):
-        from kleash.cli.environment import environment
-
-        print("\n".join(f"{name}: {value}" for name, value in environment().items()))
+    reads = isinstance(command, ReportJob | CompareJob | MismatchJob | DoctorJob | AuditJob | DryRun)
+    if reads and launched_rank() != 0:  # of several launched processes the first does the work
         return EXIT_SUCCESS
-    from kleash.cli import dispatch
-
-    return dispatch.run(command)
+    require_packages(command.job if isinstance(command, DryRun) else command)
+    # dispatch imports rich, which a base install lacks
+    module = {AuditJob: "audit_command", EnvJob: "environment"}.get(type(command), "dispatch")
+    return import_module(f"kleash.cli.{module}").run(command)

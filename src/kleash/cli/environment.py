@@ -4,6 +4,7 @@ import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
+from kleash.jobs.reading_jobs import EnvJob
 from kleash.version import __version__
 
 PACKAGES = (
@@ -24,6 +25,12 @@ PACKAGES = (
 """Packages that kleash uses or works inside of."""
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "WORLD_SIZE")
 """Environment variables that change what is computed where."""
+
+
+def run(_: EnvJob) -> int:
+    """Run ``kleash env`` and return its exit code, 0."""
+    print("\n".join(f"{name}: {value}" for name, value in environment().items()))
+    return 0
 
 
 def environment() -> dict[str, str]:

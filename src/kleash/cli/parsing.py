@@ -21,8 +21,18 @@ from kleash.jobs.algorithms import ALGORITHMS
 from kleash.jobs.reading_jobs import AuditJob, CompareJob, DoctorJob, EnvJob, MismatchJob, ReportJob
 from kleash.version import __version__
 
-RichCommand = MeasureJob | SweepJob | ReportJob | CompareJob | MismatchJob | DoctorJob | CacheJob | TrainJob
-"""A command that prints with rich."""
+Command = (
+    MeasureJob
+    | SweepJob
+    | ReportJob
+    | CompareJob
+    | MismatchJob
+    | DoctorJob
+    | CacheJob
+    | TrainJob
+    | AuditJob
+    | EnvJob
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +44,6 @@ class DryRun:
 
 DRY_RUNS = ("measure", "sweep", "cache")
 """Commands with --dry-run."""
-Command = RichCommand | AuditJob | EnvJob
 SUBCOMMANDS: Mapping[str, tuple[str, ...]] = {
     "": (
         *("measure", "sweep", "report", "compare", "mismatch", "doctor", "cache", "audit"),
@@ -65,6 +74,7 @@ EPILOGS: Mapping[str, str] = {
     "train": "kleash train ALGORITHM --help shows the options of an algorithm.",
 }
 EXAMPLES: Mapping[str, str] = {
+    "": "kleash measure",
     "measure": "kleash measure --policy tuned/ --reference base/ --prompts prompts.jsonl --limit 64 --out drift/",
     "sweep": "kleash sweep --reference base/ --candidates q8/ q4.gguf --text corpus.txt --at-most 0.02",
     "report": "kleash report drift/ --format markdown",
@@ -74,8 +84,7 @@ EXAMPLES: Mapping[str, str] = {
     "cache": "kleash cache --reference base/ --text corpus.txt --out cache/",
     "audit": "kleash audit my_losses:kl_penalty --convention loss --fail-on fault",
     "env": "kleash env",
-    "train": "kleash train grpo --policy P --prompts prompts.jsonl --reward my_rewards:helpful --target-nats 4 "
-    "--controller pid",
+    "train": "kleash train ppo --steps 10",
     **{
         f"train {name}": f"kleash train {name} --policy P --prompts prompts.jsonl --reward my_rewards:helpful "
         "--target-nats 4 --controller pid --out run/"
@@ -84,7 +93,7 @@ EXAMPLES: Mapping[str, str] = {
     "train dpo": "kleash train dpo --policy P --pairs pairs.jsonl --eval-pairs held_out.jsonl --out run/",
     "train distill": "kleash train distill --policy P --teacher T --prompts prompts.jsonl --out run/",
 }
-"""Command -> a first call of it."""
+"""Command -> a first call of it; those of ``kleash`` and ``kleash train`` alone need no file."""
 FEW_OPTIONS = 16
 """Options up to which --help shows them all."""
 SHELLS = ("bash", "zsh", "fish")
@@ -219,15 +228,9 @@ class CommandParser(ArgumentParser):
             self.groups[title] = self.add_argument_group(title)
         return self.groups[title]
 
-    def format_help(self) -> str:
-        """The help, of many options with the essential ones."""
-        return self._formatted_help(hides=len(self.options) > FEW_OPTIONS)
-
-    def help_of_all(self) -> str:
-        """The help with all options."""
-        return self._formatted_help(hides=False)
-
-    def _formatted_help(self, *, hides: bool) -> str:
+    def format_help(self, *, shows_all: bool = False) -> str:
+        """The help, of many options with the essential ones unless it ``shows_all``."""
+        hides = len(self.options) > FEW_OPTIONS and not shows_all
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, self._actions, [])
         formatter.add_text(self.description)
@@ -305,12 +308,9 @@ class CommandParser(ArgumentParser):
 class ShowAll(Action):
     """The action that prints the help with all options and exits."""
 
-    def __call__(
-        self, parser: ArgumentParser, namespace: Any, values: Any, option_string: Any = None
-    ) -> None:
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         """Print the help."""
-        if isinstance(parser, CommandParser):
-            sys.stdout.write(parser.help_of_all())
+        sys.stdout.write(parser.format_help(shows_all=True))
         parser.exit()
 
 

@@ -71,7 +71,7 @@ def _print_summary_table(console: Console, table: SummaryTable) -> None:
     else:
         columns = Table(box=None, pad_edge=False)
         for heading, is_left in zip(table.header, table.is_left, strict=True):
-            columns.add_column(heading, justify="left" if is_left else "right", no_wrap=True)
+            columns.add_column(on_one_line(heading), justify="left" if is_left else "right", no_wrap=True)
         for row in rows:
             columns.add_row(*map(_cell, row))
         width = Width.get(console, console.options.update(max_width=MAX_TABLE_COLUMNS), columns).maximum
@@ -85,7 +85,7 @@ def _cell(text: str) -> str:
     return on_one_line(keep_end(text, MAX_NAME) if isinstance(text, Name) and len(text) > MAX_NAME else text)
 
 
-def print_formatted(result: NumericResult, output_format: str) -> None:
+def print_formatted(result: NumericResult | TrainingResult, output_format: str) -> None:
     """Print a result on standard output, and the verdicts of gates on standard error where the format has none.
 
     Args:
@@ -102,14 +102,14 @@ def print_formatted(result: NumericResult, output_format: str) -> None:
             print(f"kleash: {sentence}", file=sys.stderr)
 
 
-def formatted(result: NumericResult, output_format: str) -> str:
+def formatted(result: NumericResult | TrainingResult, output_format: str) -> str:
     """A result in a format; arguments and errors as for ``print_formatted``."""
     match output_format:
         case "json":
             return result.to_json()
-        case "csv":
+        case "csv" if isinstance(result, NumericResult):
             return to_csv(number_rows(result))
-        case "markdown":
+        case "markdown" if isinstance(result, NumericResult):
             notes = tuple(map(as_sentence, gate_sentences(result)))
             return to_markdown(_summary_with_command(result), notes)
         case "model-card" if isinstance(result, Measurement):
@@ -132,7 +132,7 @@ def _summary_with_command(result: NumericResult) -> Summary:
     return replace(summary, facts=tuple(facts))
 
 
-def gate_sentences(result: NumericResult) -> list[str]:
+def gate_sentences(result: NumericResult | TrainingResult) -> list[str]:
     """The verdicts of a result's gates, in sentences."""
     return [f"{label}: {sentence}" for label, _, sentence in gates_of(result)]
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from kleash.cli.terminal import Terminal, can_redraw, remark, say
+from kleash.cli.terminal import Terminal, remark, say
 from kleash.estimate import Estimate
 from kleash.measuring.progress import ProgressReporter
 from kleash.reports.formatting import format_duration
@@ -51,7 +51,7 @@ class Progress(ProgressReporter):
         """
         self._activity, self._step, self._clock = activity, step, clock
         self._console = console if console is not None else Terminal(stderr=True)
-        self._draws = can_redraw(self._console)
+        self._draws = self._console.is_terminal and not self._console.is_dumb_terminal  # over the last line
         self._bar = Bar(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
@@ -149,13 +149,9 @@ class Progress(ProgressReporter):
         return left
 
     def _share(self) -> float:
-        """The part of the work that is done: of the time that it takes, if responses are generated."""
-        if not self._total:
-            return 0.0
-        if GENERATING not in self._done:
-            return self._done.get(self._step, 0.0) / self._total
+        """The part of the work that is done, of the time that it takes; 0 if the total is not known."""
         spent = sum(self._seconds.values())
-        return spent / (spent + self._seconds_left()) if spent > 0 else 0.0
+        return spent / (spent + self._seconds_left()) if self._total and spent > 0 else 0.0
 
     def _state(self) -> str:
         """What is done, such as "120 of 1,000 sequences (12 %), 3,400 tokens/s, KL so far …, about 4 min left"."""

@@ -24,10 +24,6 @@ class Terminal(Console):
         defaults = {"file": file, "markup": False, "highlight": False, "emoji": False}
         super().__init__(**{**defaults, "force_terminal": file.isatty(), **more})
 
-    def render_str(self, text: str, **more: Any) -> Text:  # type: ignore[override]
-        """A string as rich's ``Text``, with control characters escaped; rich would drop some of them."""
-        return super().render_str(printable(text), **more)
-
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """The segments that rich draws, with control characters in texts escaped."""
         for segment in super().render(renderable, options):
@@ -55,11 +51,6 @@ def terminal_sentence(text: str) -> str:
 def on_one_line(sentence: str) -> str:
     """A sentence whose control characters and line breaks, which a name can have, are escaped."""
     return printable(sentence).replace("\n", json_escape("\n"))
-
-
-def can_redraw(console: Console) -> bool:
-    """Whether lines can be overwritten, which needs a terminal."""
-    return console.is_terminal and not console.is_dumb_terminal
 
 
 @contextmanager

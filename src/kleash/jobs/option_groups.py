@@ -13,6 +13,7 @@ from kleash.jobs.options import (
     Allowed,
     Count,
     CountOrZero,
+    JsonOption,
     Options,
     Positive,
     changed_options,
@@ -61,15 +62,13 @@ OPTION_HEADINGS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputOptions(Options):
+class OutputOptions(JsonOption):
     """Where results go, and what is printed."""
 
     out: str | None = None
     """Folder for the results; kleash-runs/<date-time> if not given."""
     quiet: bool = False
     """Print nothing but errors."""
-    json: bool = False
-    """Print the result as JSON instead of a summary."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,6 +67,19 @@ class Options:
             object.__setattr__(self, field.name, checked_option(field.name, value, field.type))
 
 
+@dataclass(frozen=True, kw_only=True)
+class JsonOption(Options):
+    """Whether a result is printed as JSON."""
+
+    json: bool = False
+    """Print the result as JSON instead of a summary."""
+
+    @property
+    def output_format(self) -> str | None:
+        """The format that is printed; None for a summary in words."""
+        return "json" if self.json else None
+
+
 def checked_option(name: str, value: Any, annotation: Any) -> Any:
     """``value`` in the type of an annotation.
 

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Annotated
 
 from kleash.errors import OptionError
-from kleash.jobs.options import Limit, Options, one_of
+from kleash.jobs.options import JsonOption, Limit, Options, one_of
 from kleash.jobs.reading import SourceKind
 
 FORMATS = ("csv", "markdown")
@@ -26,11 +26,9 @@ Direction = Annotated[str, one_of(tuple(DIRECTIONS))]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FormatOption(Options):
+class FormatOption(JsonOption):
     """In which format a result is printed."""
 
-    json: bool = False
-    """Print the result as JSON instead of a summary."""
     format: Annotated[str, one_of(FORMATS)] | None = None
     """Print the result in this format instead of a summary: csv, a row for each number; or markdown, tables for
     an issue or a page."""
@@ -46,7 +44,7 @@ class FormatOption(Options):
     @property
     def output_format(self) -> str | None:
         """The format that is printed; None for a summary in words."""
-        return "json" if self.json else self.format
+        return super().output_format or self.format
 
 
 @dataclass(frozen=True, kw_only=True)
