@@ -361,9 +361,16 @@ def test_rloo_refuses_settings_that_change_the_kl_in_its_reward(rloo, settings):
 def test_unknown_loss_type_is_refused(trl, grpo):
     trainer = grpo()
     with pytest.raises(UnknownNameError, match="no loss type of TRL is called 'newer'"):
-        trl.terms.KLOptions(
-            kl="exact", place="loss", scope="token", gradient=None, cap=None, loss_type="newer", length=3
-        ).term(off_policy=False)
+        trl.terms.kl_term(
+            kl="exact",
+            place="loss",
+            scope="token",
+            gradient=None,
+            cap=None,
+            loss_type="newer",
+            length=3,
+            off_policy=False,
+        )
     assert trainer._term.estimator == "exact"
 
 

@@ -9,6 +9,7 @@ one that is missing is a ``CannotRunError`` that names it.
 | ``_generate_and_score_completions`` | keeping the reference's pass; the penalty in the reward |
 | ``_compute_loss`` | adding the KL term to TRL's loss; the entropy of distillation |
 | ``_calculate_rewards``, ``_generate`` | the order of rewards; the mask of tool tokens |
+| ``is_async_callable`` | rewards whose results are checked |
 | transformers' ``_get_logits_processor`` | the log-probabilities of generation (``RolloutDump``) |
 | ``_metrics`` (not checked: set by the trainer's ``__init__``) | logging |
 | ``use_adapter``, ``add_fused_lm_head``, ``disable_gradient_checkpointing`` | passes of the reference |
@@ -40,6 +41,7 @@ require_attributes(
         f"{GRPO}._generate": ("prompts",),
         "trl.trainer.distillation_trainer:DistillationTrainer._compute_loss": ("inputs",),
         "transformers:GenerationMixin._get_logits_processor": (),
+        "trl.trainer.utils:is_async_callable": ("func",),
         "trl.trainer.utils:use_adapter": ("model", "adapter_name"),
         "trl.trainer.utils:add_fused_lm_head": ("model", "temperature", "cast_lm_head_to_fp32"),
         "trl.models.utils:disable_gradient_checkpointing": (),
@@ -55,13 +57,14 @@ from trl.models.utils import (  # noqa: E402 (after the check)
 )
 from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
 from trl.trainer.rloo_trainer import RLOOTrainer  # noqa: E402
-from trl.trainer.utils import add_fused_lm_head, use_adapter  # noqa: E402
+from trl.trainer.utils import add_fused_lm_head, is_async_callable, use_adapter  # noqa: E402
 
 __all__ = [
     "GRPOTrainer",
     "RLOOTrainer",
     "add_fused_lm_head",
     "disable_gradient_checkpointing",
+    "is_async_callable",
     "prepare_deepspeed",
     "prepare_fsdp",
     "use_adapter",

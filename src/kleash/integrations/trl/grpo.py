@@ -36,14 +36,14 @@ class GRPOLeash(KLMixin):
         """Make the trainer, from the arguments of ``KLMixin`` and those of TRL's trainer."""
         super().__init__(*args, **kwargs)
         require_unscaled_reward(
-            self._kl_options,
+            self._term,
             {
                 "scale_rewards": (self.scale_rewards, "none"),
                 "multi_objective_aggregation": (self.multi_objective_aggregation, "sum_then_normalize"),
             },
         )
         self._tool_masks: Any = None
-        if self._kl_options.place == "reward":
+        if self._term.place == "reward":
             self.reward_funcs.append(self._kl_penalty)
             self.reward_processing_classes.append(None)
             self.reward_func_names.append(PENALTY)
@@ -70,7 +70,7 @@ class GRPOLeash(KLMixin):
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """TRL's generated batch with what the KL needs of the reference; logs the mismatch of trainer and engine."""
         parent: Any = super()
-        if self._kl_options.place == "reward":
+        if self._term.place == "reward":
             self.reward_weights[-1] = self.beta
         with self._parent_beta(self.beta or 1.0), self._record_passes(hidden=self._captures) as passes:
             output = parent._generate_and_score_completions(inputs)

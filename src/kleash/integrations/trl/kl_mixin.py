@@ -1,10 +1,8 @@
 """The KL term of GRPO and RLOO, added to TRL's own loss."""
 
-import functools
-import inspect
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -15,9 +13,10 @@ from kleash.arguments import check_reward_order
 from kleash.errors import OptionError
 from kleash.estimators import importance_weights
 from kleash.extras import import_extra
+from kleash.integrations.trl.compat import is_async_callable
 from kleash.integrations.trl.forward_capture import ForwardCapture, ForwardPass
 from kleash.integrations.trl.sampling_settings import log_unused_correction, require_policy_samples
-from kleash.integrations.trl.terms import KLOptions, UpdateSize
+from kleash.integrations.trl.terms import LOSS_TYPES, UpdateSize, kl_term
 from kleash.kl_rules import default_scope
 from kleash.linear import (
     Head,
@@ -46,14 +45,9 @@ class MicroBatchKL(NamedTuple):
     """The KL of each token times its importance weight, detached; 0 where masked."""
 
 
-class ResponseKL(NamedTuple):
-    """The KL of a response, for its standard error."""
-
-    prompt: str
-    """The hash of its prompt's tokens: responses to equal prompts are one cluster."""
-    nats: float
-    """Sum over its tokens."""
-    tokens: int
+ResponseKL: TypeAlias = tuple[str, float, int]
+"""Of a response, for the standard error of the KL: the hash of its prompt's tokens (responses to equal prompts are one
+cluster), the sum over its tokens in nats, and their number."""
 
 
 def rows_by_prompt(
@@ -65,7 +59,7 @@ def rows_by_prompt(
     """The KL of each response with its prompt; masked values are not read."""
     nats, tokens = torch.where(mask, token_kl, 0.0).sum(-1).tolist(), mask.sum(-1).tolist()
     prompts = prompt_hashes(prompt_ids, prompt_mask)
-    return [ResponseKL(*row) for row in zip(prompts, nats, tokens, strict=True)]
+    return list(zip(prompts, nats, tokens, strict=True))
 
 
 def prompt_hashes(
@@ -97,10 +91,7 @@ def check_order_of(name: str, function: Callable[..., Any]) -> Callable[..., Any
         check_reward_order(name, returned)
         return returned
 
-    wrapped: Any = function
-    while isinstance(wrapped, functools.partial):
-        wrapped = wrapped.func
-    if inspect.iscoroutinefunction(wrapped) or inspect.iscoroutinefunction(wrapped.__call__):
+    if is_async_callable(function):
 
         async def checked_coroutine(*args: Any, **kwargs: Any) -> Any:
             return checked(await function(*args, **kwargs))
@@ -148,7 +139,7 @@ class KLMixin(ForwardCapture):
         self._kl_rows: list[ResponseKL] = []
         self._measures_exact = False
         self._linear_options = linear_options
-        self._kl_options = KLOptions(
+        self._term = kl_term(
             kl=kl,
             place=kl_place,
             scope=default_scope(kl_place) if kl_scope is None else kl_scope,
@@ -156,11 +147,12 @@ class KLMixin(ForwardCapture):
             cap=kl_cap,
             loss_type=self._loss_type,
             length=self.args.max_completion_length,
+            off_policy=self._is_off_policy,
         )
-        self._term = self._kl_options.term(off_policy=self._is_off_policy)
-        require_policy_samples(self._kl_options, self)
-        log_unused_correction(self._kl_options, self)
-        if self._kl_options.exact:
+        self._is_exact = kl == "exact"
+        require_policy_samples(self._term, self)
+        log_unused_correction(self._term, self)
+        if self._is_exact:
             self._read_head_layouts()
         if self.beta == 0:
             warnings.warn(
@@ -194,7 +186,7 @@ class KLMixin(ForwardCapture):
     @property
     def _captures(self) -> bool:
         """Whether the hidden states of the passes are needed."""
-        return self._measures_exact or self._kl_options.exact
+        return self._measures_exact or self._is_exact
 
     def _keep_reference(self, output: dict[str, Any], reference: ForwardPass) -> None:
         """Keep what the KL needs of the reference's pass in the generated batch."""
@@ -209,12 +201,12 @@ class KLMixin(ForwardCapture):
         with self._parent_beta(0.0), self._record_passes(hidden=self._captures) as passes:
             loss = parent._compute_loss(model, inputs)
         mask = response_mask(inputs)
-        if self._measures_exact and not self._kl_options.exact and TOKEN_KL not in inputs:
+        if self._measures_exact and not self._is_exact and TOKEN_KL not in inputs:
             self._keep_exact_kl(passes[0], inputs, mask)  # once for each response
-        if self._kl_options.place == "reward":
+        if self._term.place == "reward":
             return loss
         size = self._update_size(inputs)
-        token_weights = self._kl_options.token_weights(mask, size)
+        token_weights = LOSS_TYPES[self._loss_type].token_weights(mask.float(), size)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.beta != 0):
             kl = self._micro_batch_kl(passes[0], inputs, mask, token_weights)
         # the weights divide by the micro-batches of an update, and TRL logs a mean over them
@@ -261,7 +253,7 @@ class KLMixin(ForwardCapture):
             )
             ratios, share = weights.values, weights.effective_sample_size / mask.sum().clamp(min=1)
             self._log_metrics(**{"kl/effective_share": float(share)})
-        if self._kl_options.exact:
+        if self._is_exact:
             return self._exact_kl(policy_pass, inputs, mask, token_weights, ratios)
         per_token = self._term.per_token(
             policy_pass.logp, inputs[REFERENCE_LOGP], mask, behaviour_logp=behaviour
@@ -289,7 +281,7 @@ class KLMixin(ForwardCapture):
         )
         inputs[TOKEN_KL] = token_kl
         loss = result.loss
-        if self._term.spec.scope == "sequence":
+        if self._term.scope == "sequence":
             later_kl = future_kl_loss(policy_pass.logp, token_kl, mask, weights=ratios)
             loss = loss + (token_weights * later_kl).sum()
         return MicroBatchKL(loss, token_kl if ratios is None else token_kl * ratios)

@@ -23,7 +23,7 @@ class RLOOLeash(KLMixin):
         """Make the trainer, from the arguments of ``KLMixin`` and those of TRL's trainer."""
         super().__init__(*args, **kwargs)
         require_unscaled_reward(
-            self._kl_options, {"normalize_advantages": (self.normalize_advantages, False)}
+            self._term, {"normalize_advantages": (self.normalize_advantages, False)}
         )
 
     normalize_advantages: bool
@@ -31,7 +31,7 @@ class RLOOLeash(KLMixin):
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """TRL's generated batch with what the KL needs of the reference."""
         parent: Any = super()
-        in_reward = self._kl_options.place == "reward"
+        in_reward = self._term.place == "reward"
         with (
             self._parent_beta(self.beta if in_reward else 0.0),
             self._record_passes(hidden=self._captures and in_reward) as passes,

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kleash.errors import OptionError
-from kleash.integrations.trl.terms import KLOptions
+from kleash.losses import KLTerm
 
 LOG = logging.getLogger(__name__)
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
@@ -51,46 +51,45 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 TRL_SETTINGS = ("top_p", "top_k", "min_p", "repetition_penalty", "vllm_structured_outputs_regex")
 
 
-def require_policy_samples(kl_options: KLOptions, trainer: Any) -> None:
+def require_policy_samples(term: KLTerm, trainer: Any) -> None:
     """Check that a KL which is estimated from samples gets samples of the policy.
 
     The exact KL of scope "token" may be used with any samples: it is a sum over the vocabulary.
 
     Args:
-        kl_options: the KL options of the trainer.
+        term: the KL term of the trainer.
         trainer: TRL's trainer, after its ``__init__``.
 
     Raises:
         OptionError: naming a setting that changes the distribution of the samples.
     """
-    if trainer.beta == 0 or (kl_options.exact and kl_options.scope == "token"):
+    if trainer.beta == 0 or (term.estimator == "exact" and term.scope == "token"):
         return
     for name, value in _settings(trainer):
         raise OptionError(
             f"{name} is {value!r}, so tokens are drawn from another distribution than the policy's, and "
-            f"{_estimated_kl(kl_options)} is no longer that of the policy; leave {name} out, or take kl='exact' with "
+            f"{_estimated_kl(term)} is no longer that of the policy; leave {name} out, or take kl='exact' with "
             "kl_scope='token'"
         )
 
 
-def log_unused_correction(kl_options: KLOptions, trainer: Any) -> None:
+def log_unused_correction(term: KLTerm, trainer: Any) -> None:
     """Warn that ``use_bias_correction_kl``, TRL's default, has no effect, unless the term is TRL's own."""
-    is_trls_own = kl_options.gradient == "ratio_attached" and kl_options.kl == "k3"  # with that correction
+    is_trls_own = term.gradient == "ratio_attached" and term.estimator == "k3"  # with that correction
     if trainer.beta == 0 or is_trls_own or not getattr(trainer.args, "use_bias_correction_kl", False):
         return
     LOG.warning(
         "use_bias_correction_kl=True (TRL's default) does nothing: it weighs TRL's own KL, which is switched off; "
         "what is trained is kl=%r, whose gradient needs no such correction. Set use_bias_correction_kl=False to say "
         "so, or take kl='k3' with kl_gradient='ratio_attached' for TRL's term",
-        kl_options.kl,
+        term.estimator,
     )
 
 
-def _estimated_kl(kl_options: KLOptions) -> str:
+def _estimated_kl(term: KLTerm) -> str:
     """The part of the KL that is estimated from samples, in words."""
-    return (
-        "the KL after each token" if kl_options.exact else f"the KL that {kl_options.kl} estimates from them"
-    )
+    is_exact = term.estimator == "exact"
+    return "the KL after each token" if is_exact else f"the KL that {term.estimator} estimates from them"
 
 
 def _settings(trainer: Any) -> Iterator[tuple[str, Any]]:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kleash.errors import OptionError
@@ -36,127 +35,116 @@ class LossType:
     """Mask as numbers, ``[batch, time]`` -> the weight of each token in the loss of an update."""
 
 
-def _sequence_mean(mask: Tensor, size: UpdateSize) -> Tensor:
-    return mask / mask.sum(-1, keepdim=True).clamp(min=1) / len(mask) / size.micro_batches
-
-
-def _micro_batch_mean(mask: Tensor, size: UpdateSize) -> Tensor:
-    return mask / mask.sum().clamp(min=1) / size.micro_batches
-
-
-def _update_mean(mask: Tensor, size: UpdateSize) -> Tensor:
-    return mask / size.tokens
-
-
-def _divided_by_max_length(mask: Tensor, size: UpdateSize) -> Tensor:
-    return mask / (len(mask) * size.max_length) / size.micro_batches
-
-
-def _sequence_sum(mask: Tensor, size: UpdateSize) -> Tensor:
-    return mask / len(mask) / size.micro_batches
-
-
+_SEQUENCE_MEAN = LossType(
+    aggregation="sequence_mean",
+    token_weights=lambda mask, size: (
+        mask / mask.sum(-1, keepdim=True).clamp(min=1) / len(mask) / size.micro_batches
+    ),
+)
+_UPDATE_MEAN = LossType(aggregation="token_mean", token_weights=lambda mask, size: mask / size.tokens)
+_SEQUENCE_SUM = LossType(
+    aggregation="sequence_sum", token_weights=lambda mask, size: mask / len(mask) / size.micro_batches
+)
 LOSS_TYPES: Mapping[str, LossType] = MappingProxyType(
     {
-        "grpo": LossType(aggregation="sequence_mean", token_weights=_sequence_mean),
-        "sapo": LossType(aggregation="sequence_mean", token_weights=_sequence_mean),
-        "bnpo": LossType(aggregation="token_mean", token_weights=_micro_batch_mean),
-        "dapo": LossType(aggregation="token_mean", token_weights=_update_mean),
-        "cispo": LossType(aggregation="token_mean", token_weights=_update_mean),
-        "vespo": LossType(aggregation="token_mean", token_weights=_update_mean),
-        "dr_grpo": LossType(aggregation="constant", token_weights=_divided_by_max_length),
-        "luspo": LossType(aggregation="sequence_sum", token_weights=_sequence_sum),
-        "rloo": LossType(aggregation="sequence_sum", token_weights=_sequence_sum),
+        "grpo": _SEQUENCE_MEAN,
+        "sapo": _SEQUENCE_MEAN,
+        "bnpo": LossType(
+            aggregation="token_mean",
+            token_weights=lambda mask, size: mask / mask.sum().clamp(min=1) / size.micro_batches,
+        ),
+        "dapo": _UPDATE_MEAN,
+        "cispo": _UPDATE_MEAN,
+        "vespo": _UPDATE_MEAN,
+        "dr_grpo": LossType(
+            aggregation="constant",
+            token_weights=lambda mask, size: mask / (len(mask) * size.max_length) / size.micro_batches,
+        ),
+        "luspo": _SEQUENCE_SUM,
+        "rloo": _SEQUENCE_SUM,
     }
 )
 """Loss type of TRL's GRPO, or "rloo" -> how it averages over tokens."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class KLOptions:
-    """The KL options of a TRL trainer."""
+# Many arguments, since they are options of a trainer; all by keyword.
+def kl_term(
+    *,
+    kl: str,
+    place: Any,
+    scope: Any,
+    gradient: Any,
+    cap: float | None,
+    loss_type: str,
+    length: int,
+    off_policy: bool,
+) -> KLTerm:
+    """The KL term of a TRL trainer, with the importance weights that it needs if an older policy drew the samples.
 
-    kl: str
-    """"exact", "k1", "k2" or "k3"."""
-    place: Any
-    """"loss" or "reward"."""
-    scope: Any
-    """"token" or "sequence"."""
-    gradient: Any
-    cap: float | None
-    loss_type: str
-    length: int
+        sampled estimator, scope token        its own token's weight
+        sampled estimator, scope sequence     the weight of the response up to and with the token
+        exact, scope token                    none: it is exact at the prefixes of the batch
+        exact, scope sequence                 the weight of the response before the token
 
-    @property
-    def exact(self) -> bool:
-        """Whether the KL is summed over the vocabulary, not estimated from samples."""
-        return self.kl == "exact"
+    Args:
+        kl: "exact", "k1", "k2" or "k3".
+        place: "loss" or "reward".
+        scope: "token" or "sequence".
+        gradient: as a field of ``KLTerm``, like ``cap``.
+        cap: the largest importance weight.
+        loss_type: a key of ``LOSS_TYPES``.
+        length: largest number of tokens of a response.
+        off_policy: whether some updates use samples of an older policy.
 
-    def term(self, *, off_policy: bool) -> KLTerm:
-        """The KL term, with the importance weights that it needs if the samples come from an older policy.
-
-            sampled estimator, scope token        its own token's weight
-            sampled estimator, scope sequence     the weight of the response up to and with the token
-            exact, scope token                    none: it is exact at the prefixes of the batch
-            exact, scope sequence                 the weight of the response before the token
-
-        Raises:
-            OptionError: if the term does not have the gradient that it names (``kl_rules``).
-            UnknownNameError: if the loss type is not in ``LOSS_TYPES``.
-        """
-        aggregation = look_up(LOSS_TYPES, self.loss_type, "loss type of TRL").aggregation
-        ratio = self._ratio() if off_policy or self.gradient == "ratio_attached" else "none"
-        spec = term_spec(
-            self.kl,
-            CONTRACTS.get(self.kl),
-            place=self.place,
-            scope=self.scope,
-            gradient=self.gradient,
-            ratio=ratio,
-            cap=self.cap,
-            aggregation=aggregation,
-            sums_sequences=AGGREGATIONS[aggregation].sums_sequences,
-            credit="response",
-        )
-        reason = refusal(spec, trainer_argument)
-        if reason is not None:
-            raise OptionError(reason)
-        return KLTerm(
-            estimator=self.kl,
-            place=self.place,
-            gradient=self.gradient,
-            ratio=ratio,
-            cap=self.cap,
-            scope=self.scope,
-            aggregation=aggregation,
-            length=self.length if aggregation == "constant" else None,
-        )
-
-    def _ratio(self) -> Any:
-        if self.place == "reward":
-            return "none"
-        if self.exact:
-            return "none" if self.scope == "token" else "before"
-        return "token" if self.scope == "token" else "prefix"
-
-    def token_weights(
-        self, mask: Bool[Tensor, "batch time"], size: UpdateSize
-    ) -> Float[Tensor, "batch time"]:
-        """The weight of each token's KL in the loss of an update, without beta."""
-        return look_up(LOSS_TYPES, self.loss_type, "loss type of TRL").token_weights(mask.float(), size)
+    Raises:
+        OptionError: if the term does not have the gradient that it names (``kl_rules``).
+        UnknownNameError: if the loss type is not in ``LOSS_TYPES``.
+    """
+    aggregation = look_up(LOSS_TYPES, loss_type, "loss type of TRL").aggregation
+    if place == "reward" or not (off_policy or gradient == "ratio_attached"):
+        ratio = "none"
+    elif kl == "exact":
+        ratio = "none" if scope == "token" else "before"
+    else:
+        ratio = "token" if scope == "token" else "prefix"
+    spec = term_spec(
+        kl,
+        CONTRACTS.get(kl),
+        place=place,
+        scope=scope,
+        gradient=gradient,
+        ratio=ratio,
+        cap=cap,
+        aggregation=aggregation,
+        sums_sequences=AGGREGATIONS[aggregation].sums_sequences,
+        credit="response",
+    )
+    reason = refusal(spec, trainer_argument)
+    if reason is not None:
+        raise OptionError(reason)
+    return KLTerm(
+        estimator=kl,
+        place=place,
+        gradient=gradient,
+        ratio=ratio,
+        cap=cap,
+        scope=scope,
+        aggregation=aggregation,
+        length=length if aggregation == "constant" else None,
+    )
 
 
-def require_unscaled_reward(kl_options: KLOptions, settings: Mapping[str, tuple[Any, Any]]) -> None:
+def require_unscaled_reward(term: KLTerm, settings: Mapping[str, tuple[Any, Any]]) -> None:
     """Check that TRL does not rescale a reward that contains the KL.
 
     Args:
-        kl_options: the KL options of the trainer.
+        term: the KL term of the trainer.
         settings: name of a setting -> (its value, the required value).
 
     Raises:
         OptionError: naming a setting that would scale or clip the KL.
     """
-    if kl_options.place != "reward":
+    if term.place != "reward":
         return
     for name, (value, required) in settings.items():
         if value != required:
