@@ -22,9 +22,7 @@ class RLOOLeash(KLMixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Make the trainer, from the arguments of ``KLMixin`` and those of TRL's trainer."""
         super().__init__(*args, **kwargs)
-        require_unscaled_reward(
-            self._term, {"normalize_advantages": (self.normalize_advantages, False)}
-        )
+        require_unscaled_reward(self._term, {"normalize_advantages": (self.normalize_advantages, False)})
 
     normalize_advantages: bool
 
