@@ -227,6 +227,7 @@ HEALTHY_NOISE: dict[str, Callable[[World], Any]] = {
     "two kernels": two_kernels,
     "half of the tokens equal": lambda world: 0.01 * (world.random.random(len(world.tokens)) < 0.5),
     "shrinking": lambda world: 0.03 / (1 + world.position / 3),
+    "of the largest size": lambda _: 0.03,
 }
 """The size of each token's errors of its logits."""
 
