@@ -305,7 +305,7 @@ def test_a_cache_without_checksums_and_other_folders_raise(pair, text, tmp_path,
     assert f"{pair[0]} holds chat_template.jinja and is no reference cache of kleash" in line
     (tmp_path / "file").write_text("x")
     line = refused("cache", *given, "--out", tmp_path / "file")
-    assert line == f"{tmp_path / 'file'} cannot be written: Not a directory"
+    assert line == f"{tmp_path / 'file'} is a file, and a reference cache is a folder; give another name"
     thesis = tmp_path / "other" / "thesis.txt"
     thesis.parent.mkdir()
     thesis.write_text("x")

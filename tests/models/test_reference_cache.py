@@ -46,7 +46,9 @@ def test_a_model_without_a_head_cannot_be_cached(pair, tmp_path, unhooked):
 
 def test_a_folder_that_cannot_be_created_is_an_error(pair, tmp_path, unhooked):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(RunFolderError, match="file cannot be written: Not a directory"):
+    with pytest.raises(
+        RunFolderError, match="file is a file, and a reference cache is a folder; give another name"
+    ):
         ReferenceCache(tmp_path / "file", pair.reference)
     with pytest.raises(RunFolderError, match="within cannot be written: Not a directory"):
         ReferenceCache(tmp_path / "file" / "within", pair.reference)

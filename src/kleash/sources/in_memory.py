@@ -54,7 +54,7 @@ def write_source(data: Iterable[Any], kind: SourceKind, folder: Path) -> None:
     dates, become texts; arrays become lists.
 
     Raises:
-        SourceError: as ``records_in_memory``.
+        SourceError: as ``records_in_memory``, or if there is no record.
         RunFolderError: if the folder holds the run of another source, or cannot be written.
     """
     lines = (
@@ -62,6 +62,8 @@ def write_source(data: Iterable[Any], kind: SourceKind, folder: Path) -> None:
         for record in records_in_memory(data, kind)
     )
     content = "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
+    if not content:
+        raise SourceError(f"there is no entry among the {kind} given; give at least one")
     path = folder / SOURCE
     with folder_lock(folder, ADVICE_IF_LOCKED, on_wait=lambda: None):
         stored = path.read_bytes() if path.exists() else None
