@@ -226,6 +226,25 @@ def test_a_reference_column_of_the_policy_is_named_with_the_models_alone(plain, 
     assert diagnosis.findings == () and any("first update" in note for note in diagnosis.notes)
 
 
+@pytest.mark.parametrize(
+    ("seen", "of_reference", "is_named"), [(3e-3, 3e-2, True), (3e-3, 4e-3, False), (1e-2, 2e-2, False)]
+)
+def test_a_reference_column_is_as_exact_as_the_others(plain, pair, seen, of_reference, is_named):
+    """All three errors are within what bfloat16 explains."""
+    ids = torch.tensor(plain.responses).unsqueeze(-1)
+    with torch.no_grad():
+        logits = pair.reference.network(input_ids=plain.ids[:, :-1]).logits[:, PROMPT_TOKENS - 1 :].float()
+    reference = logits.log_softmax(-1).gather(-1, ids).squeeze(-1).double().numpy()
+    trainer, draw = plain.scored(), np.random.default_rng(5)
+
+    def rounded(column: Array, size: float) -> Array:
+        return np.minimum(column - np.expm1(column) * size * draw.standard_normal(column.shape), 0)
+
+    records = plain.records(trainer, rounded(trainer, seen), rounded(reference, of_reference))
+    findings = diagnose(records, pair=pair, rounding="bfloat16").findings
+    assert [finding.cause for finding in findings] == ["reference"] * is_named
+
+
 def test_columns_that_differ_at_few_tokens_make_no_warning(plain, pair):
     """Warnings are errors here: nothing is divided by a median of 0, and no mean is of nothing."""
     trainer, engine = plain.scored(), plain.scored()

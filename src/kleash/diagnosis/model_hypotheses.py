@@ -18,6 +18,7 @@ from kleash.diagnosis.residuals import (
     MISTAKES,
     NEARLY_ALL,
     SMALLEST_DIFFERENCE,
+    SOFTMAX_NATS,
     Floats,
     everywhere,
     most,
@@ -343,16 +344,19 @@ def _modules(few: ModelScores, side: str) -> Iterator[Prediction]:
 def reference_hypotheses(scores: ModelScores, limit: float) -> Iterator[Hypothesis]:
     """Hypotheses about the reference's column, the healthy one last; none without such a column.
 
-    A healthy column equals the reference's own log-probabilities up to rounding, at temperature 1 or that of the
-    trainer's.
+    A healthy column equals the reference's own log-probabilities at temperature 1 or that of the trainer's, up to what
+    rounding explains, and to ``DISTINCT`` times the errors that the other columns have.
 
     Args:
         scores: of the models.
         limit: the largest error of logits that rounding explains, in nats.
     """
-    column = scores.table.reference
+    table, column = scores.table, scores.table.reference
     if column is None:
         return
+    of_policy = (table.difference, table.trainer - scores.policy)
+    seen = max(float(np.linalg.norm(errors)) for errors in of_policy) / float(np.linalg.norm(table.unit))
+    limit = min(limit, max(SOFTMAX_NATS, DISTINCT * seen))
     plain = replace(scores, temperature=1.0)
     rests = [(column - each.reference, token_unit(each.reference)) for each in (scores, plain)]
     rest, unit = min(rests, key=lambda pair: _size(pair[0]))

@@ -41,7 +41,7 @@ NORMAL, TAILED, EQUAL = range(3)
 errors of one size on all log-probabilities."""
 _EXPONENTS = {kind: np.arange(-23, 5.1, step) for kind, step in ((NORMAL, 1), (TAILED, 2), (EQUAL, 1.5))}
 SCALE = 2.0 ** np.concatenate(list(_EXPONENTS.values()))
-"""Powers of 2, as the errors that dtypes explain, so that no scale between the largest and its bound is missing."""
+"""Powers of 2, as the largest errors that dtypes explain and ``DISTINCT`` are: both bounds are scales themselves."""
 KIND = np.repeat(list(_EXPONENTS), [len(exponents) for exponents in _EXPONENTS.values()])
 FITTED_TOKENS = 2500
 EM_STEPS, RELAXATION = 40, 1.8
@@ -75,7 +75,7 @@ class Residuals(NamedTuple):
 
 def healthy_scale(dtype: str) -> float:
     """The largest error of logits that rounding explains, in nats, where networks run in ``dtype``."""
-    return HEALTHY_EPSILONS * MACHINE_EPSILON[dtype] + SOFTMAX_NATS
+    return max(HEALTHY_EPSILONS * MACHINE_EPSILON[dtype], SOFTMAX_NATS)
 
 
 def token_unit(log_probabilities: Floats) -> Floats:
@@ -95,8 +95,8 @@ def rounding(limit: float, outliers: float = 1e-5) -> Family:
 
 
 def _large(smallest: float, smallest_equal: float = math.inf) -> NDArray[np.bool_]:
-    """Components of errors of logits above a size, and of errors of one size above another."""
-    return np.greater(SCALE, np.where(KIND == EQUAL, smallest_equal, smallest))
+    """Components of errors of logits of at least a size, and of errors of one size of at least another."""
+    return np.greater_equal(SCALE, np.where(KIND == EQUAL, smallest_equal, smallest))
 
 
 def most(smallest: float) -> Family:
