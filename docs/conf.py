@@ -141,7 +141,7 @@ class Commands(Directive):
             title = f"kleash {name}"
             section = nodes.section(ids=[title.replace(" ", "-")], names=[title])
             section += nodes.title(title, title)
-            text = parser_of(name).help_of_all()
+            text = parser_of(name).format_help(shows_all=True)
             section += nodes.literal_block(text, text, language="text")
             sections.append(section)
         return sections

@@ -52,7 +52,7 @@ class BetaController(AttachedCallback, ExportableState):
         if beta == 0:
             raise OptionError(
                 f"the trainer was made with {self.attribute} 0 and so without a reference; give its configuration "
-                f"the controller's {self.controller.beta:g}"
+                "a beta above 0"
             )
         if self.controller.beta == 0:
             raise OptionError("the controller's beta is 0, so no KL would be trained; give it a beta above 0")
