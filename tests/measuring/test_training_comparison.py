@@ -27,11 +27,22 @@ def samples(values: np.ndarray, prompt: str) -> list[Sample]:
 
 
 def write(
-    folder: Path, values: np.ndarray, job: GRPOJob, *, reference: str = "q", prompt: str = "prompt"
+    folder: Path,
+    values: np.ndarray,
+    job: GRPOJob,
+    *,
+    reference: str = "q",
+    prompt: str = "prompt",
+    without: str = "",
 ) -> Path:
-    """A run whose step t drew ``values[t]``, and which answered held-out prompts in its last step."""
+    """A run whose step t drew ``values[t]``, and which answered held-out prompts in its last step.
+
+    Its settings do not say ``without``, as those of a trainer that kleash was attached to.
+    """
     files = TrainingFolder(folder)
-    header = replace(header_of(job), fingerprints={"policy": "p", "reference": reference})
+    settings = {option: value for option, value in job.settings().items() if option != without}
+    fingerprints = {"policy": "p", "reference": reference}
+    header = replace(header_of(job), fingerprints=fingerprints, settings=settings)
     with files.writing(header, resume=False):
         for step, drawn in enumerate(values, 1):
             held_out = samples(drawn + 1, prompt) if step == len(values) else []
@@ -52,7 +63,9 @@ def drawn() -> tuple[np.ndarray, np.ndarray]:
 def folders(drawn, tmp_path_factory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("runs")
     first = write(root / "first", drawn[0], GRPOJob(beta=0.1))
-    return first, write(root / "second", drawn[1], GRPOJob(beta=0.2, kl="k3"), reference="other")
+    return first, write(
+        root / "second", drawn[1], GRPOJob(beta=0.2, kl="k3"), reference="other", without="lora_rank"
+    )
 
 
 def test_differences_are_paired_by_prompt_over_the_shared_second_half(drawn, folders):

@@ -16,7 +16,7 @@ from kleash.store.training_folder import TrainingFolder, TrainingResult
 from kleash.uncertainty import Estimate, clustered_mean, paired_difference
 from kleash.version import __version__
 
-NOT_COMPARED = ("steps", "report_to", "seed")
+NOT_COMPARED = {"steps", "report_to", "seed"}
 """Options that do not make a run another one."""
 
 
@@ -109,9 +109,9 @@ def _compared(run: _TrainingRun, first: _TrainingRun, steps: range) -> ComparedT
         steps=run.history[-1].step,
         numbers=numbers,
         settings={
-            option: f"{settings.get(option)} for {first_settings.get(option)}"
-            for option in dict.fromkeys([*settings, *first_settings])
-            if settings.get(option) != first_settings.get(option) and option not in NOT_COMPARED
+            option: f"{value} for {first_settings[option]}"
+            for option, value in settings.items()
+            if option in first_settings.keys() - NOT_COMPARED and value != first_settings[option]
         },
         alerts=sum(len(record.alerts) for record in run.history),
         ended="running or interrupted" if result is None else result.stopped or "finished",
