@@ -94,7 +94,7 @@ class ComparedTraining:
     numbers: Mapping[str, Estimate]
     """Metric -> mean over the compared steps: of ``PAIRED`` over prompts, with an error; of ``SHOWN`` over steps."""
     settings: Mapping[str, str]
-    """Options of both in which it differs from the first run, as "value for the first run's value"; empty of the first."""
+    """Options of both that differ from the first run's, as "value for the first run's value"; empty of the first."""
     alerts: int
     """Alerts of the whole run."""
     ended: str
