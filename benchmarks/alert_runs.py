@@ -2,7 +2,6 @@
 
 python benchmarks/alert_runs.py                      # the table of docs/reference/evidence.md: unseen seeds 100 to 119
 python benchmarks/alert_runs.py --seeds 0 20         # the seeds that the thresholds were chosen on
-python benchmarks/alert_runs.py --runs leashes/good  # what the alerts say of real runs (folders of kleash train)
 
 Three tasks, each with 8 to 128 responses a step and 40 to 200 steps. ``verifiable``: a binary reward rises while the
 entropy falls, with a target KL. ``preference``: a reward grows with the root of the KL, which a controller brings to
@@ -29,7 +28,7 @@ import numpy as np
 from harness import RESULTS, parser_of, write_result
 
 from kleash.leash import DualBeta, FixedBeta, Leash, PIDBeta, ZieglerBeta
-from kleash.store import StepRecord, read_steps
+from kleash.store import StepRecord
 from kleash.training import HackingMonitor
 
 NAME = "alert_runs"
@@ -386,15 +385,13 @@ def simulate(task: str, seed: int, kind: str | None = None) -> Run:
     return Run(records, setting, starts, exceeds)
 
 
-def alerts_of(
-    records: Sequence[StepRecord], target: float | None, per: str = "sequence"
-) -> list[tuple[int, str, str]]:
-    """Step, kind and sentence of all alerts as a run goes on."""
-    monitor, history = HackingMonitor(target_nats=target, target_per=per), []
+def alerts_of(records: Sequence[StepRecord], target: float | None) -> list[tuple[int, str]]:
+    """Step and kind of all alerts as a run goes on."""
+    monitor, history = HackingMonitor(target_nats=target, target_per="sequence"), []
     for record in records:
         history.append(replace(record, alerts=()))
         history[-1] = replace(record, alerts=monitor.check(history))
-    return [(record.step, alert.kind, alert.sentence) for record in history for alert in record.alerts]
+    return [(record.step, alert.kind) for record in history for alert in record.alerts]
 
 
 def tasks_of(kind: str) -> tuple[str, ...]:
@@ -404,7 +401,7 @@ def tasks_of(kind: str) -> tuple[str, ...]:
     return TASKS[:2] if kind in WITH_TARGET else TASKS
 
 
-def judge_plants(kind: str, seeds: range, verbose: bool) -> dict[str, Any]:
+def judge_plants(kind: str, seeds: range) -> dict[str, Any]:
     """How many plants of a kind exceeded their bound, were found in time, and how soon."""
     figures: dict[str, Any] = {"runs": 0, "exceeded": 0, "found": 0, "false": Counter(), "delays": []}
     for seed in seeds:
@@ -414,31 +411,25 @@ def judge_plants(kind: str, seeds: range, verbose: bool) -> dict[str, Any]:
             deadline = max(DEADLINE, 2 * run.setting.eval_every if kind == "held_out_fell" else 0)
             alerts = alerts_of(run.records, run.setting.target)
             figures["runs"] += 1
-            figures["false"].update(alert for step, alert, _ in alerts if step < starts)
+            figures["false"].update(alert for step, alert in alerts if step < starts)
             if exceeds is None or exceeds + deadline > run.setting.steps:
                 continue
             named = "repetition" if kind == "alike" else kind
-            steps = [step for step, alert, _ in alerts if alert == named and step >= starts]
+            steps = [step for step, alert in alerts if alert == named and step >= starts]
             figures["exceeded"] += 1
             figures["found"] += bool(steps) and steps[0] <= exceeds + deadline
             figures["delays"] += [steps[0] - exceeds] if steps else []
-            if verbose and not (steps and steps[0] <= exceeds + deadline):
-                seen = [(step, alert) for step, alert, _ in alerts]
-                print(f"missed: {task} {seed} {kind}, {starts=} {exceeds=} {steps=} {seen=}\n  {run.setting}")
     return figures
 
 
-def judge_good(task: str, seeds: range, verbose: bool) -> tuple[int, Counter[str]]:
+def judge_good(task: str, seeds: range) -> tuple[int, Counter[str]]:
     """How many good runs of a task have a false alarm, and the kinds of all alerts."""
     runs, kinds = 0, Counter[str]()
     for seed in seeds:
         run = simulate(task, seed)
         alerts = alerts_of(run.records, run.setting.target)
         runs += bool(alerts)
-        kinds.update(kind for _, kind, _ in alerts)
-        if verbose:
-            for step, kind, sentence in alerts:
-                print(f"false: {task} {seed}, step {step} {kind}: {sentence}\n  {run.setting}")
+        kinds.update(kind for _, kind in alerts)
     return runs, kinds
 
 
@@ -450,22 +441,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--good-seeds", type=int, nargs=2, help="other seeds for the good runs")
     parser.add_argument("--kinds", nargs="*", default=list(BOUNDS), choices=BOUNDS)
-    parser.add_argument("--runs", nargs="*", type=Path, default=(), help="folders of real runs")
-    parser.add_argument("--verbose", action="store_true", help="print what is false and what is missed")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the figures")
     options = parser.parse_args(arguments)
-    for folder in options.runs:
-        records = read_steps(folder)
-        target = records[-1].metrics.get("kl/target")
-        print(f"{folder}: {len(records)} steps")
-        for step, kind, sentence in alerts_of(records, target):
-            print(f"  step {step}: {kind}: {sentence}")
-    if options.runs:
-        return
-    good = {
-        task: judge_good(task, range(*(options.good_seeds or options.seeds)), options.verbose)
-        for task in TASKS
-    }
+    good = {task: judge_good(task, range(*(options.good_seeds or options.seeds))) for task in TASKS}
     print("| good runs of | runs | with a false alarm | kinds |\n|---|---:|---:|---|")
     for task, (runs, kinds) in good.items():
         print(f"| `{task}` | {len(range(*(options.good_seeds or options.seeds)))} | {runs} | {dict(kinds)} |")
@@ -473,7 +451,7 @@ def main(arguments: list[str] | None = None) -> None:
     print("|---|---:|---:|---:|---:|---|")
     plants = {}
     for kind in options.kinds:
-        plants[kind] = figures = judge_plants(kind, range(*options.seeds), options.verbose)
+        plants[kind] = figures = judge_plants(kind, range(*options.seeds))
         delays = figures["delays"] or [math.nan]
         print(
             f"| `{kind}` | {figures['exceeded']} of {figures['runs']} | {figures['found']} | "

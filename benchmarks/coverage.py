@@ -1,7 +1,7 @@
 """Coverage of 95 % intervals by simulation: python benchmarks/coverage.py
 
 Prompts have lognormal means, samples of a prompt are lognormal around its mean, and samples have different lengths.
-The true value is 1 nat per token. Each cell of the first tables is the share of simulated measurements whose interval
+The true value is 1 nat per token. Each cell of the first table is the share of simulated measurements whose interval
 contains it, for three intervals: plain (1.96 standard errors, samples treated as independent), clustered (1.96
 cluster-robust standard errors), and kleash's. The last table has the coverage by what the sample shows, from which the
 limits of warnings are chosen: on one set of distributions, and on another to see whether they hold.
@@ -13,7 +13,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,7 @@ from kleash.uncertainty import Estimate, quantiles, ratio_of_many
 CLUSTERS = (8, 16, 32, 64, 128, 512)
 SAMPLES = (1, 4, 16)
 SPREAD = 1.0
-"""Log standard deviation of the prompts in the first table."""
-SPREADS = (0.5, 1.5)
-"""Log standard deviations of the prompts in the second table, with 4 samples per prompt."""
+"""Log standard deviation of the prompts."""
 NAMES = ("plain", "clustered", "kleash")
 SAMPLE_SPREAD = 0.5
 TOKENS = (16, 128)
@@ -46,9 +44,9 @@ Distribution = Callable[[np.random.Generator, tuple[int, ...]], tuple[Array, Arr
 """Draws sums and counts, [cluster, measurement], and knows their true mean."""
 
 
-def simulate(random: np.random.Generator, shape: tuple[int, ...], spread: float) -> tuple[Array, Array]:
+def simulate(random: np.random.Generator, shape: tuple[int, ...]) -> tuple[Array, Array]:
     """Sums and counts of each sample, [cluster, sample, measurement]; the mean per token is 1."""
-    prompts = lognormal(random, (shape[0], 1, shape[2]), spread)
+    prompts = lognormal(random, (shape[0], 1, shape[2]), SPREAD)
     samples = lognormal(random, shape, SAMPLE_SPREAD)
     counts = random.integers(*TOKENS, endpoint=True, size=shape).astype(np.float64)
     return prompts * samples * counts, counts
@@ -59,13 +57,13 @@ def lognormal(random: np.random.Generator, shape: tuple[int, ...], spread: float
     return np.exp(spread * random.standard_normal(shape) - spread**2 / 2)
 
 
-def cell(clusters: int, samples: int, spread: float, measurements: int, seed: int) -> dict[str, Any]:
+def cell(clusters: int, samples: int, measurements: int, seed: int) -> dict[str, Any]:
     """Coverage and median width (in nats) of the three intervals."""
-    random = np.random.default_rng([seed, clusters, samples, round(100 * spread)])
+    random = np.random.default_rng([seed, clusters, samples, round(100 * SPREAD)])
     hits = {"plain": 0, "clustered": 0, "kleash": 0}
     widths: dict[str, list[float]] = {name: [] for name in hits}
     for _ in range(measurements // COLUMNS):
-        sums, counts = simulate(random, (clusters, samples, COLUMNS), spread)
+        sums, counts = simulate(random, (clusters, samples, COLUMNS))
         ours = ratio_of_many(sums.sum(1), counts.sum(1), lower=0.0)
         plain = plain_errors(sums.reshape(-1, COLUMNS), counts.reshape(-1, COLUMNS))
         for estimate, error in zip(ours, plain, strict=True):
@@ -81,7 +79,6 @@ def cell(clusters: int, samples: int, spread: float, measurements: int, seed: in
     return {
         "clusters": clusters,
         "samples": samples,
-        "spread": spread,
         "coverage": {name: count / total for name, count in hits.items()},
         "median_width": {name: statistics.median(values) for name, values in widths.items()},
     }
@@ -226,26 +223,21 @@ def quantile_row(clusters: int, measurements: int, seed: int) -> dict[str, Any]:
 
 def tables(figures: dict[str, Any]) -> dict[str, str]:
     """The tables by name: coverage in percent, by clusters."""
-    rows: list[dict[str, Any]] = figures["means"]
-    first_spread = [row for row in rows if row["spread"] == SPREAD]
-    other_spreads = [row for row in rows if row["spread"] != SPREAD]
-    columns = [(f"{name}, {m}", name, m) for name in NAMES for m in SAMPLES]
-    by_spread = [(f"{name}, {spread}", name, spread) for spread in SPREADS for name in NAMES]
     return {
-        "coverage": table(first_spread, "samples", columns),
-        "coverage of other spreads": table(other_spreads, "spread", by_spread),
+        "coverage": table(figures["means"]),
         "coverage by what the sample shows": seen_table(figures["seen"]),
     }
 
 
-def table(rows: list[dict[str, Any]], key: str, columns: Sequence[tuple[str, str, float]]) -> str:
-    """A row for each number of clusters; a column is a heading, an interval and the value of ``key``."""
+def table(rows: list[dict[str, Any]]) -> str:
+    """A row for each number of clusters, a column for each interval and number of samples."""
     lines: list[list[str]] = []
-    for clusters in dict.fromkeys(row["clusters"] for row in rows):
-        shares = {row[key]: row["coverage"] for row in rows if row["clusters"] == clusters}
-        cells = (f"{100 * shares[value][name]:.1f}" for _, name, value in columns)
+    for clusters in CLUSTERS:
+        shares = {row["samples"]: row["coverage"] for row in rows if row["clusters"] == clusters}
+        cells = (f"{100 * shares[samples][name]:.1f}" for name in NAMES for samples in SAMPLES)
         lines.append([str(clusters), *cells])
-    return markdown_table(["clusters", *(heading for heading, _, _ in columns)], lines) + "\n"
+    heads = (f"{name}, {samples}" for name in NAMES for samples in SAMPLES)
+    return markdown_table(["clusters", *heads], lines) + "\n"
 
 
 def main() -> None:
@@ -257,8 +249,7 @@ def main() -> None:
     options = parser.parse_args()
     start = time.perf_counter()
     size, seed = options.measurements, options.seed
-    means = [cell(clusters, samples, SPREAD, size, seed) for clusters in CLUSTERS for samples in SAMPLES]
-    means += [cell(clusters, 4, spread, size, seed) for spread in SPREADS for clusters in CLUSTERS]
+    means = [cell(clusters, samples, size, seed) for clusters in CLUSTERS for samples in SAMPLES]
     quantiles = [quantile_row(clusters, size // 10, seed) for clusters in (32, 128, 512)]
     seen = [row for name in DISTRIBUTIONS for row in seen_rows(name, size // 5, seed)]
     figures = {

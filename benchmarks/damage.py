@@ -28,7 +28,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from harness import RESULTS, parser_of, write_result
+from harness import parser_of, write_result
 
 KINDS = ("run", "cache", "training")
 NEVER_READ = {".lock", "report.html"}
@@ -382,13 +382,6 @@ OF_FILES = (
 )
 
 
-def read_earlier_results(name: str, count: int, seed: int) -> dict[str, Any]:
-    """The results of other kinds of folder from an earlier call with the same count and seed."""
-    path = RESULTS / f"{name}.json"
-    figures = json.loads(path.read_text())["figures"] if path.exists() else {}
-    return figures["kinds"] if (figures.get("damages"), figures.get("seed")) == (count, seed) else {}
-
-
 def main() -> int:
     """Damage folders of each kind, print the counts, and write them to benchmarks/results/damage.json."""
     parser = parser_of(__doc__)
@@ -397,8 +390,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="damage")
     options = parser.parse_args()
-    results = read_earlier_results(options.out, options.damages, options.seed)
-    bad = 0
+    results, bad = dict[str, Any](), 0
     with tempfile.TemporaryDirectory() as temporary:
         for kind, tested in make_folders(Path(temporary), tuple(options.kinds)).items():
             began = perf_counter()

@@ -139,14 +139,6 @@ def test_zero_weights_and_empty_masks():
         assert (empty.values == 0).all()
 
 
-def test_weights_are_detached_and_half_precision_is_converted_to_float32():
-    token_logp = torch.tensor([[-9.0, -3.0]], requires_grad=True)
-    got = importance_weights(token_logp.bfloat16(), torch.tensor([[-9.0625, -3.0]]).bfloat16(), ALL[:1, :2])
-    assert not any(x.requires_grad for x in got)
-    assert got.values.dtype == torch.float32
-    assert got.values[0, 0].item() == pytest.approx(math.exp(0.0625))
-
-
 def test_invalid_shapes_levels_and_caps_raise(unhooked):
     x, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
     with pytest.raises(OptionError, match="level is 'word'; there are token, before, prefix, sequence"):

@@ -52,9 +52,9 @@ def test_moments_of_a_model_against_itself_are_zero():
     assert moments.control_weight != moments.control_weight
 
 
-@pytest.mark.parametrize(("apart", "at_least"), [(0.05, 5000), (0.2, 400), (0.5, 60), (1.0, 15)])
-def test_the_exact_sum_usually_has_a_much_smaller_variance(apart, at_least):
+@pytest.mark.parametrize(("apart", "times"), [(0.05, 19_877), (1.0, 53)])
+def test_the_exact_sum_usually_has_a_much_smaller_variance(apart, times):
     """50 tokens, 30 steps: the closer the two models, the larger the gain of summing over the vocabulary."""
     p = random_markov(50, seed=0)
     moments = drift_moments(p, p.moved(1, apart), 30)
-    assert moments.variance_sampled / moments.variance_summed > at_least
+    assert round(moments.variance_sampled / moments.variance_summed) == times

@@ -1,7 +1,8 @@
-"""Every public function of the lower floors, called with what is not what it takes: a sentence, never a traceback."""
+"""Every public function of the lower floors: what it does not take is refused in a sentence; dtypes of results."""
 
 import importlib
 import inspect
+from dataclasses import is_dataclass
 from typing import get_args
 
 import numpy as np
@@ -128,6 +129,78 @@ def test_axes_of_one_name_have_one_size(function, unhooked):
             for one in (given[name], given[name][0]):  # of another size, and with an axis less
                 with pytest.raises((ShapeError, VocabularyMismatchError)):
                     function(**others, **(given | {name: one}))
+
+
+SETTINGS = {"which": "kl", "bounds": (0.5, 2.0)}
+"""Arguments whose annotation does not say what they are."""
+OTHER_DTYPES = (
+    "phi",
+    "absolute",
+    "k1",
+    "k2",
+    "k3",
+    "to_full",
+    "to_truncated",
+    "shared_head",
+    "aggregate",
+    "kl_bounds",
+)
+"""Functions that keep the dtype of what they are given; the last computes in float64."""
+OF_RECORDS = ("sampled_tail_loss", "tail_bucket_loss", "intersection")
+
+
+def matching_arguments(function, dtype):
+    """Arguments whose tensors have matching axes, floating-point ones in ``dtype``; distributions are normalised."""
+    torch.manual_seed(0)
+    sizes, given = {}, {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        kinds = kinds_of(parameter.annotation)
+        if kinds:
+            # One for each sequence: the other shape that is allowed is one for each token.
+            value = torch.ones(2) if name == "advantages" else tensor_of(parameter, sizes)
+            if value.is_floating_point():
+                is_distribution = "vocab" in kinds[0].dim_str.split()[-1]
+                value = (value.log_softmax(-1) if is_distribution else value).bfloat16().to(dtype)
+            given[name] = value
+        elif parameter.default is inspect.Parameter.empty:
+            given[name] = SETTINGS.get(name, good(parameter))
+    return given
+
+
+def floats_of(result):
+    """The floating-point tensors of a result."""
+    if isinstance(result, Tensor):
+        return [result] if result.is_floating_point() else []
+    if is_dataclass(result):
+        result = tuple(vars(result).values())
+    return [x for part in result for x in floats_of(part)] if isinstance(result, tuple) else []
+
+
+COMPUTED = [
+    case
+    for case in public_functions()
+    if not case.id.startswith(("masking.", "linear."))
+    and case.values[0].__name__ not in (*OTHER_DTYPES, *OF_RECORDS)
+]
+
+
+@pytest.mark.parametrize("function", COMPUTED)
+@torch.no_grad()
+def test_half_precision_is_computed_in_float32(function):
+    """Two log-probabilities of bfloat16 that are subtracted in it lose most of a small KL."""
+    both = (matching_arguments(function, dtype) for dtype in (torch.bfloat16, torch.float32))
+    for half, single in zip(*(floats_of(function(**given)) for given in both), strict=True):
+        assert half.dtype == torch.float32
+        torch.testing.assert_close(half, single, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "function", [case for case in COMPUTED if case.id.startswith(("leash.", "estimators.importance"))]
+)
+def test_rewards_advantages_and_weights_are_detached(function):
+    given = matching_arguments(function, torch.bfloat16)
+    leaves = [x.requires_grad_() for x in given.values() if isinstance(x, Tensor) and x.is_floating_point()]
+    assert leaves and not any(x.requires_grad for x in floats_of(function(**given)))
 
 
 def test_the_sentences_say_what_was_given_and_what_to_give(unhooked):

@@ -130,17 +130,6 @@ def test_a_sequence_with_nan_is_removed_if_its_advantage_is_negative():
     assert scored.kept.any(-1).tolist() == [True, True, False]
 
 
-def test_divergence_masks_are_detached():
-    p = torch.full((1, 2), -1.0, requires_grad=True)
-    advantages = torch.ones(1, 2, requires_grad=True)
-    mask = torch.ones(1, 2, dtype=torch.bool)
-    for region in (
-        binary_divergence_mask(p, p, advantages, mask, most=0.1),
-        off_policy_sequence_mask(p, p, advantages, mask, most=0.1),
-    ):
-        assert not any(part.requires_grad for part in region)
-
-
 def test_invalid_divergence_mask_arguments_are_errors(unhooked):
     p, mask, advantages = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool), torch.zeros(2)
     for most in (-0.1, NAN):

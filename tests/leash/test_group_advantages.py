@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as mp
-from compiling import compiles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from whitening_ranks import batches, of_rank
@@ -96,20 +95,6 @@ def test_groups_of_one_response_and_with_nan_rewards():
     counts = torch.tensor([0, 0, 0, 0, 0, 1, 1])
     assert leave_one_out_advantages(rewards, groups, counts).tolist() == [0.0] * 5 + [-1, 1]
     assert leave_one_out_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.int64)).shape == (0,)
-
-
-def test_group_advantages_are_detached():
-    rewards = torch.tensor([1.0, 2.0, 4.0, 5.0], requires_grad=True)
-    assert not leave_one_out_advantages(rewards, 2).requires_grad
-    assert not whiten(rewards, torch.ones(4, dtype=torch.bool)).requires_grad
-
-
-@compiles
-def test_group_advantages_compile_without_graph_breaks(compiler):
-    rewards, groups = torch.tensor([1.0, 2.0, 4.0, 5.0]), torch.tensor([1, 0, 1, 0])
-    compiled = torch.compile(group_advantages, fullgraph=True, backend="aot_eager")
-    both = (function(rewards, groups, scale="std") for function in (compiled, group_advantages))
-    torch.testing.assert_close(*both)
 
 
 def test_group_advantages_agree_with_verl(verl):

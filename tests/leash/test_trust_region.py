@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from kleash.errors import OptionError, ShapeError, UnknownNameError
 from kleash.estimators import importance_weights
-from kleash.leash import geometric_mask, intersection, kl_mask, truncated_weights, window_weights
+from kleash.leash import (
+    generalised_advantages,
+    geometric_mask,
+    group_advantages,
+    intersection,
+    kl_mask,
+    shape_rewards,
+    truncated_weights,
+    window_weights,
+)
 
 NAN, INF = float("nan"), float("inf")
 ESTIMATE = {"k1": lambda u: u, "abs": abs, "k2": lambda u: u * u / 2, "k3": lambda u: math.expm1(-u) + u}
@@ -186,24 +195,6 @@ def test_an_empty_mask_gives_nan_shares(over):
         assert truncated_weights(nothing, nothing, nothing.bool(), cap=1.0).removed_share.isnan()
 
 
-def test_regions_are_detached_and_computed_in_float32():
-    p = torch.tensor([[-1.0, -2.0]], dtype=torch.bfloat16, requires_grad=True)
-    b = torch.tensor([[-1.5, -1.0]], dtype=torch.bfloat16)
-    mask = torch.ones(1, 2, dtype=torch.bool)
-    for region in (
-        window_weights(p, b, mask, bounds=(0.0, 5.0)),
-        truncated_weights(p, b, mask, cap=1.5),
-        kl_mask(p, b, mask, bounds=(0.0, 5.0)),
-    ):
-        assert not any(part.requires_grad for part in region)
-        assert region.weights.dtype == torch.float32
-    assert window_weights(p.double(), b.double(), mask, bounds=(0.0, 5.0)).weights.dtype == torch.float64
-    far, near = torch.tensor([[-3.02, -0.011]]).bfloat16(), torch.tensor([[-0.0052, -1.41]]).bfloat16()
-    exact = window_weights(far.float(), near.float(), mask, bounds=(0.0, 5.0))
-    assert torch.equal(window_weights(far, near, mask, bounds=(0.0, 5.0)).weights, exact.weights)
-    assert not torch.equal((far - near).float().exp(), exact.weights)
-
-
 def test_an_intersection_combines_masks_and_weights():
     generator = torch.Generator().manual_seed(1)
     p, b = -torch.rand(2, 6, 4, generator=generator) * 2
@@ -233,7 +224,10 @@ def test_a_whole_step_compiles(compiler):
 
     def step(p, b, mask):
         sequences = kl_mask(p, b, mask, bounds=(0.0, 0.1), over="sequence_max")
-        return intersection(sequences, window_weights(p, b, mask, bounds=(0.7, 1.5)), mask=mask)
+        region = intersection(sequences, window_weights(p, b, mask, bounds=(0.7, 1.5)), mask=mask)
+        rewards = shape_rewards(p.sum(-1), p - b, mask, beta=0.1)
+        groups = group_advantages(rewards.sum(-1), torch.tensor([0, 1, 1, 0, 0]), scale="std")
+        return *region, *generalised_advantages(rewards, p, mask), groups
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(p, b, mask)
     for one, other in zip(compiled, step(p, b, mask), strict=True):
