@@ -11,17 +11,19 @@ MOST_LISTED = 40
 """Larger tables are not listed in an error."""
 
 
-def look_up(table: Mapping[str, T], name: str, kind: str) -> T:
-    """Return the entry of ``table`` called ``name``.
+def look_up(table: Mapping[str, T], name: str | T, kind: str) -> T:
+    """Return the entry of ``table`` called ``name``, or the entry itself.
 
     Args:
         table: names and their entries.
-        name: of the entry.
+        name: of the entry, or an entry of one's own, which is no text.
         kind: what the entries are, for the error message: "divergence", "estimator".
 
     Raises:
         UnknownNameError: if there is no entry of this name; it suggests the nearest, and lists them if they are few.
     """
+    if not isinstance(name, str):
+        return name
     if name in table:
         return table[name]
     near = get_close_matches(name, table, n=1)

@@ -14,9 +14,9 @@ from single_faults import clamped_after, masked, right, textbook
 
 import kleash
 from kleash.auditing import CONVENTIONS, Convention, audit, from_fields
-from kleash.auditing.conventions import resolve_convention
 from kleash.auditing.quantities import MODERATE_PAIRS, match_quantity
 from kleash.errors import CannotRunError, KleashError, OptionError, ShapeError, UnknownNameError
+from kleash.registry import look_up
 
 
 def raises(p, q):
@@ -124,7 +124,8 @@ def test_conventions_with_unknown_divergences_raise():
 
 def test_conventions_resolve_by_name():
     assert all(
-        resolve_convention(name) is record and record.name == name for name, record in CONVENTIONS.items()
+        look_up(CONVENTIONS, record, "convention") is record and record.name == name
+        for name, record in CONVENTIONS.items()
     )
     assert all(record.summary.startswith("f(") for record in CONVENTIONS.values())
     assert all(record.takes_mask is ("mask" in name) for name, record in CONVENTIONS.items())

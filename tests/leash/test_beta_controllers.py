@@ -228,7 +228,7 @@ PID = {"beta": 0.1, "target_nats": 6.0}
         (lambda: PIDBeta(**PID, beta_min=0.0), OptionError, "beta_min is 0.0 and beta_max 100.0"),
         (lambda: DualBeta(**PID, beta_min=2.0, beta_max=1.0), OptionError, "beta_min is 2.0 and beta_max"),
         (lambda: DualBeta(**PID, largest_step=1.0), OptionError, "largest_step is 1.0; give a finite number"),
-        (lambda: DualBeta(**PID, rate=-1.0), OptionError, "rate is -1.0; give a finite gain"),
+        (lambda: DualBeta(**PID, rate=-1.0), OptionError, "rate is -1.0; give a finite number"),
         (lambda: DualBeta(**PID, largest_error=0.0), OptionError, "largest_error is 0.0"),
         (lambda: PIDBeta(**PID, integral=NAN), OptionError, "integral is nan"),
         (lambda: PIDBeta(**PID, reach=0.0), OptionError, "reach is 0.0"),

@@ -26,12 +26,13 @@ from kleash.auditing.checks.purity import (
     check_purity,
     restored_process_settings,
 )
-from kleash.auditing.conventions import Convention, resolve_convention
+from kleash.auditing.conventions import CONVENTIONS, Convention
 from kleash.auditing.finding_kinds import remedy_of
 from kleash.auditing.quantities import is_quantity
 from kleash.auditing.targets.cases import Case
 from kleash.auditing.targets.packages import version_of
 from kleash.errors import CannotRunError, ShapeError
+from kleash.registry import look_up
 from kleash.store.audit import FAULTS, Audit, Finding, Severity
 from kleash.version import __version__
 
@@ -86,7 +87,7 @@ def audit(
         raise CannotRunError(f"{function!r} cannot be called; give the function that computes the KL")
     audited = AuditedFunction(
         function=function,
-        convention=resolve_convention(convention),
+        convention=look_up(CONVENTIONS, convention, "convention"),
         name=name or _function_name(function),
         arguments=dict(arguments or {}),
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -40,13 +41,9 @@ class AuditedFunction:
 
     def call_in_place(self, inputs: AuditInputs) -> Tensor:
         """``call`` without the copies: the function may overwrite ``inputs``."""
-
-        def bound(*positional: Any, **keywords: Any) -> Any:
-            return self.function(*positional, **{**self.arguments, **keywords})
-
         description = f"convention {self.convention.name!r}, {self.convention.summary}"
         try:
-            result = self.convention.call(bound, inputs)
+            result = self.convention.call(partial(self.function, **self.arguments), inputs)
         except MissingExtraError as error:  # such as an import of a checkout that was not loaded
             raise CannotRunError(f"{self.name} cannot be called: {error}") from error
         except (Exception, SystemExit) as error:

@@ -169,14 +169,3 @@ _CONVENTIONS = (
 )
 CONVENTIONS: Mapping[str, Convention] = MappingProxyType({record.name: record for record in _CONVENTIONS})
 """Name -> record. ``p`` is the policy, ``q`` the reference; ``dataclasses.replace`` makes variants."""
-
-
-def resolve_convention(convention: "str | Convention") -> Convention:
-    """The record itself, or the one of ``CONVENTIONS`` with this name.
-
-    Raises:
-        UnknownNameError: if no convention has this name.
-    """
-    if isinstance(convention, Convention):
-        return convention
-    return look_up(CONVENTIONS, convention, "convention")

@@ -9,11 +9,11 @@ from torch import Tensor
 from kleash.arguments import validated
 from kleash.divergences.generator import phi
 from kleash.divergences.table import (
+    DIVERGENCES,
     KL,
     Divergence,
     Side,
     alpha_record,
-    as_divergence,
     jensen_shannon_record,
     positive_and_negative_part,
     skew_kl_record,
@@ -21,6 +21,7 @@ from kleash.divergences.table import (
 )
 from kleash.errors import OptionError, ShapeError
 from kleash.precision import at_least_float32
+from kleash.registry import look_up
 
 RENYI_SERIES_NATS = 0.5
 """Up to this absolute value of the log-sum, the Rényi divergence is computed from the alpha divergence."""
@@ -49,7 +50,7 @@ def divergence(
         VocabularyMismatchError: if the last axes differ.
         ShapeError: if the leading axes differ, there is no axis, or the numbers are not floating-point.
     """
-    record = as_divergence(which)
+    record = look_up(DIVERGENCES, which, "divergence")
     logp, logq = promote_pair(logp, logq)
     return record.finish(contributions(record, logp, logq).sum(-1))
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from kleash.arguments import validated
 from kleash.divergences.generator import phi, psi
 from kleash.errors import OptionError
-from kleash.registry import look_up
 
 Elementwise: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -310,12 +309,3 @@ DIVERGENCES: Mapping[str, Divergence] = MappingProxyType(
 
 Families with a parameter are functions that return records: ``*_record``.
 """
-
-
-def as_divergence(divergence: str | Divergence) -> Divergence:
-    """The divergence of a name of ``DIVERGENCES``, or the record itself.
-
-    Raises:
-        UnknownNameError: if there is no such divergence.
-    """
-    return look_up(DIVERGENCES, divergence, "divergence") if isinstance(divergence, str) else divergence

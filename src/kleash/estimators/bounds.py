@@ -9,10 +9,10 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from kleash.arguments import validated
-from kleash.divergences import Divergence
+from kleash.divergences import DIVERGENCES, Divergence
 from kleash.divergences.functions import contributions
-from kleash.divergences.table import as_divergence
 from kleash.precision import at_least_float32
+from kleash.registry import look_up
 
 NORMALISER_NATS = 32.0
 """Assumed size of the log-sum-exp that was subtracted; its rounding error is part of a log-probability."""
@@ -104,7 +104,7 @@ def kl_bounds(
     >>> kleash.kl_bounds(listed_p, listed_q).lower
     tensor(0.1212, dtype=torch.float64)
     """
-    record = as_divergence(divergence)
+    record = look_up(DIVERGENCES, divergence, "divergence")
     with torch.no_grad():
         p, q = logp_interval(head_logp, error_nats), logp_interval(head_logq, error_nats)
         lower, upper = bounds_of_intervals(p, q, divergence=record, tail=tail)

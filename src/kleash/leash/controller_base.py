@@ -141,7 +141,7 @@ class TargetController(BetaRecord, ABC):
             )
         require_above(0.0, target_nats=self.target_nats)
         require_above(1.0, largest_step=self.largest_step)
-        require_gains(proportional=self.proportional, variance=self.variance, noise=self.noise)
+        require_at_least(0.0, proportional=self.proportional, variance=self.variance, noise=self.noise)
         if len(self.levels) > 2 or not all(map(math.isfinite, self.levels)):
             raise OptionError(
                 f"levels are {self.levels}; give the logs of at most two KLs, or leave them out"
@@ -242,8 +242,8 @@ def require_above(least: float, **numbers: float | int) -> None:
             raise OptionError(f"{name} is {value}; give a finite number above {least:g}")
 
 
-def require_gains(**gains: float) -> None:
-    """Raise OptionError unless each gain is finite and at least 0."""
-    for name, value in gains.items():
-        if not 0 <= value < math.inf:
-            raise OptionError(f"{name} is {value}; give a finite gain, at least 0")
+def require_at_least(least: float, **numbers: float | int) -> None:
+    """Raise OptionError unless each number is finite and at least ``least``."""
+    for name, value in numbers.items():
+        if not least <= value < math.inf:
+            raise OptionError(f"{name} is {value}; give a finite number, at least {least:g}")

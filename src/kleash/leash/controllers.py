@@ -1,10 +1,8 @@
 """Controllers of beta, which are immutable (``after`` returns the next one), and early stopping of an update."""
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar, SupportsFloat, TypeAlias
 
-from kleash.errors import OptionError
 from kleash.leash.controller_base import (
     LARGEST_COUNT,
     BetaRecord,
@@ -13,7 +11,7 @@ from kleash.leash.controller_base import (
     bounded_exp,
     clip,
     require_above,
-    require_gains,
+    require_at_least,
     require_per,
 )
 
@@ -41,8 +39,7 @@ class FixedBeta(BetaRecord):
     def __post_init__(self) -> None:
         """Raise OptionError unless beta is finite and at least 0."""
         require_per(self.per)
-        if not 0 <= self.beta < math.inf:
-            raise OptionError(f"beta is {self.beta}; give a finite number, at least 0")
+        require_at_least(0.0, beta=self.beta)
 
     @property
     def event(self) -> None:
@@ -138,7 +135,7 @@ class DualBeta(TargetController):
     def __post_init__(self) -> None:
         """Raise OptionError if a field is out of range."""
         super().__post_init__()
-        require_gains(rate=self.rate)
+        require_at_least(0.0, rate=self.rate)
         require_above(0.0, largest_error=self.largest_error)
 
     def respond(self, ratio: float, error: float | None, sequences: int) -> "tuple[DualBeta, float]":
@@ -182,7 +179,7 @@ class PIDBeta(TargetController):
     def __post_init__(self) -> None:
         """Raise OptionError if a field is out of range."""
         super().__post_init__()
-        require_gains(integral=self.integral, derivative=self.derivative)
+        require_at_least(0.0, integral=self.integral, derivative=self.derivative)
         require_above(0.0, largest_error=self.largest_error, reach=self.reach)
 
     def respond(self, ratio: float, error: float | None, sequences: int) -> "tuple[PIDBeta, float]":
@@ -214,8 +211,7 @@ class EarlyStop:
     def __post_init__(self) -> None:
         """Raise OptionError if a field is out of range."""
         require_above(0.0, target_nats=self.target_nats)
-        if not 1 <= self.factor < math.inf:
-            raise OptionError(f"factor is {self.factor}; give a finite number, at least 1")
+        require_at_least(1.0, factor=self.factor)
         require_per(self.per)
 
     def stops(self, measured_nats: SupportsFloat) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from kleash.arguments import validated
 from kleash.errors import OptionError
 from kleash.estimators.weights import controlled, detached_where, leave_one_out_weights
-from kleash.leash.controller_base import Per, require_per
+from kleash.leash.controller_base import Per, require_at_least, require_per
 from kleash.masking import Mean, as_mask, mean_of
 from kleash.precision import at_least_float32
 
@@ -62,7 +62,7 @@ def shape_rewards(
     >>> kleash.shape_rewards(scores, token_kl, torch.ones(1, 3).bool(), beta=0.1)
     tensor([[-0.0500, -0.0250,  0.9750]])
     """
-    _require_beta(beta)
+    require_at_least(0.0, beta=beta)
     is_counted = as_mask(mask)
     tokens_left = is_counted.to(torch.int64).flip(-1).cumsum(-1).flip(-1)
     response_scores = at_least_float32(scores.detach()).unsqueeze(-1)
@@ -97,7 +97,7 @@ def sequence_rewards(
         OptionError: if beta is negative or not finite.
         ShapeError: if the tensors do not fit together.
     """
-    _require_beta(beta)
+    require_at_least(0.0, beta=beta)
     response_scores = at_least_float32(scores.detach())
     return (
         response_scores
@@ -188,12 +188,6 @@ def measured_kl(
     require_per(per)
     tokens = mean_of(at_least_float32(token_kl.detach()), mask)
     return tokens if per == "token" else Mean(total=tokens.total, count=as_mask(mask).any(-1).sum())
-
-
-def _require_beta(beta: float) -> None:
-    """Raise OptionError unless beta is finite and at least 0."""
-    if not 0 <= beta < math.inf:
-        raise OptionError(f"beta is {beta}; give a finite number, at least 0")
 
 
 def best_of_n_bound(n: int) -> float:

@@ -111,7 +111,7 @@ def kl_mask(
     """
     if over not in OVER:
         raise OptionError(f"over is {over!r}; there are {', '.join(OVER)}")
-    record = look_up(ESTIMATORS, estimator, "estimator") if isinstance(estimator, str) else estimator
+    record = look_up(ESTIMATORS, estimator, "estimator")
     is_counted, log_ratio = counted_log_ratio(token_logp, behaviour_logp, mask)
     values = torch.where(is_counted, record.of(-log_ratio), 0.0)
     if over == "sequence_max":

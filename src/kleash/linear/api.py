@@ -8,8 +8,7 @@ from torch import Tensor
 
 from kleash.arguments import validated
 from kleash.autodiff import uncompiled
-from kleash.divergences import Divergence
-from kleash.divergences.table import as_divergence
+from kleash.divergences import DIVERGENCES, Divergence
 from kleash.errors import CannotRunError, OptionError
 from kleash.linear import autograd, chunked
 from kleash.linear.checks import (
@@ -28,6 +27,7 @@ from kleash.linear.types import (
     TokenTerms,
     TopTokens,
 )
+from kleash.registry import look_up
 
 
 @uncompiled
@@ -117,7 +117,7 @@ def linear_divergence(
     >>> kleash.linear_divergence(hidden, head_p, hidden, head_q, divergence="total_variation")
     tensor([0.2428])
     """
-    record, options = as_divergence(divergence), options or LinearOptions()
+    record, options = look_up(DIVERGENCES, divergence, "divergence"), options or LinearOptions()
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
     if not autograd.is_reference(pair, options):
         check_transforms("linear_divergence", (hidden_p, head_p), (hidden_q, head_q), temperature)
@@ -311,7 +311,7 @@ def linear_divergence_loss(
     >>> kleash.linear_divergence_loss(hidden, head_p, hidden, head_q, weights=weights, divergence=name).loss
     tensor(0.0300)
     """
-    record = as_divergence(divergence)
+    record = look_up(DIVERGENCES, divergence, "divergence")
     arguments = (hidden_p, head_p), (hidden_q, head_q), temperature, weights
     check_transforms("linear_divergence_loss", *arguments, inside=False)
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)

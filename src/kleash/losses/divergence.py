@@ -53,7 +53,7 @@ def divergence_loss(
         ShapeError: if the tensors differ in shape.
         UnknownNameError: if there is no such divergence.
     """
-    record = look_up(DIVERGENCES, divergence, "divergence") if isinstance(divergence, str) else divergence
+    record = look_up(DIVERGENCES, divergence, "divergence")
     pair = sampled_pair(token_logp, token_logq, mask, weights)
     require_gradient(token_logp, token_logq)
     value, grad_p, grad_q = _value_and_gradients(record, pair.log_ratio)

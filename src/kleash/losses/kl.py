@@ -79,7 +79,7 @@ def kl_loss(
     >>> token_logp.grad
     tensor([1., 0.])
     """
-    record = look_up(ESTIMATORS, estimator, "estimator") if isinstance(estimator, str) else estimator
+    record = look_up(ESTIMATORS, estimator, "estimator")
     pair = sampled_pair(token_logp, token_logq, mask, weights)
     require_gradient(token_logp, token_logq)
     return kl_of_pair(pair, record)
@@ -202,14 +202,10 @@ def controlled_kl_loss(
         DetachedError: if gradients are enabled and ``token_logp`` carries none, or if ``weights`` carry one.
         ShapeError: if the tensors differ in shape, or are not [batch, time].
     """
-    is_counted, unmasked_weights = mask_and_weights(mask, weights)
-    log_ratio = torch.where(
-        is_counted, at_least_float32(token_logp).detach() - at_least_float32(token_logq).detach(), 0.0
-    )
+    pair = sampled_pair(token_logp, token_logq, mask, weights)
     sampled = kl_loss(token_logp, token_logq, mask, estimator="k1", weights=weights)
-    sampled = (sampled + future_kl_loss(token_logp, log_ratio, mask, weights=weights)).sum(-1)
-    exact = torch.where(is_counted, at_least_float32(token_kl), 0.0)
-    exact = exact if unmasked_weights is None else unmasked_weights * exact
+    sampled = (sampled + future_kl_loss(token_logp, pair.log_ratio, mask, weights=weights)).sum(-1)
+    exact = pair.times_weights(torch.where(pair.is_counted, at_least_float32(token_kl), 0.0))
     exact = (exact + future_kl_loss(token_logp, token_kl, mask, weights=weights)).sum(-1)
     weight = leave_one_out_weights(sampled.detach(), exact.detach(), as_mask(mask).any(-1))
     return ControlledLoss(controlled(sampled, exact, weight), weight, sampled.detach(), exact.detach())

@@ -95,12 +95,8 @@ class KLTerm:
     @property
     def _record(self) -> Estimator | None:
         """The record of the estimator; None for the exact KL."""
-        if not isinstance(self.estimator, str):
-            return self.estimator
-        if self.estimator == "exact":
-            return None
-        # "exact" returned above; its entry only puts the name into the message about an unknown one.
-        return look_up({**ESTIMATORS, "exact": ESTIMATORS["k3"]}, self.estimator, "estimator")
+        records: dict[str, Estimator | None] = {**ESTIMATORS, "exact": None}
+        return look_up(records, self.estimator, "estimator")
 
     def loss(
         self,

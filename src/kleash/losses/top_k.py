@@ -12,7 +12,7 @@ from kleash.divergences.functions import contributions
 from kleash.divergences.table import identity
 from kleash.errors import OptionError
 from kleash.estimators.bounds import rounding_nats
-from kleash.losses.surrogate import mask_and_weights, require_gradient, with_gradient
+from kleash.losses.surrogate import require_gradient, sampled_pair, with_pair_gradient
 from kleash.masking import as_mask
 from kleash.precision import at_least_float32
 from kleash.registry import look_up
@@ -100,7 +100,7 @@ def tail_bucket_loss(
         ShapeError: if the shapes do not fit together.
         DetachedError: if gradients are enabled and neither side carries one.
     """
-    record = look_up(DIVERGENCES, divergence, "divergence") if isinstance(divergence, str) else divergence
+    record = look_up(DIVERGENCES, divergence, "divergence")
     require_gradient(p.logp, p.log_rest, q.logp, q.log_rest)
     is_counted = as_mask(mask).unsqueeze(-1)
     coarse_p, coarse_q = (at_least_float32(x.logp) for x in (p, q))
@@ -150,7 +150,7 @@ def sampled_tail_loss(
         ShapeError: if the shapes do not fit together.
         DetachedError: if gradients are enabled and neither side carries one, or if ``weights`` carry one.
     """
-    record = look_up(DIVERGENCES, divergence, "divergence") if isinstance(divergence, str) else divergence
+    record = look_up(DIVERGENCES, divergence, "divergence")
     if record.finish is not identity:
         raise OptionError(
             f"{divergence!r} is the root of a mean, which no single token estimates without bias; "
@@ -160,16 +160,7 @@ def sampled_tail_loss(
     is_counted = as_mask(mask).unsqueeze(-1)
     head_p, head_q = (torch.where(is_counted, at_least_float32(x.logp), 0.0) for x in (p, q))
     outside = as_mask(mask) & ~(p.ids == drawn.tokens.unsqueeze(-1)).any(-1)
-    tail = _sampled_tail(record, drawn, *mask_and_weights(outside, weights))
+    pair = sampled_pair(drawn.token_logp, drawn.token_logq, outside, weights)
+    value, grad_p = record.of(pair.log_ratio), record.score(pair.log_ratio)
+    tail = with_pair_gradient(value, pair, grad_p, lambda: value - grad_p)
     return contributions(record, head_p, head_q).sum(-1) + tail
-
-
-def _sampled_tail(record: Divergence, sample: Drawn, is_counted: Tensor, weights: Tensor | None) -> Tensor:
-    """The estimated contribution of tokens outside the list, with its gradient."""
-    token_logp, token_logq = at_least_float32(sample.token_logp), at_least_float32(sample.token_logq)
-    log_ratio = torch.where(is_counted, (token_logp - token_logq).detach(), 0.0)
-    value, grad_p = record.of(log_ratio), record.score(log_ratio)
-    grad_q = value - grad_p
-    if weights is not None:
-        value, grad_p, grad_q = weights * value, weights * grad_p, weights * grad_q
-    return with_gradient(value, token_logp, grad_p, (token_logq, grad_q))

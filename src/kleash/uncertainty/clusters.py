@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int64, Integer, Real
 
-from kleash.errors import ShapeError
+from kleash.uncertainty.linearisation import require_vectors
 
 FEW_DOCUMENTS = 30
 """Below this number of documents, clusters are blocks of windows."""
@@ -40,10 +40,7 @@ def cluster_labels(
     Raises:
         ShapeError: if the two differ in length.
     """
-    if document_ids.ndim != 1 or document_ids.shape != window_ids.shape:
-        raise ShapeError(
-            f"document_ids are {document_ids.shape} and window_ids {window_ids.shape}; give one per sequence"
-        )
+    require_vectors(document_ids=document_ids, window_ids=window_ids)
     documents, labels = np.unique(document_ids, return_inverse=True)
     if len(documents) >= few:
         return ClusterLabels(labels.astype(np.int64), ())

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Real, Shaped
 
-from kleash.errors import ShapeError
 from kleash.estimate import Estimate
 from kleash.uncertainty.intervals import estimate_of
-from kleash.uncertainty.linearisation import FloatArray, RatioTerm, linearise
+from kleash.uncertainty.linearisation import FloatArray, RatioTerm, linearise, require_vectors
 
 MIN_CLUSTERS = 8
 """Smallest number of clusters to fit a weight to; with three, the variance of the weight and the KL is unbounded."""
@@ -57,9 +56,7 @@ def controlled_total(
     Raises:
         ShapeError: if the three differ in length.
     """
-    shapes = [array.shape for array in (monte_carlo, exact, clusters)]
-    if len(set(shapes)) > 1 or len(shapes[0]) != 1:
-        raise ShapeError(f"monte_carlo, exact and clusters are {shapes}; give one of each per sequence")
+    require_vectors(monte_carlo=monte_carlo, exact=exact, clusters=clusters)
     names, index = np.unique(clusters, return_inverse=True)
     num_sequences = np.bincount(index, minlength=len(names)).astype(np.float64)
     u = np.bincount(index, weights=monte_carlo, minlength=len(names)).astype(np.float64)

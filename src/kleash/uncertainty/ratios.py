@@ -10,7 +10,13 @@ from jaxtyping import Float64, Int64, Real, Shaped
 from kleash.errors import ShapeError
 from kleash.estimate import Estimate
 from kleash.uncertainty.intervals import estimate_of
-from kleash.uncertainty.linearisation import ROUNDING_TOLERANCE, FloatArray, RatioTerm, linearise
+from kleash.uncertainty.linearisation import (
+    ROUNDING_TOLERANCE,
+    FloatArray,
+    RatioTerm,
+    linearise,
+    require_vectors,
+)
 from kleash.uncertainty.student_t import student_t_quantile
 
 Bound = float | Sequence[float] | None
@@ -56,8 +62,7 @@ def ratio_of_sums(
     Raises:
         ShapeError: if sums and counts differ in length.
     """
-    if sums.ndim != 1 or sums.shape != counts.shape:
-        raise ShapeError(f"sums are {sums.shape} and counts {counts.shape}; give one of each per cluster")
+    require_vectors(sums=sums, counts=counts)
     linearised = linearise([RatioTerm(1.0, _float64(sums), _float64(counts))])
     return estimate_of(linearised, unit, lower, upper, known_value=known_value)
 
@@ -125,10 +130,7 @@ def clustered_mean(
     2.5 ± 1.2 nats over 3 clusters
       warning: only 3 clusters; below 30 the error itself is uncertain
     """
-    if values.ndim != 1 or values.shape != clusters.shape:
-        raise ShapeError(
-            f"values are {values.shape} and clusters {clusters.shape}; give a label for each value"
-        )
+    require_vectors(values=values, clusters=clusters)
     _, label = np.unique(clusters, return_inverse=True)
     sums, counts = np.bincount(label, weights=values), np.bincount(label)
     return ratio_of_sums(sums, counts, unit=unit, lower=lower, upper=upper)
@@ -184,9 +186,7 @@ def paired_difference(
     Raises:
         ShapeError: if the four differ in shape.
     """
-    shapes = [array.shape for array in (sums_a, counts_a, sums_b, counts_b)]
-    if len(set(shapes)) > 1 or len(shapes[0]) != 1:
-        raise ShapeError(f"sums and counts are {shapes}; give one of each per cluster of both measurements")
+    require_vectors(sums_a=sums_a, counts_a=counts_a, sums_b=sums_b, counts_b=counts_b)
     terms = [
         RatioTerm(1.0, _float64(sums_a), _float64(counts_a)),
         RatioTerm(-1.0, _float64(sums_b), _float64(counts_b)),
@@ -232,8 +232,7 @@ def running_mean(
     Raises:
         ShapeError: if sums and counts differ in length.
     """
-    if sums.ndim != 1 or sums.shape != counts.shape:
-        raise ShapeError(f"sums are {sums.shape} and counts {counts.shape}; give one of each per cluster")
+    require_vectors(sums=sums, counts=counts)
     active = counts > 0
     sums, counts = np.asarray(sums, np.float64)[active], np.asarray(counts, np.float64)[active]
     ends = np.unique(np.rint(np.linspace(len(sums), 1, min(points, len(sums)))).astype(np.int64))

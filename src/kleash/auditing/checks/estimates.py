@@ -1,6 +1,6 @@
 """What the expected value and the expected gradient are, in sentences and findings."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import inf, isclose, isfinite, isnan
 from types import MappingProxyType
 from typing import Literal
@@ -54,29 +54,25 @@ def estimate_sentences(evidence: Evidence) -> tuple[str, ...]:
     return _value_sentence(evidence), _gradient_sentence(evidence), of_value
 
 
-def value_findings(evidence: Evidence) -> list[Finding]:
-    """Findings about the expected value and about negative single values."""
-    findings: list[Finding] = []
+def value_findings(evidence: Evidence) -> Iterator[Finding]:
+    """Yield findings about the expected value and about negative single values."""
     value = evidence.value
     if not value.is_right:
         kind, where = _mismatch_kind(value), _worst_value(evidence, "on-policy")[0]
         severity = "note" if kind == "biased_value" and evidence.gradient.is_right else "wrong"
-        sentence = _value_sentence(evidence)
-        findings.append(Finding(kind=kind, severity=severity, sentence=sentence, where=where))
+        yield Finding(kind=kind, severity=severity, sentence=_value_sentence(evidence), where=where)
     if value.positions.level == "neither":
         is_only_logged = evidence.gradient.is_right and evidence.gradient.positions.level != "neither"
-        findings.append(
-            Finding(
-                kind="wrong_scale" if value.positions.is_uniform else "wrong_later_tokens",
-                severity="note" if is_only_logged else "wrong",
-                sentence=f"Over responses of three tokens {_describe_positions(evidence)}.",
-                where=ON_SEQUENCES,
-            )
+        yield Finding(
+            kind="wrong_scale" if value.positions.is_uniform else "wrong_later_tokens",
+            severity="note" if is_only_logged else "wrong",
+            sentence=f"Over responses of three tokens {_describe_positions(evidence)}.",
+            where=ON_SEQUENCES,
         )
     on, off = value.on_policy, value.off_policy
     is_same = on is None or (off is not None and (on.quantity, on.relation) == (off.quantity, off.relation))
-    findings += _off_policy_findings(evidence, "value", is_same, _worst_value(evidence, "off-policy"))
-    return [*findings, *_negative_value_findings(evidence)]
+    yield from _off_policy_findings(evidence, "value", is_same, _worst_value(evidence, "off-policy"))
+    yield from _negative_value_findings(evidence)
 
 
 def _off_policy_findings(
@@ -187,38 +183,36 @@ def _negative_value_findings(evidence: Evidence) -> list[Finding]:
     return [Finding(kind="negative_values", severity="note", sentence=sentence, where=e.toy.name)]
 
 
-def gradient_findings(evidence: Evidence) -> list[Finding]:
-    """Findings about the expected gradient; none for a metric."""
-    gradient, sentence = evidence.gradient, _gradient_sentence(evidence)
-    if evidence.audited.convention.place == "metric":
-        return []
+def gradient_findings(evidence: Evidence) -> Iterator[Finding]:
+    """Yield findings about the expected gradient; none for a metric."""
+    gradient, convention = evidence.gradient, evidence.audited.convention
+    if convention.place == "metric":
+        return
     if evidence.is_detached:
         sentence = "No gradient reaches the policy: its result is detached from it."
-        return [Finding(kind="detached", severity="wrong", sentence=sentence)]
+        yield Finding(kind="detached", severity="wrong", sentence=sentence)
+        return
+    sentence = _gradient_sentence(evidence)
     if not gradient.is_right:
         is_zero = gradient.on_policy is not None and gradient.on_policy.quantity == "zero"
         kind = "zero_gradient" if is_zero else "wrong_gradient"
-        return [Finding(kind=kind, severity="wrong", sentence=sentence, where="on-policy")]
-    findings: list[Finding] = []
-    convention = evidence.audited.convention
+        yield Finding(kind=kind, severity="wrong", sentence=sentence, where="on-policy")
+        return
     if convention.place == "loss" or convention.takes_behaviour:  # the trainer weights a plain reward
         is_same = is_quantity(gradient.off_policy, evidence.claimed)
-        findings += _off_policy_findings(
-            evidence, "gradient", is_same, _worst_gradient(evidence, "off-policy")
-        )
+        difference = _worst_gradient(evidence, "off-policy")
+        yield from _off_policy_findings(evidence, "gradient", is_same, difference)
     positions, of_value = gradient.positions, evidence.value.positions
     is_like_value = of_value.is_uniform and positions.is_uniform  # then the value's finding has the factor
     if is_like_value:
         is_like_value = isclose(of_value.factors[0], positions.factors[0], rel_tol=TOLERANCE)
     if positions.level == "neither" and not is_like_value:
-        findings.append(
-            Finding(
-                kind="wrong_gradient",
-                severity="wrong",
-                sentence=sentence,
-                where=ON_SEQUENCES,
-                remedy=POSITION_REMEDY,
-            )
+        yield Finding(
+            kind="wrong_gradient",
+            severity="wrong",
+            sentence=sentence,
+            where=ON_SEQUENCES,
+            remedy=POSITION_REMEDY,
         )
     elif positions.level == "token" or positions.factors_of == "token":
         by_token, by_sequence = (
@@ -229,10 +223,7 @@ def gradient_findings(evidence: Evidence) -> list[Finding]:
             f"It follows {evidence.claimed} token by token: the effect of a token on the divergence at later tokens is "
             f"left out, in responses of three tokens {100 * share:.0f} % of the gradient between whole responses."
         )
-        findings.append(
-            Finding(kind="token_gradient", severity="note", sentence=sentence, where=ON_SEQUENCES)
-        )
-    return findings
+        yield Finding(kind="token_gradient", severity="note", sentence=sentence, where=ON_SEQUENCES)
 
 
 def _gradient_sentence(evidence: Evidence) -> str:

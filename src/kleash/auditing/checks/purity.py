@@ -32,6 +32,16 @@ FINAL_CALLS = 100
 SEED = 20
 PADDING_FILLS = ("other numbers", "p 200 nats below q", "q is -inf", "NaN")
 """The padding of the calls whose arguments are compared before and after."""
+IMPURITY_SENTENCES: Mapping[str, str] = MappingProxyType(
+    {
+        "stateful": "its result depends on earlier calls ({})",
+        "changes_inputs": "it overwrites {}, which the caller may use again",
+        "changes_settings": "it changes {}",
+        "random": "its result is random, {}. Its values and gradients are means over many calls, and precision and "
+        "padding were not tried",
+    }
+)
+"""Kind of finding -> its sentence, with a detail."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,27 +69,27 @@ def check_purity(audited: AuditedFunction) -> Purity:
         state = state or ("" if noise else _reused_tensors(audited))
     except KleashError as error:
         state = f"a later call fails: {error}"
-    findings = state_findings(state)
-    for kind, does, names, end in (
-        ("changes_inputs", "overwrites", _overwritten_arguments(audited), ", which the caller may use again"),
-        ("changes_settings", "changes", _overwritten_settings(audited, settings), ""),
-    ):
-        if names:
-            sentence = f"It is not pure: it {does} {', '.join(dict.fromkeys(names))}{end}."
-            findings.append(Finding(kind=kind, severity="wrong", sentence=sentence))
-    if noise:
-        sentence = (
-            f"It is not pure: its result is random, {noise}. Its values and gradients are means over many calls, and "
-            "precision and padding were not tried."
-        )
-        findings.append(Finding(kind="random", severity="note", sentence=sentence))
+    overwritten, changed = _overwritten_arguments(audited), _overwritten_settings(audited, settings)
+    findings = impurities(
+        stateful=state,
+        changes_inputs=", ".join(dict.fromkeys(overwritten)),
+        changes_settings=", ".join(changed),
+        random=noise,
+    )
     return Purity(first=first, noise=noise, state=state, findings=tuple(findings))
 
 
-def state_findings(state: str) -> list[Finding]:
-    """The finding that earlier calls change a later one in this way; none for ""."""
-    sentence = f"It is not pure: its result depends on earlier calls ({state})."
-    return [Finding(kind="stateful", severity="wrong", sentence=sentence)] if state else []
+def impurities(**details: str) -> list[Finding]:
+    """A finding of each kind of ``IMPURITY_SENTENCES`` whose detail is not empty."""
+    return [
+        Finding(
+            kind=kind,
+            severity="note" if kind == "random" else "wrong",
+            sentence=f"It is not pure: {IMPURITY_SENTENCES[kind].format(detail)}.",
+        )
+        for kind, detail in details.items()
+        if detail
+    ]
 
 
 def check_final_call(audited: AuditedFunction, purity: Purity) -> list[Finding]:
@@ -93,7 +103,7 @@ def check_final_call(audited: AuditedFunction, purity: Purity) -> list[Finding]:
         difference = _difference(purity.first, _result(audited))
     except KleashError as error:
         difference = f"a later call fails: {error}"
-    return state_findings(f"at the end of the audit {difference}" if difference else "")
+    return impurities(stateful=f"at the end of the audit {difference}" if difference else "")
 
 
 def _result(audited: AuditedFunction, seed: int = SEED) -> Tensor:

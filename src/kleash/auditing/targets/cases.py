@@ -5,11 +5,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kleash.auditing.conventions import CONVENTIONS, Convention, from_fields, resolve_convention
+from kleash.auditing.conventions import CONVENTIONS, Convention, from_fields
 from kleash.auditing.targets.checkouts import load_function
 from kleash.auditing.targets.packages import INSTALL_COMMANDS, import_target, quiet, stand_ins
 from kleash.dotted import Function
 from kleash.errors import CannotRunError, OptionError
+from kleash.registry import look_up
 
 
 def not_loaded(*_: Any, **__: Any) -> Any:
@@ -131,7 +132,7 @@ TOP_2_NOTE = "k = 2, so that a small vocabulary is truncated"
 
 def claiming(convention: str | Convention, claims: str) -> Convention:
     """The convention of a function that should compute another divergence."""
-    record = resolve_convention(convention)
+    record = look_up(CONVENTIONS, convention, "convention")
     return replace(record, name=f"{record.name}, {claims}", claims=claims)
 
 
@@ -151,7 +152,7 @@ def make_case(
     return Case(
         name=name,
         audits=audits,
-        convention=resolve_convention(convention),
+        convention=look_up(CONVENTIONS, convention, "convention"),
         notes=notes,
         function=function,
         fragile=fragile,

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kleash import dotted
-from kleash.auditing.conventions import CONVENTIONS, resolve_convention
+from kleash.auditing.conventions import CONVENTIONS
 from kleash.auditing.targets.cases import Case, Target
 from kleash.auditing.targets.checkouts import load_function
 from kleash.auditing.targets.liger import LIGER
@@ -20,6 +20,7 @@ from kleash.auditing.targets.repositories import REPOSITORIES
 from kleash.auditing.targets.trl import TRL
 from kleash.auditing.targets.verl import VERL
 from kleash.errors import OptionError, UnknownNameError
+from kleash.registry import look_up
 
 ENTRY_POINT_GROUP = "kleash.audit_targets"
 """A package registers a ``Target`` by an entry point of this group, whose name is that of the target.
@@ -103,7 +104,7 @@ def cases_of(
         Case(
             name=target,
             function=function,
-            convention=resolve_convention(convention),
+            convention=look_up(CONVENTIONS, convention, "convention"),
             arguments=_parse_arguments(arguments),
             notes=loaded.notes if loaded else (),
             package=loaded.file if loaded else package.partition(".")[0],
