@@ -135,18 +135,22 @@ def replace_everywhere(owner: ModuleType, name: str, replacement: Any) -> None:
             setattr(module, name, replacement)
 
 
-def wrap_once(owner: Any, name: str, wrapper: Callable[[Any], Callable[..., Any]]) -> None:
+def wrap_once(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
     """Replace a function of a module, as ``replace_everywhere``, or a method of a class; a second call does nothing.
 
     Args:
         owner: the module or the class.
         name: of the function.
-        wrapper: takes the function and returns the one that replaces it.
+        wrapper: called in its place, with the function and its arguments.
     """
     original = getattr(owner, name)
     if hasattr(original, "kleash"):
         return
-    replacement = wraps(original)(wrapper(original))
+
+    @wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
     vars(replacement)["kleash"] = True
     if isinstance(owner, ModuleType):
         replace_everywhere(owner, name, replacement)
@@ -166,7 +170,7 @@ def call_after_import(module: str, function: Callable[[ModuleType], None]) -> No
 
 
 def wrap_after_import(
-    module: str, wrappers: Mapping[str, tuple[tuple[str, ...], Callable[[Any], Callable[..., Any]]]]
+    module: str, wrappers: Mapping[str, tuple[tuple[str, ...], Callable[..., Any]]]
 ) -> None:
     """Wrap functions and methods of a module, each once, as soon as it is imported.
 

@@ -23,23 +23,24 @@ def as_mask(mask: Bool[Tensor, "*tokens"] | Integer[Tensor, "*tokens"]) -> Bool[
     return mask.to(torch.bool)
 
 
-def selecting(aggregate: Callable[..., Tensor], values: str, mask: str) -> Callable[..., Tensor]:
-    """``aggregate``, which multiplies by its mask, with values of 0 where that is 0: NaN times 0 would be NaN.
+def select_and_call(
+    names: tuple[str, str], aggregate: Callable[..., Tensor], *args: Any, **kwargs: Any
+) -> Tensor:
+    """The result of ``aggregate``, which multiplies by its mask, with values of 0 where that is 0.
+
+    NaN times 0 would be NaN.
 
     Args:
+        names: of its arguments with the values and with the mask, which may be None.
         aggregate: another package's function.
-        values: the name of its argument with the values.
-        mask: the name of its argument with the mask, which may be None.
+        args: its arguments.
+        kwargs: its arguments by keyword.
     """
-    signature = inspect.signature(aggregate)
-
-    def call(*args: Any, **kwargs: Any) -> Tensor:
-        bound = signature.bind(*args, **kwargs)
-        if bound.arguments[mask] is not None:
-            bound.arguments[values] = torch.where(bound.arguments[mask].bool(), bound.arguments[values], 0.0)
-        return aggregate(*bound.args, **bound.kwargs)
-
-    return call
+    values, mask = names
+    bound = inspect.signature(aggregate).bind(*args, **kwargs)
+    if bound.arguments[mask] is not None:
+        bound.arguments[values] = torch.where(bound.arguments[mask].bool(), bound.arguments[values], 0.0)
+    return aggregate(*bound.args, **bound.kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)

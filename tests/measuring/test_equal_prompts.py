@@ -153,13 +153,12 @@ def test_a_monitor_of_copies_has_the_error_of_samples():
     columns = ("token_kl", "token_logp", "token_logq", "entropy")
     responses = [
         Response(
-            index=row,
             prompt_hash=f"{prompt:016x}",
             score=value,
             tokens=dict.fromkeys(columns, np.full(5, value / 5)),
             **rest,
         )
-        for row, (prompt, value) in enumerate(zip(prompts.tolist(), exact.tolist(), strict=True))
+        for prompt, value in zip(prompts.tolist(), exact.tolist(), strict=True)
     ]
     metrics = response_metrics(responses, beta=0.1)
     means = exact.reshape(8, COPIES).mean(1)

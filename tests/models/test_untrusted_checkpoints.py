@@ -17,7 +17,7 @@ from tiny_models import edit_json, save_tiny, tiny_adapter, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from kleash.checkpoints.files import SafetensorsFiles
-from kleash.errors import KleashError, ModelError, OptionError
+from kleash.errors import KleashError, ModelError
 from kleash.models import load_pair
 from kleash.models.heads import head_logits
 from kleash.sandbox import process
@@ -303,17 +303,6 @@ def test_sandboxed_templates_agree_with_transformers(base, here):
     assert prompt.text == tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
     module = sys.modules["transformers.tokenization_utils_base"]
     assert module.render_jinja_template is not process._render
-
-
-@pytest.mark.parametrize("rank", [33, 10**6])
-def test_a_lora_rank_above_every_matrix_is_refused(base, rank):
-    from kleash.training.networks import lora_settings
-
-    network = AutoModelForCausalLM.from_pretrained(base)
-    words = rf"--lora-rank is {rank}, and no matrix of the policy has a rank above 32"
-    with pytest.raises(OptionError, match=words):
-        lora_settings(rank, network)
-    assert lora_settings(32, network).r == 32
 
 
 @pytest.mark.parametrize("kind", ["base", "adapter"])

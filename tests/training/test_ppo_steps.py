@@ -235,7 +235,7 @@ def test_advice_of_the_hacking_monitor_is_applied(folder):
     def after(act):
         return apply_advice(progress, Advice(alerts=alerts, act=act), run.job)
 
-    assert after(None).alerts == ("KL ran away",) and after(None).stopped is None
+    assert after(None) == progress
     assert after("stop").stopped == "the hacking monitor stopped it after step 3: KL ran away"
     assert after("halve-lr").learning_rate == progress.learning_rate / 2
     assert after("tighten").leash["beta"] == 2 * run.job.beta

@@ -32,7 +32,7 @@ from kleash.extras import (
 )
 from kleash.kl_rules import CONTRACTS, refusal, term_spec
 from kleash.leash import FixedBeta, StatefulController, beta_from_dict, shape_rewards
-from kleash.masking import selecting
+from kleash.masking import select_and_call
 from kleash.precision import at_least_float32
 
 __all__ = ["KLController", "compute_approx_kl", "compute_reward", "install"]
@@ -192,8 +192,7 @@ def install(*, controller: Mapping[str, Any] | None = None, cap: float | None = 
         (UTILS, "masked_mean", ("tensor", "mask")),
         (LOSS, "aggregate_loss", ("loss", "loss_mask")),
     ):
-        wrapper = partial(selecting, values=arguments[0], mask=arguments[1])
-        wrap_after_import(module, {name: (arguments, wrapper)})
+        wrap_after_import(module, {name: (arguments, partial(select_and_call, arguments))})
 
 
 def _adaptive(controller_settings: Mapping[str, Any]) -> Callable[..., KLController]:
@@ -226,24 +225,22 @@ def _save_with_checkpoints() -> None:
     """Make the trainer, if it is imported, save and load its controller's state with its checkpoints."""
     trainer: Any = getattr(sys.modules.get(TRAINER), "BasePPOTrainer", None)
     if trainer is not None:
-        wrap_once(trainer, "save_logs_and_checkpoints", _saving_controller)
-        wrap_once(trainer, "restore_best_checkpoint_state", _restoring_controller)
+        wrap_once(trainer, "save_logs_and_checkpoints", _save_with_controller)
+        wrap_once(trainer, "restore_best_checkpoint_state", _restore_with_controller)
 
 
-def _saving_controller(save: Callable[..., None]) -> Callable[..., None]:
-    def save_with_controller(
-        self: Any, global_step: int, logs_dict: Any = None, client_states: Any = None
-    ) -> None:
-        states = {} if client_states is None else client_states
-        states[STATE] = self.kl_ctl.leash.to_dict()
-        save(self, global_step, logs_dict, states)
+def _save_with_controller(
+    save: Callable[..., None],
+    trainer: Any,
+    global_step: int,
+    logs_dict: Any = None,
+    client_states: Any = None,
+) -> None:
+    states = {} if client_states is None else client_states
+    states[STATE] = trainer.kl_ctl.leash.to_dict()
+    save(trainer, global_step, logs_dict, states)
 
-    return save_with_controller
 
-
-def _restoring_controller(restore: Callable[..., None]) -> Callable[..., None]:
-    def restore_with_controller(self: Any, checkpoint_states: Any) -> None:
-        restore(self, checkpoint_states)
-        self.kl_ctl.load_state((checkpoint_states or {}).get(STATE, {}))
-
-    return restore_with_controller
+def _restore_with_controller(restore: Callable[..., None], trainer: Any, checkpoint_states: Any) -> None:
+    restore(trainer, checkpoint_states)
+    trainer.kl_ctl.load_state((checkpoint_states or {}).get(STATE, {}))

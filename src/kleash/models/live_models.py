@@ -3,18 +3,22 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kleash.errors import KleashError, ModelError
-from kleash.linear.zero3 import is_zero3
+from kleash.linear import Head
+from kleash.linear.zero3 import is_zero3, zero3_as_dtensor
 from kleash.models.adapters import find_rule, require_unchanged_base, trainable_base_parameters
+from kleash.models.heads import first_rows
 from kleash.models.model_building import build_model
 from kleash.models.pair import Model
 from kleash.models.pair_loading import DTYPES
-from kleash.models.sharded_networks import reshard, shard_storage, view_of_shards
+from kleash.models.sharded_networks import reshard, shard_storage, view_of_shards, with_mean_gradient
 
 ACTIVE_ADAPTER = "the one in use"
 """Value of ``adapter`` for the adapter that is active in the PEFT model."""
@@ -78,6 +82,38 @@ def live_model(
         adapter=adapter_name,
         storage=storage,
     )[0]
+
+
+def base_network(network: Any) -> Any:
+    """The transformers model inside a PEFT model; any other network as it is."""
+    return network.get_base_model() if hasattr(network, "get_base_model") else network
+
+
+def current_head(network: Any, layout: Head, *, requires_grad: bool) -> Head:
+    """``layout`` with the current weights of the network's head, detached unless ``requires_grad``.
+
+    Weights that FSDP2 has gathered are used as they are; those that it or ZeRO-3 stores on several ranks stay there.
+    """
+    layer = base_network(network).get_output_embeddings()
+    rows = 0 if layout.weight is None else len(layout.weight)
+    weight, bias = (
+        None if x is None else _current_rows(x, rows, layout, requires_grad=requires_grad)
+        for x in (layer.weight, getattr(layer, "bias", None))
+    )
+    return replace(layout, weight=weight, bias=bias)
+
+
+def _current_rows(tensor: Tensor, rows: int, layout: Head, *, requires_grad: bool) -> Tensor:
+    """The rows of a head that are tokens; the gradient of stored ones is the mean over the ranks, as that of FSDP."""
+    if is_zero3(tensor):  # which takes the mean itself
+        return first_rows(zero3_as_dtensor(tensor, requires_grad=requires_grad), rows)
+    tensor = first_rows(tensor if requires_grad else tensor.detach(), rows)
+    mesh: Any = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return tensor
+    if layout.weight is not None and tensor.dtype != layout.weight.dtype:
+        tensor = tensor.to(layout.weight.dtype)  # FSDP's param_dtype, in which the network computes
+    return with_mean_gradient(tensor)
 
 
 @contextmanager

@@ -35,8 +35,6 @@ class TrainingState:
     """The learning rate of the next step."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """The metrics of the last step."""
-    alerts: tuple[str, ...] = ()
-    """The alerts so far."""
     stopped: str | None = None
     """Why the run ended early, if it did."""
     processes: int = 1

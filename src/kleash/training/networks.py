@@ -16,10 +16,10 @@ from kleash.errors import ModelError, OptionError, summarise_error
 from kleash.extras import import_extra, suppress_library_output
 from kleash.jobs import TrainJob
 from kleash.linear import Head
-from kleash.models import Loading, Model, Pair, StoredReference, load_beside, load_pair
+from kleash.models import Loading, Pair, StoredReference, load_beside, load_pair
 from kleash.models.adapters import check_adapter, find_rule
 from kleash.models.compat import find_backbone
-from kleash.models.heads import first_rows
+from kleash.models.live_models import current_head
 from kleash.training.library_fields import lora_fields
 
 TAKES_ADAPTERS = ("grpo", "rloo", "dpo")
@@ -66,7 +66,7 @@ def load_networks(
     Raises:
         ModelError: if a model cannot be loaded, the two cannot be compared, or one is an adapter that the algorithm
             does not take.
-        OptionError: if the dtype is float16, or the adapter that is to be made has too large a rank or is refused.
+        OptionError: if the dtype is float16, or the adapter that is to be made is refused.
         CannotRunError: if the device does not exist.
     """
     if job.dtype == "float16":
@@ -167,14 +167,8 @@ def lora_settings(rank: int, network: Any, fields: Mapping[str, Any] = MappingPr
         fields: further fields of PEFT's LoraConfig, in place of those that are chosen here.
 
     Raises:
-        OptionError: if the rank is above the width of every matrix that it would be put on, or PEFT refuses a field.
+        OptionError: if PEFT refuses a field.
     """
-    widest = max((min(weight.shape) for weight in network.parameters() if weight.dim() == 2), default=0)
-    if widest and rank > widest:
-        raise OptionError(
-            f"--lora-rank is {rank}, and no matrix of the policy has a rank above {widest}: an adapter of that "
-            "rank has more weights than the matrices that it adapts; lower it, or train every weight with --lora-rank 0"
-        )
     # PEFT cannot run an adapter on a layer that returns more than its product, such as the router of Llama 4.
     routers = [
         name
@@ -275,12 +269,12 @@ class ActorCritic(torch.nn.Module):
 
     def head(self, *, requires_grad: bool = False) -> Head:
         """The policy's head as it is now."""
-        return _head_of(self.network, self.pair.policy, requires_grad)
+        return current_head(self.network, self.pair.policy.head, requires_grad=requires_grad)
 
     def reference_head(self) -> Head:
         """The reference's head."""
         network = self.network if self.reference is None else self.reference
-        return _head_of(network, self.pair.reference, False)
+        return current_head(network, self.pair.reference.head, requires_grad=False)
 
     def hidden(self, ids: Int[Tensor, "rows time"]) -> Float[Tensor, "rows time dim"]:
         """The policy's final hidden states."""
@@ -307,16 +301,6 @@ class ActorCritic(torch.nn.Module):
             else:
                 self.adapters.save_pretrained(folder, save_embedding_layers=False)
             self.pair.tokenizer.save_pretrained(folder)
-
-
-def _head_of(network: Any, model: Model, requires_grad: bool) -> Head:
-    """The head of a network as it is now, with scale, softcap and vocabulary of the loaded model."""
-    layer = network.get_output_embeddings()
-    weight, bias = (
-        None if x is None else first_rows(x if requires_grad else x.detach(), model.vocab_size)
-        for x in (layer.weight, getattr(layer, "bias", None))
-    )
-    return replace(model.head, weight=weight, bias=bias)
 
 
 def _widen_under_autocast(_: Any, __: Any, states: Tensor) -> Tensor:

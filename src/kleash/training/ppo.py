@@ -107,7 +107,6 @@ def train_ppo(job: PPOJob, run_log: RunLog | None) -> TrainingResult:
         policy=str(root / POLICY),
         out=str(root),
         dtypes=run.networks.dtypes,
-        alerts=progress.alerts,
     )
 
 
@@ -156,7 +155,6 @@ def one_step(
 
 def apply_advice(progress: TrainingState, advice: Advice, job: PPOJob) -> TrainingState:
     """The progress after the response to alerts."""
-    progress = replace(progress, alerts=(*progress.alerts, *(alert.sentence for alert in advice.alerts)))
     match advice.act:
         case "stop":
             return replace(progress, stopped=stopped_by(advice.alerts, progress.step))
@@ -188,8 +186,6 @@ class Batch(NamedTuple):
 class Rollout(Scored):
     """A process's responses of a step, what was measured on them, and their division for the updates."""
 
-    indices: range
-    """The indices of the responses among those of the whole step."""
     sequences: list[TokenSequence]
     parts: dict[str, np.ndarray]
     """The individual rewards by name."""
@@ -229,7 +225,6 @@ def roll_out(run: "Run", prompts: Sequence[Prompt], step: int) -> Rollout:
                 column[scored_rows] = column[scored_rows].masked_scatter(mask[scored_rows], flat)
     like = columns["token_logp"]
     return Rollout(
-        indices=indices,
         sequences=sequences,
         scores=torch.as_tensor(np.asarray(rewards.total), dtype=like.dtype, device=like.device),
         parts={name: np.asarray(values, dtype=np.float64) for name, values in rewards.parts.items()},
@@ -422,7 +417,6 @@ def gather_responses(rollout: Rollout, returns: Tensor) -> list[Response]:
     return gather_object(
         [
             Response(
-                index=index,
                 prompt_hash=sequence.prompt_hash,
                 score=rollout.scores[row].item(),
                 parts={name: float(values[row]) for name, values in rollout.parts.items()},
@@ -431,7 +425,7 @@ def gather_responses(rollout: Rollout, returns: Tensor) -> list[Response]:
                 prompt=sequence.prompt_text,
                 response=sequence.response_text,
             )
-            for row, (index, sequence) in enumerate(zip(rollout.indices, rollout.sequences, strict=True))
+            for row, sequence in enumerate(rollout.sequences)
         ]
     )
 

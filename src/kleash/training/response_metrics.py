@@ -23,8 +23,6 @@ TOP_SHARE = 0.01
 class Response:
     """A response with its rewards and per-token columns, as processes exchange it."""
 
-    index: int
-    """Its index among the responses of the step."""
     prompt_hash: str
     """Of its tokens: responses to equal prompts are one cluster."""
     score: float

@@ -106,11 +106,7 @@ class RewardFunction:
         }
         positional = (texts["prompts"], responses) if self.by_position else ()
         returned = self.function(*positional, **named)
-        return asyncio.run(_await(returned)) if inspect.isawaitable(returned) else returned
-
-
-async def _await(result: Any) -> Any:
-    return await result
+        return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
 
 
 def reward_values(
@@ -161,7 +157,7 @@ class Reward:
     """A reward function or model with its weight."""
 
     name: str
-    """Name of the function or of the folder."""
+    """Name of the function or of the folder, short, for metrics; numbered if another has it."""
     weight: float
     """Its weight in the sum."""
     spec: str
@@ -200,7 +196,9 @@ class Rewards:
             [
                 Dialogue(
                     prompt=each.prompt_text,
-                    response=self._text(each),
+                    response=each.response_text
+                    if self.tokenizer is None
+                    else self.tokenizer.decode(list(each.response_ids), skip_special_tokens=True),
                     messages=each.messages,
                     name=each.name,
                     columns=each.columns,
@@ -248,11 +246,6 @@ class Rewards:
             total += reward.weight * np.nan_to_num(parts[reward.name], nan=0.0)
         return RewardScores(total=total, parts=parts)
 
-    def _text(self, sequence: TokenSequence) -> str:
-        if self.tokenizer is None:
-            return sequence.response_text
-        return self.tokenizer.decode(list(sequence.response_ids), skip_special_tokens=True)
-
 
 def load_rewards(
     specs: Sequence[str],
@@ -281,13 +274,17 @@ def load_rewards(
     if not specs:
         raise OptionError("say what is rewarded: package.module:function, or the folder of a reward model")
     rewards: list[Reward] = []
-    for name, weight, what in _named(specs):
+    seen: Counter[str] = Counter()
+    for weight, what in map(weight_of, specs):
+        name = what.rpartition(":")[2] if ":" in what else Path(what).name
+        seen[name] += 1
         function = (
             RewardFunction.of(resolve_function(what, "a reward"))
             if _is_function(what)
             else load_reward_model(what, device=device, dtype=dtype, batch_tokens=batch_tokens)
         )
-        rewards.append(Reward(name=name, weight=weight, spec=what, function=function))
+        numbered = name if seen[name] == 1 else f"{name}-{seen[name]}"
+        rewards.append(Reward(name=numbered, weight=weight, spec=what, function=function))
     return Rewards(rewards=tuple(rewards), tokenizer=tokenizer)
 
 
@@ -324,17 +321,6 @@ def require_scored(parts: Mapping[str, Float64[np.ndarray, " responses"]], names
             f"{subject} {', '.join(parts)} returned None for {names[unscored[0]]} and {len(unscored)} of {len(names)} "
             "responses in all; at least one reward must return a number for each"
         )
-
-
-def _named(specs: Sequence[str]) -> list[tuple[str, float, str]]:
-    """Name (short, for metrics; numbered if another has it), weight and path of each reward."""
-    seen: Counter[str] = Counter()
-    named: list[tuple[str, float, str]] = []
-    for weight, what in map(weight_of, specs):
-        name = what.rpartition(":")[2] if ":" in what else Path(what).name
-        seen[name] += 1
-        named.append((name if seen[name] == 1 else f"{name}-{seen[name]}", weight, what))
-    return named
 
 
 def _is_function(what: str) -> bool:

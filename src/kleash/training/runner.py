@@ -48,28 +48,23 @@ def run_job(job: TrainJob, trainer: Trainer, display: Display | None = None) -> 
         raise OptionError("several processes must agree on the run's folder; give --out")
     job = replace(job, out=job.out if job.out is not None else default_out())
     with watching_files(), threads_for([*models_of(job).values()], device=job.device) as note:
-        return _run(job, trainer, display, note)
-
-
-def _run(job: TrainJob, trainer: Trainer, display: Display | None, note: str | None) -> TrainingResult:
-    """Run the trainer; rank 0 writes the run folder."""
-    if launched_rank() != 0:
-        return trainer(job, None)
-    for fields_of in (config_fields, lora_fields):  # their errors come before the folder is made
-        fields_of(job)
-    folder = TrainingFolder(Path(str(job.out)))
-    folder.check(resume=job.resume)
-    with folder.writing(header_of(job), resume=job.resume):
-        run_log = RunLog(folder.root, job, display=display)
-        if note is not None:
-            run_log.note(note)
-        try:
-            result = trainer(job, run_log)
-        except KeyboardInterrupt as stop:
-            raise Interrupted(interrupted(folder.root, len(run_log.history))) from stop
-        finally:
-            run_log.close()
-        return finish(folder, run_log, result)
+        if launched_rank() != 0:
+            return trainer(job, None)
+        for fields_of in (config_fields, lora_fields):  # their errors come before the folder is made
+            fields_of(job)
+        folder = TrainingFolder(Path(str(job.out)))
+        folder.check(resume=job.resume)
+        with folder.writing(header_of(job), resume=job.resume):
+            run_log = RunLog(folder.root, job, display=display)
+            if note is not None:
+                run_log.note(note)
+            try:
+                result = trainer(job, run_log)
+            except KeyboardInterrupt as stop:
+                raise Interrupted(interrupted(folder.root, len(run_log.history))) from stop
+            finally:
+                run_log.close()
+            return finish(folder, run_log, result)
 
 
 def finish(folder: TrainingFolder, run_log: RunLog, result: TrainingResult) -> TrainingResult:
@@ -95,10 +90,8 @@ def interrupted(root: Path, step: int) -> str:
 
 def models_of(job: TrainJob) -> dict[str, str]:
     """The models of a job by role."""
-    names = {"policy": job.policy, "reference": job.reference_name}
-    if isinstance(job, DistillJob) and job.teacher_name is not None:
-        names["teacher"] = job.teacher_name
-    return names
+    names = {"policy": job.policy, "reference": job.reference_name, "teacher": getattr(job, "teacher_name", None)}
+    return {role: name for role, name in names.items() if name is not None}
 
 
 def header_of(job: TrainJob) -> RunHeader:

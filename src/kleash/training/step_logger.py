@@ -42,7 +42,6 @@ class StepLogger(AttachedCallback):
         run_log: RunLog | None,
         *,
         trl_steps_per_step: int = 1,
-        metric_names: Mapping[str, str] = TRL_METRICS,
         pop_metrics: Callable[[], Mapping[str, float]] = dict,
         recorder: Any = None,
         notes: Sequence[str] = (),
@@ -53,12 +52,13 @@ class StepLogger(AttachedCallback):
             job: its target and its response to alerts are used.
             run_log: the run log on rank 0; None on other ranks.
             trl_steps_per_step: steps of TRL in a step of the run.
-            metric_names: metric of the trainer -> metric of kleash; those of kleash are taken under their own names.
             pop_metrics: returns further metrics of the step that was just taken.
             recorder: a ``with_trl.ResponseRecorder`` of the trainer, if it learns from its own responses; or None.
             notes: notes about the models, shown when training starts.
         """
-        self.job, self.run_log, self.metric_names = job, run_log, dict(metric_names)
+        self.job, self.run_log = job, run_log
+        self.metric_names = dict(TRL_METRICS)
+        """Metric of the trainer -> metric of kleash; those of kleash are taken under their own names."""
         self.trl_steps_per_step = trl_steps_per_step
         self.pop_metrics, self.recorder = pop_metrics, recorder
         self.notes = [*notes, *([] if recorder is None or recorder.note is None else [recorder.note])]

@@ -19,12 +19,10 @@ from kleash.integrations.trl.compat import (
     use_adapter,
 )
 from kleash.linear import Head
-from kleash.linear.zero3 import is_zero3, zero3_as_dtensor
 from kleash.models import at_rest, live_model
 from kleash.models.adapters import require_unchanged_base
 from kleash.models.compat import find_backbone
-from kleash.models.heads import first_rows
-from kleash.models.sharded_networks import with_mean_gradient
+from kleash.models.live_models import base_network, current_head
 
 IMAGE_INPUTS = (
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
@@ -247,11 +245,6 @@ def without_autocast(network: Any) -> Iterator[None]:
         network.forward = wrapped
 
 
-def base_network(network: Any) -> Any:
-    """The transformers model inside a PEFT model; any other network as it is."""
-    return network.get_base_model() if hasattr(network, "get_base_model") else network
-
-
 def read_head_layout(network: Any, tokenizer: Any, role: str) -> Head:
     """The head of a model in memory: scale, softcap, and the number of its rows that are tokens.
 
@@ -274,30 +267,3 @@ def read_head_layout(network: Any, tokenizer: Any, role: str) -> Head:
             "from which the exact KL is computed; take kl='k3'"
         )
     return head
-
-
-def current_head(network: Any, layout: Head, *, requires_grad: bool) -> Head:
-    """``layout`` with the current weights of the network's head, detached unless ``requires_grad``.
-
-    Weights that FSDP2 has gathered are used as they are; those that it or ZeRO-3 stores on several ranks stay there.
-    """
-    layer = base_network(network).get_output_embeddings()
-    rows = 0 if layout.weight is None else len(layout.weight)
-    weight, bias = (
-        None if x is None else _current_rows(x, rows, layout, requires_grad=requires_grad)
-        for x in (layer.weight, layer.bias)
-    )
-    return replace(layout, weight=weight, bias=bias)
-
-
-def _current_rows(tensor: Tensor, rows: int, layout: Head, *, requires_grad: bool) -> Tensor:
-    """The rows of a head that are tokens; the gradient of stored ones is the mean over the ranks, as that of FSDP."""
-    if is_zero3(tensor):  # which takes the mean itself
-        return first_rows(zero3_as_dtensor(tensor, requires_grad=requires_grad), rows)
-    tensor = first_rows(tensor if requires_grad else tensor.detach(), rows)
-    mesh: Any = getattr(tensor, "device_mesh", None)
-    if mesh is None:
-        return tensor
-    if layout.weight is not None and tensor.dtype != layout.weight.dtype:
-        tensor = tensor.to(layout.weight.dtype)  # FSDP's param_dtype, in which the network computes
-    return with_mean_gradient(tensor)

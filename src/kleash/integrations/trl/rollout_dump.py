@@ -12,7 +12,7 @@ from kleash.diagnosis import write_rollouts
 from kleash.errors import CannotRunError, OptionError
 from kleash.integrations.trainer.callback import AttachedCallback
 from kleash.integrations.trl.compat import GRPOTrainer, RLOOTrainer
-from kleash.integrations.trl.forward_capture import base_network
+from kleash.models.live_models import base_network
 
 
 class RolloutDump(AttachedCallback):

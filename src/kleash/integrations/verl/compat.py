@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from kleash.errors import MissingExtraError
-from kleash.extras import require_attributes, warn_if_untested, wrap_once
+from kleash.extras import require_attributes, warn_if_untested
 
 CORE = "verl.trainer.ppo.core_algos"
 ENGINE = "verl.workers.engine.fsdp.transformer_impl"
@@ -67,66 +67,36 @@ def import_core() -> Any:
     return core
 
 
-def selecting_columns(original: Callable[..., Any]) -> Callable[..., Any]:
-    """verl's ``apply_kl_penalty``, which then reads 0 at masked tokens."""
-
-    def apply_kl_penalty(data: Any, *args: Any, **kwargs: Any) -> Any:
-        columns = {name: data.batch[name] for name in ("old_log_probs", "ref_log_prob")}
-        is_counted = data.batch["response_mask"].bool()
-        try:
-            for name, logprob in columns.items():
-                data.batch[name] = torch.where(is_counted, logprob, 0.0)
-            return original(data, *args, **kwargs)
-        finally:
-            for name, logprob in columns.items():
-                data.batch[name] = logprob
-
-    return apply_kl_penalty
+def apply_kl_penalty(original: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
+    """verl's function of this name, which then reads 0 at masked tokens."""
+    columns = {name: data.batch[name] for name in ("old_log_probs", "ref_log_prob")}
+    is_counted = data.batch["response_mask"].bool()
+    try:
+        for name, logprob in columns.items():
+            data.batch[name] = torch.where(is_counted, logprob, 0.0)
+        return original(data, *args, **kwargs)
+    finally:
+        for name, logprob in columns.items():
+            data.batch[name] = logprob
 
 
-def warning_without_kl(original: Callable[..., Any]) -> Callable[..., Any]:
-    """verl's ``need_reference_policy``, which its trainers ask first, with a warning where no KL is trained."""
-
-    def need_reference_policy(config: Any) -> bool:
-        actor = config.actor_rollout_ref.actor
-        has_loss = actor.use_kl_loss and getattr(actor, "kl_loss_coef", None) != 0
-        if not (has_loss or config.algorithm.get("use_kl_in_reward", False)):
-            warnings.warn(
-                "kleash is installed in verl, and no KL is trained: set algorithm.use_kl_in_reward, or "
-                "actor_rollout_ref.actor.use_kl_loss with a kl_loss_coef above 0",
-                stacklevel=2,
-            )
-        return original(config)
-
-    return need_reference_policy
+def need_reference_policy(original: Callable[..., bool], config: Any) -> bool:
+    """verl's function of this name, which its trainers ask first, with a warning where no KL is trained."""
+    actor = config.actor_rollout_ref.actor
+    has_loss = actor.use_kl_loss and getattr(actor, "kl_loss_coef", None) != 0
+    if not (has_loss or config.algorithm.get("use_kl_in_reward", False)):
+        warnings.warn(
+            "kleash is installed in verl, and no KL is trained: set algorithm.use_kl_in_reward, or "
+            "actor_rollout_ref.actor.use_kl_loss with a kl_loss_coef above 0",
+            stacklevel=3,
+        )
+    return original(config)
 
 
-def wrap_checkpoints(before_save: Callable[[Any], None], after_load: Callable[[Any], None]) -> None:
-    """Call functions with the trainer before a checkpoint is saved and after one is loaded.
-
-    Wraps the trainers that are imported, each once.
-    """
-
-    def saving(original: Callable[..., Any]) -> Callable[..., Any]:
-        def save(self: Any, *args: Any, **kwargs: Any) -> Any:
-            before_save(self)
-            return original(self, *args, **kwargs)
-
-        return save
-
-    def loading(original: Callable[..., Any]) -> Callable[..., Any]:
-        def load(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(self, *args, **kwargs)
-            after_load(self)
-            return result
-
-        return load
-
-    for module, name in TRAINERS.items():
-        trainer: Any = getattr(sys.modules.get(module), name, None)
-        if trainer is not None:
-            wrap_once(trainer, "_save_checkpoint", saving)
-            wrap_once(trainer, "_load_checkpoint", loading)
+def imported_trainers() -> list[Any]:
+    """The classes of ``TRAINERS`` that are imported."""
+    classes = [getattr(sys.modules.get(module), name, None) for module, name in TRAINERS.items()]
+    return [trainer for trainer in classes if trainer is not None]
 
 
 def response_rows(packed: Tensor, data: Any) -> Tensor:

@@ -1,7 +1,7 @@
 """The exact KL in verl's FSDP engine, from the policy's logits and stored hidden states of the reference."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -46,34 +46,29 @@ class ExactKL:
         self.micro_batch_kl: Float[Tensor, "batch time"] | None = None
         """The KL of the micro-batch whose loss verl is computing; None outside of ``ppo_loss``."""
 
-    def disable_adapter(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``FSDPEngine.disable_adapter``: in its context the engine runs the reference."""
-
-        def disable_adapter(engine: Any) -> AbstractContextManager[None]:
-            return self._without_adapter(engine, original(engine))
-
-        return disable_adapter
-
     @contextmanager
-    def _without_adapter(self, engine: Any, context: AbstractContextManager[Any]) -> Iterator[None]:
+    def disable_adapter(self, original: Callable[..., Any], engine: Any) -> Iterator[None]:
+        """``FSDPEngine.disable_adapter``, in whose context the engine runs the reference."""
         self._engines_without_adapter.append(engine)
         try:
-            with context:
+            with original(engine):
                 yield
         finally:
             self._engines_without_adapter.remove(engine)
 
-    def forward_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``FSDPEngineWithLMHead.forward_step``: records the input of the reference's head."""
-
-        def forward_step(engine: Any, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
-            is_reference = engine in self._engines_without_adapter or engine.engine_config.forward_only
-            if not is_reference or loss_function is not None:
-                return original(engine, micro_batch, loss_function, forward_only)
-            with self._record_head(engine.module):
-                return original(engine, micro_batch, loss_function, forward_only)
-
-        return forward_step
+    def forward_step(
+        self,
+        original: Callable[..., Any],
+        engine: Any,
+        micro_batch: Any,
+        loss_function: Any,
+        forward_only: bool,
+    ) -> Any:
+        """``FSDPEngineWithLMHead.forward_step``, which records the input of the reference's head."""
+        is_reference = engine in self._engines_without_adapter or engine.engine_config.forward_only
+        records = is_reference and loss_function is None
+        with self._record_head(engine.module) if records else nullcontext():
+            return original(engine, micro_batch, loss_function, forward_only)
 
     @contextmanager
     def _record_head(self, module: Any) -> Iterator[None]:
@@ -101,35 +96,33 @@ class ExactKL:
             self._head_weights = (weight.clone(), None if bias is None else bias.clone())
             self._head = None
 
-    def prepare_model_outputs(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``FSDPEngineWithLMHead.prepare_model_outputs``: adds hidden states, or the KL, to its output."""
+    def prepare_model_outputs(
+        self,
+        original: Callable[..., Any],
+        engine: Any,
+        output: Any,
+        output_args: Any,
+        micro_batch: Any,
+        logits_processor_func: Any,
+    ) -> Any:
+        """``FSDPEngineWithLMHead.prepare_model_outputs``, with hidden states, or the KL, in its output."""
+        added: dict[str, Tensor] = {}  # computed first, since verl may overwrite the logits
+        if self._is_reference_pass:
+            added[REFERENCE_HIDDEN] = self._reference_hidden(engine, output, micro_batch)
+        elif is_exact(logits_processor_func):
+            added[TOKEN_KL] = self._token_kl(engine, output, output_args, micro_batch)
+        return original(engine, output, output_args, micro_batch, logits_processor_func) | added
 
-        def prepare_model_outputs(
-            engine: Any, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any
-        ) -> Any:
-            args = (engine, output, output_args, micro_batch, logits_processor_func)
-            if self._is_reference_pass:
-                hidden = self._reference_hidden(engine, output, micro_batch)
-                return original(*args) | {REFERENCE_HIDDEN: hidden}
-            if not is_exact(logits_processor_func):
-                return original(*args)
-            token_kl = self._token_kl(engine, output, output_args, micro_batch)
-            return original(*args) | {TOKEN_KL: token_kl}
-
-        return prepare_model_outputs
-
-    def ppo_loss(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``ppo_loss``: while it runs, ``micro_batch_kl`` is the KL of its micro-batch."""
-
-        def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
-            token_kl = model_output.get(TOKEN_KL)
-            self.micro_batch_kl = None if token_kl is None else response_rows(token_kl, data)
-            try:
-                return original(config=config, model_output=model_output, data=data, dp_group=dp_group)
-            finally:
-                self.micro_batch_kl = None
-
-        return ppo_loss
+    def ppo_loss(
+        self, original: Callable[..., Any], config: Any, model_output: Any, data: Any, dp_group: Any = None
+    ) -> Any:
+        """``ppo_loss``; while it runs, ``micro_batch_kl`` is the KL of its micro-batch."""
+        token_kl = model_output.get(TOKEN_KL)
+        self.micro_batch_kl = None if token_kl is None else response_rows(token_kl, data)
+        try:
+            return original(config=config, model_output=model_output, data=data, dp_group=dp_group)
+        finally:
+            self.micro_batch_kl = None
 
     def _reference_hidden(self, engine: Any, output: Any, micro_batch: Any) -> Tensor:
         """The hidden states of all tokens, packed as by verl; chooses the head's layout and checks it.

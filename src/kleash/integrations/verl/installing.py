@@ -14,17 +14,20 @@ from kleash.integrations.verl.compat import (
     RAY_TRAINER,
     TOP_K_LOSSES,
     UTILS,
+    apply_kl_penalty,
     import_core,
-    selecting_columns,
-    warning_without_kl,
+    need_reference_policy,
 )
-from kleash.integrations.verl.distillation import with_tail
+from kleash.integrations.verl.distillation import compute_topk_loss
 from kleash.integrations.verl.exact import ExactKL
 from kleash.integrations.verl.kl_controller import KLController, get_kl_controller, save_with_checkpoints
-from kleash.masking import selecting
+from kleash.masking import select_and_call
 from kleash.registry import look_up
 
 __all__ = ["install"]
+
+EXACT_KL = ExactKL()
+"""The exact KL of this process."""
 
 
 def install(*, exact: bool = False, top_k_distillation: str | None = None) -> None:
@@ -59,12 +62,11 @@ def install(*, exact: bool = False, top_k_distillation: str | None = None) -> No
     if top_k_distillation is not None:
         look_up(DIVERGENCES, top_k_distillation, "divergence")
         arguments = ("student_logits", "teacher_topk_log_probs", "teacher_topk_ids", "config", "data_format")
-        loss = arguments, partial(with_tail, divergence=top_k_distillation)
+        loss = arguments, partial(compute_topk_loss, top_k_distillation)
         wrap_after_import(TOP_K_LOSSES, {"compute_forward_kl_topk": loss})
-    exact_kl: ExactKL | None = getattr(core.kl_penalty_forward, "kleash", None)
-    if exact and exact_kl is None:
-        exact_kl = _install_exact()
-    core.kl_penalty_forward = _penalty_function(exact_kl)
+    if exact:
+        _install_exact()
+    core.kl_penalty_forward = _kl_penalty_forward
     core.get_kl_controller = _controller_saved_with_checkpoints
 
     def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
@@ -73,24 +75,17 @@ def install(*, exact: bool = False, top_k_distillation: str | None = None) -> No
         return penalty.with_k2_gradient(value, logprob, ref_logprob) if is_followed else value
 
     replace_everywhere(core, "kl_penalty", kl_penalty)
-    wrap_once(core, "agg_loss", partial(selecting, values="loss_mat", mask="loss_mask"))
-    rewards = ("data", "kl_ctrl", "kl_penalty"), selecting_columns
+    wrap_once(core, "agg_loss", partial(select_and_call, ("loss_mat", "loss_mask")))
+    rewards = ("data", "kl_ctrl", "kl_penalty"), apply_kl_penalty
     wrap_after_import(RAY_TRAINER, {"apply_kl_penalty": rewards})
-    wrap_after_import(UTILS, {"need_reference_policy": (("config",), warning_without_kl)})
+    wrap_after_import(UTILS, {"need_reference_policy": (("config",), need_reference_policy)})
 
 
-def _penalty_function(exact_kl: ExactKL | None) -> Any:
-    def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-        if (
-            exact_kl is not None
-            and exact_kl.micro_batch_kl is not None
-            and penalty.NAMES.get(kl_penalty) == "exact"
-        ):
-            return exact_kl.micro_batch_kl
-        return penalty.kl_penalty(logprob, ref_logprob, kl_penalty)
-
-    vars(kl_penalty_forward)["kleash"] = exact_kl
-    return kl_penalty_forward
+def _kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+    """The penalty of a name; "exact" in verl's loss is the KL that its engine has computed."""
+    if EXACT_KL.micro_batch_kl is not None and penalty.NAMES.get(kl_penalty) == "exact":
+        return EXACT_KL.micro_batch_kl
+    return penalty.kl_penalty(logprob, ref_logprob, kl_penalty)
 
 
 def _controller_saved_with_checkpoints(kl_ctrl: Any) -> KLController:
@@ -99,17 +94,15 @@ def _controller_saved_with_checkpoints(kl_ctrl: Any) -> KLController:
     return get_kl_controller(kl_ctrl)
 
 
-def _install_exact() -> ExactKL:
+def _install_exact() -> None:
     """Wrap verl's engine and loss as soon as they are imported."""
-    exact_kl = ExactKL()
-    step = ("micro_batch", "loss_function", "forward_only"), exact_kl.forward_step
+    step = ("micro_batch", "loss_function", "forward_only"), EXACT_KL.forward_step
     outputs = ("output", "output_args", "micro_batch", "logits_processor_func")
     methods = {
-        "FSDPEngine.disable_adapter": (("self",), exact_kl.disable_adapter),
+        "FSDPEngine.disable_adapter": (("self",), EXACT_KL.disable_adapter),
         "FSDPEngineWithLMHead.forward_step": step,
-        "FSDPEngineWithLMHead.prepare_model_outputs": (outputs, exact_kl.prepare_model_outputs),
+        "FSDPEngineWithLMHead.prepare_model_outputs": (outputs, EXACT_KL.prepare_model_outputs),
     }
     wrap_after_import(ENGINE, methods)
-    loss = ("config", "model_output", "data", "dp_group"), exact_kl.ppo_loss
+    loss = ("config", "model_output", "data", "dp_group"), EXACT_KL.ppo_loss
     wrap_after_import(LOSSES, {"ppo_loss": loss})
-    return exact_kl

@@ -2,13 +2,14 @@
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, SupportsFloat
 
 from kleash.errors import OptionError, RunFolderError
-from kleash.integrations.verl.compat import wrap_checkpoints
+from kleash.extras import wrap_once
+from kleash.integrations.verl.compat import imported_trainers
 from kleash.leash import FixedBeta, StatefulController, beta_from_dict
 from kleash.registry import look_up
 from kleash.store.atomic import write_atomically
@@ -91,10 +92,13 @@ def save_with_checkpoints() -> None:
     verl saves no controller, so that after a resume its coefficient starts again at ``kl_coef``. The state is written
     to ``CONTROLLER_FILE`` in the folder of the step, before the trainer writes the rest.
     """
-    wrap_checkpoints(_save_state, _load_state)
+    for trainer in imported_trainers():
+        wrap_once(trainer, "_save_checkpoint", _save_checkpoint)
+        wrap_once(trainer, "_load_checkpoint", _load_checkpoint)
 
 
-def _save_state(trainer: Any) -> None:
+def _save_checkpoint(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Write the state of the controller, and save the checkpoint."""
     controller = getattr(trainer, "kl_ctrl_in_reward", None)
     if isinstance(controller, KLController):
         folder = Path(trainer.config.trainer.default_local_dir) / f"global_step_{trainer.global_steps}"
@@ -103,13 +107,21 @@ def _save_state(trainer: Any) -> None:
         write_atomically(
             folder / CONTROLLER_FILE, json.dumps({**state, CHECK: check_of(state)}, indent=1) + "\n"
         )
+    return original(trainer, *args, **kwargs)
 
 
-def _load_state(trainer: Any) -> None:
-    """Restore the state of a resumed controller; a fixed beta is always that of the configuration."""
+def _load_checkpoint(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Load the checkpoint, and restore the state of a resumed controller; a fixed beta is that of the configuration."""
+    result = original(trainer, *args, **kwargs)
     controller = getattr(trainer, "kl_ctrl_in_reward", None)
-    is_fixed = isinstance(controller, KLController) and isinstance(controller.leash, FixedBeta)
-    if is_fixed or not isinstance(controller, KLController) or trainer.global_steps == 0:
+    if isinstance(controller, KLController) and not isinstance(controller.leash, FixedBeta):
+        _load_state(controller, trainer)
+    return result
+
+
+def _load_state(controller: KLController, trainer: Any) -> None:
+    """Restore the state of a controller from the folder that the trainer resumes from, if it does."""
+    if trainer.global_steps == 0:
         return
     settings = trainer.config.trainer
     folder = settings.resume_from_path if settings.resume_mode == "resume_path" else None
@@ -117,7 +129,7 @@ def _load_state(trainer: Any) -> None:
     path = Path(folder).absolute() / CONTROLLER_FILE
     if not path.exists():
         warnings.warn(
-            f"{path} does not exist, so the KL controller begins anew at {controller.value}", stacklevel=3
+            f"{path} does not exist, so the KL controller begins anew at {controller.value}", stacklevel=4
         )
         return
     try:

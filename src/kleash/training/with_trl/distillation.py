@@ -36,13 +36,13 @@ from kleash.models import (
     read_prompts,
     read_responses,
 )
+from kleash.models.live_models import current_head
 from kleash.sources.responses import LISTS
 from kleash.store import TrainingResult
 from kleash.training.library_fields import trl_config
 from kleash.training.networks import Networks, load_networks
 from kleash.training.response_metrics import gather_object
 from kleash.training.run_log import RunLog
-from kleash.training.step_logger import StepLogger
 from kleash.training.with_trl.online import data_set, in_step_order
 from kleash.training.with_trl.runs import PROMPT_COLUMN, run_trainer, shared_arguments, suppress_output
 from kleash.uncertainty.ratios import mean_per_token
@@ -156,8 +156,6 @@ class DistillationMixin:
         return output | {PROMPT_COLUMN: torch.tensor([row[PROMPT_COLUMN] for row in inputs])}
 
     def _compute_loss(self, student: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> Any:
-        from kleash.integrations.trl.forward_capture import current_head
-
         mask: Bool[Tensor, "batch time"] = inputs["completion_mask"].bool()
         items: list[Any] = [self._items[index] for index in inputs[PROMPT_COLUMN].tolist()]
         head = current_head(student, self._pair.policy.head, requires_grad=True)
@@ -186,8 +184,6 @@ class DistillationMixin:
 
     def _teacher_side(self, inputs: dict[str, Any], items: list[Any], mask: Tensor) -> Side:
         """The teacher's side, from its cache or its own pass."""
-        from kleash.integrations.trl.forward_capture import current_head
-
         teacher, network = self._pair.reference, self.teacher_model
         if teacher.stored is not None:
             return teacher.stored.read(items), teacher.head
@@ -281,7 +277,6 @@ def train_distill(job: DistillJob, run_log: RunLog | None) -> TrainingResult:
         longest = max(response.num_input_tokens for response in items) + 1
     responses = job.prompts_per_step * job.samples_per_prompt
     arguments = shared_arguments(job, rows=responses, row_tokens=longest)
-    Path(str(job.out)).mkdir(parents=True, exist_ok=True)
     trainer_class: Any = type("KleashDistillationTrainer", (mixin, trl.DistillationTrainer), {})
     trainer = trainer_class(
         model=networks.policy,
@@ -297,6 +292,4 @@ def train_distill(job: DistillJob, run_log: RunLog | None) -> TrainingResult:
         peft_config=networks.lora,
     )
     trainer.set_teacher(job, networks, items)
-    step_logger = StepLogger(job, run_log, pop_metrics=trainer.pop_metrics, notes=networks.pair.notes)
-    step_logger.attach(trainer)
-    return run_trainer(trainer, step_logger, job, networks.dtypes)
+    return run_trainer(trainer, job, run_log, networks, pop_metrics=trainer.pop_metrics)

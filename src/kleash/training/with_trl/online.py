@@ -1,6 +1,5 @@
 """GRPO and RLOO by TRL's trainers with kleash's KL term, rewards and beta controllers."""
 
-from pathlib import Path
 from typing import Any
 
 from kleash.errors import OptionError, SourceError
@@ -16,7 +15,6 @@ from kleash.training.networks import Networks, load_networks
 from kleash.training.reward_models import Dialogue
 from kleash.training.rewards import Reward, check_rewards, load_rewards, reward_values
 from kleash.training.run_log import RunLog
-from kleash.training.step_logger import StepLogger
 from kleash.training.with_trl.runs import (
     PROMPT_COLUMN,
     held_out_arguments,
@@ -24,9 +22,6 @@ from kleash.training.with_trl.runs import (
     shared_arguments,
     suppress_output,
 )
-
-MAX_ROWS = 10**7
-"""Largest number of rows of the data set, which has the prompts of all steps."""
 
 
 @suppress_output()
@@ -84,7 +79,6 @@ def _train(
         dtype=job.dtype,
         batch_tokens=job.batch_tokens,
     )
-    Path(str(job.out)).mkdir(parents=True, exist_ok=True)
     trainer = trainer_class(
         model=networks.policy,
         reward_funcs=[_reward_function(reward, [*prompts, *held_out]) for reward in rewards.rewards],
@@ -106,11 +100,7 @@ def _train(
     recorder = ResponseRecorder(trainer, requires_rewards=True)
     if job.beta > 0:
         BetaController(leash_of(job), metric=recorder.kl_metric(job.target_per)).attach(trainer)
-    step_logger = StepLogger(
-        job, run_log, trl_steps_per_step=job.epochs, recorder=recorder, notes=networks.pair.notes
-    )
-    step_logger.attach(trainer)
-    return run_trainer(trainer, step_logger, job, networks.dtypes)
+    return run_trainer(trainer, job, run_log, networks, trl_steps_per_step=job.epochs, recorder=recorder)
 
 
 def _arguments(job: GRPOJob | RLOOJob, prompts: list[Prompt]) -> dict[str, Any]:
@@ -138,25 +128,14 @@ def data_set(prompts: list[Prompt], job: OnlineJob, networks: Networks, *, copie
     One pass over it, without shuffling, is the whole run, so that a resumed run finds its position by the step.
 
     Raises:
-        SourceError, OptionError: as ``prompt_rows`` and ``in_step_order``.
+        SourceError, OptionError: as ``prompt_rows``.
     """
     return in_step_order(prompt_rows(prompts, networks), job, copies=copies)
 
 
 def in_step_order(rows: Any, job: OnlineJob, *, copies: int = 1) -> Any:
-    """The rows of a data set as the steps of a run read them, ``copies`` times each.
-
-    Raises:
-        OptionError: if the run is too long for one pass.
-    """
-    num_prompts = job.steps * job.prompts_per_step
-    if num_prompts * copies > MAX_ROWS:
-        raise OptionError(
-            f"--steps {job.steps} with --prompts-per-step {job.prompts_per_step} is {num_prompts * copies} rows "
-            f"of a data set that TRL reads in one pass, and the largest number is {MAX_ROWS}; take fewer steps, and "
-            "continue with --resume"
-        )
-    order = prompt_indices(len(rows), range(num_prompts), job.seed)
+    """The rows of a data set as the steps of a run read them, ``copies`` times each."""
+    order = prompt_indices(len(rows), range(job.steps * job.prompts_per_step), job.seed)
     return rows.select([index for index in order for _ in range(copies)])
 
 

@@ -3,7 +3,6 @@
 from contextlib import redirect_stderr
 from io import StringIO
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from kleash.errors import SourceError
@@ -17,7 +16,6 @@ from kleash.store import TrainingResult
 from kleash.training.library_fields import trl_config
 from kleash.training.networks import load_networks
 from kleash.training.run_log import RunLog
-from kleash.training.step_logger import StepLogger
 from kleash.training.with_trl.runs import held_out_arguments, run_trainer, shared_arguments, suppress_output
 
 DRIFT_PROMPTS, DRIFT_TOKENS = 32, 32
@@ -47,7 +45,6 @@ def train_dpo(job: DPOJob, run_log: RunLog | None) -> TrainingResult:
     rows = read_pairs(str(job.pairs), limit=job.limit, options=job)
     held_out = None if job.eval_pairs is None else read_pairs(job.eval_pairs, limit=None, options=job)
     networks = load_networks(job, job.reference_name, device=job.device)
-    Path(str(job.out)).mkdir(parents=True, exist_ok=True)
     arguments = shared_arguments(job, rows=job.pairs_per_step, row_tokens=2 * job.max_tokens)
     if held_out is not None:
         arguments |= held_out_arguments(job, rows=arguments["per_device_train_batch_size"], best="eval_loss")
@@ -72,9 +69,7 @@ def train_dpo(job: DPOJob, run_log: RunLog | None) -> TrainingResult:
         sampling=Sampling(max_new_tokens=DRIFT_TOKENS, seed=job.seed),
         batch_tokens=job.batch_tokens,
     ).attach(trainer)
-    step_logger = StepLogger(job, run_log, notes=networks.pair.notes)
-    step_logger.attach(trainer)
-    return run_trainer(trainer, step_logger, job, networks.dtypes)
+    return run_trainer(trainer, job, run_log, networks)
 
 
 def read_pairs(

@@ -224,10 +224,8 @@ class ResponseRecorder:
         hashes = prompt_hashes(inputs["prompt_ids"], inputs["prompt_mask"])
         weights = self.trainer.reward_weights[: len(self.names)].double().cpu()
         is_cut, counted = _is_truncated(inputs, self.trainer.eos_token_ids), mask.cpu().numpy()
-        first = self.trainer.accelerator.process_index * len(batch.prompts)
         return [
             Response(
-                index=first + row,
                 prompt_hash=hashes[place],
                 score=_weighted_sum(batch.rewards[row], weights),
                 parts=dict(zip(self.names, batch.rewards[row].tolist(), strict=True)),

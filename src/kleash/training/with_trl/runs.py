@@ -1,7 +1,7 @@
 """Runs a trainer of TRL with the options of a job to the end, from the last checkpoint when resuming."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,8 @@ from kleash.sandbox.process import sandboxed_templates
 from kleash.store import TrainingResult
 from kleash.store.checksums import Checksums
 from kleash.store.training_folder import CHECKPOINTS, DAMAGED, POLICY, checkpoint_number, last_checkpoint
+from kleash.training.networks import Networks
+from kleash.training.run_log import RunLog
 from kleash.training.step_logger import StepLogger
 
 PROMPT_COLUMN = "kleash_prompt"
@@ -52,12 +54,21 @@ def suppress_output() -> Iterator[None]:
 
 
 def run_trainer(
-    trainer: Any, step_logger: StepLogger, job: TrainJob, dtypes: Mapping[str, str]
+    trainer: Any, job: TrainJob, run_log: RunLog | None, networks: Networks, **options: Any
 ) -> TrainingResult:
     """Train to the end, from the last finished checkpoint if the job resumes, and save the policy to ``policy/``.
 
     A run that has taken all its steps, or that the hacking monitor has stopped, takes no further step.
+
+    Args:
+        trainer: of TRL, with its other callbacks.
+        job: the training job; ``out`` is set.
+        run_log: records the steps; None on ranks other than 0.
+        networks: those of the trainer.
+        options: further arguments of the ``StepLogger`` that writes to the run log.
     """
+    step_logger = StepLogger(job, run_log, notes=networks.pair.notes, **options)
+    step_logger.attach(trainer)
     trainer.remove_callback(import_extra("transformers.trainer_callback", "trl").PrinterCallback)
     root = Path(str(job.out))
     checkpoint = last_checkpoint(root) if job.resume else None
@@ -74,7 +85,7 @@ def run_trainer(
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model(str(root / POLICY))
     trainer.accelerator.wait_for_everyone()
-    return step_logger.result(job.algorithm, policy=str(root / POLICY), out=str(root), dtypes=dtypes)
+    return step_logger.result(job.algorithm, policy=str(root / POLICY), out=str(root), dtypes=networks.dtypes)
 
 
 def shared_arguments(job: TrainJob, *, rows: int, row_tokens: int, updates: int = 1) -> dict[str, Any]:
