@@ -162,11 +162,8 @@ def open_model_files(folder: Path) -> SafetensorsFiles:
     Raises:
         ModelError: if a file is damaged, or two files hold different contents under one name.
     """
-    single, indexed = folder / SINGLE_FILE, list[Path]()
-    if (folder / INDEX).is_file():
-        indexed = [
-            folder / str(name) for name in sorted(set(read_json(folder / INDEX)["weight_map"].values()))
-        ]
+    single = folder / SINGLE_FILE
+    indexed = read_index(folder / INDEX) if (folder / INDEX).is_file() else []
     if single.is_file():
         return SafetensorsFiles([single], beside=indexed)
     return SafetensorsFiles(indexed or sorted(folder.glob("*.safetensors")))
@@ -192,12 +189,13 @@ def check_model_settings(path: Path, settings: dict[str, Any]) -> None:
         )
 
 
-def check_index(path: Path, index: dict[str, Any]) -> None:
-    """Refuse an index of shards that names files outside its folder, or files that are not safetensors.
+def read_index(path: Path) -> list[Path]:
+    """The files of an index of shards, which are safetensors in its folder.
 
     Raises:
-        ModelError: naming the file.
+        ModelError: naming a file that is not.
     """
+    index = read_json(path)
     shards = index.get("weight_map")
     if not isinstance(shards, dict) or not shards or not isinstance(index.get("metadata", {}), dict):
         raise ModelError(f"{path} has no weight_map from tensors to files; fetch or make it again")
@@ -208,6 +206,7 @@ def check_index(path: Path, index: dict[str, Any]) -> None:
             f"{path} leads to {_abbreviate(missing)}, which is no .safetensors file in the same folder; fetch the "
             "checkpoint again"
         )
+    return [path.parent / name for name in sorted(set(shards.values()))]
 
 
 def check_adapter_files(name: str, folder: Path, settings: dict[str, Any]) -> None:

@@ -10,11 +10,9 @@ from typing import Any
 
 from kleash.checkpoints.files import (
     ADAPTER_WEIGHTS,
-    INDEX,
     SafetensorsFiles,
     StoredTensor,
     check_adapter_files,
-    check_index,
     check_model_settings,
     open_model_files,
     open_safetensors,
@@ -394,8 +392,6 @@ def _check_model_folder(name: str, checkpoint: Checkpoint) -> None:
             f"{name} has no config.json; give a folder in Hugging Face format, as save_pretrained writes it"
         )
     check_model_settings(folder / "config.json", checkpoint.config)
-    if (folder / INDEX).is_file():
-        check_index(folder / INDEX, read_json(folder / INDEX))
     if any(folder.glob("*.safetensors")):
         return
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):

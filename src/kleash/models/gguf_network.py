@@ -8,7 +8,9 @@ from torch import Tensor
 
 from kleash.checkpoints.gguf.architectures import (
     DRAFT_LAYERS,
+    LONG_ROPE,
     POOLING,
+    ROPE_FACTORS,
     SIGMOID,
     GGUFArchitecture,
     Settings,
@@ -22,11 +24,9 @@ from kleash.checkpoints.gguf.qwen import QWEN_FAMILY
 from kleash.checkpoints.gguf.routed import ROUTED_FAMILIES
 from kleash.checkpoints.gguf.tensor_decoding import (
     BLOCK_NUMBER,
-    LONG_ROPE,
-    ROPE_FACTORS,
     ParameterNames,
+    read_factors,
     read_parameters,
-    rope_factors,
 )
 from kleash.checkpoints.gguf.vocabulary import END_TOKENS
 from kleash.checkpoints.gguf_files import GGUFFiles
@@ -192,31 +192,15 @@ def read_attributes(
     embedding = files.find("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError("it has no matrix token_embd.weight")
-    factors = rope_factors(files.tensors)
-    summary = TensorSummary(
-        shapes={tensor.name: tensor.shape for tensor in files.tensors},
-        rope_factors=None if factors is None else tuple(factors.tolist()),
-        long_rope=_read_long_rope(files, architecture),
-    )
-    attributes, unmapped = config_attributes(name, architecture, files.settings, summary)
-    return attributes | _special_tokens(files), unmapped
-
-
-def _read_long_rope(files: GGUFFiles, architecture: GGUFArchitecture) -> tuple[tuple[float, ...], ...] | None:
-    """The divisors of the rotary frequencies for short and for long texts; None if there are none.
-
-    Raises:
-        ModelError: if one list is missing, or the architecture has none.
-    """
-    factors = [rope_factors(files.tensors, name) for name in LONG_ROPE]
-    lists = [tuple(values.tolist()) for values in factors if values is not None]
-    if not lists:
-        return None
-    if len(lists) != len(LONG_ROPE) or not architecture.has_long_rope:
+    factors = read_factors(files.tensors)
+    if not architecture.has_long_rope and not factors.keys().isdisjoint(LONG_ROPE):
         raise ModelError(
             "its positions are scaled by lists of factors (LongRoPE), which is not read of its architecture"
         )
-    return tuple(lists)
+    shapes = {tensor.name: tensor.shape for tensor in files.tensors}
+    summary = TensorSummary(shapes=shapes, factors=factors)
+    attributes, unmapped = config_attributes(name, architecture, files.settings, summary)
+    return attributes | _special_tokens(files), unmapped
 
 
 def _is_draft(tensor: str, name: str, files: GGUFFiles) -> bool:
@@ -242,8 +226,8 @@ def _special_tokens(files: GGUFFiles) -> dict[str, Any]:
 
 def _divide_rope(network: Any, files: GGUFFiles, subject: str) -> None:
     """Divide the rotary frequencies by the factors in the file, as llama.cpp does for Llama 3.1 and later."""
-    factors = rope_factors(files.tensors)
-    if factors is None:
+    factors = torch.tensor(read_factors(files.tensors).get(ROPE_FACTORS, ()))
+    if not len(factors):
         return
     rotary = getattr(find_backbone(network), "rotary_emb", None)
     frequencies = getattr(rotary, "inv_freq", None)

@@ -25,6 +25,10 @@ SHAPE_SETTINGS = {
     RMS_NORM: "rms_norm_eps",
 }
 """Settings that most decoders have → attribute of the configuration."""
+ROPE_FACTORS = "rope_freqs.weight"
+"""Tensor of divisors of the rotary frequencies."""
+LONG_ROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
+"""Tensors of divisors of the rotary frequencies for short and for long texts."""
 POOLING = "pooling_type"
 """How the hidden states of an embedding model become one vector; 0 is not at all."""
 DRAFT_LAYERS = "nextn_predict_layers"
@@ -103,10 +107,8 @@ class TensorSummary:
 
     shapes: Mapping[str, tuple[int, ...]]
     """Of all tensors."""
-    rope_factors: tuple[float, ...] | None
-    """Divisors of the rotary frequencies, if the file has them."""
-    long_rope: tuple[tuple[float, ...], ...] | None = None
-    """Divisors of the rotary frequencies for short and for long texts, if the file has them."""
+    factors: Mapping[str, tuple[float, ...]]
+    """The tensors ``ROPE_FACTORS`` and ``LONG_ROPE`` that the file has."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from kleash.checkpoints.gguf.architectures import (
     LLAMA_BIASES,
+    LONG_ROPE,
     MLP_PROJECTIONS,
     PROJECTIONS,
     RMS_NORM,
@@ -150,9 +151,9 @@ STABLELM_NAMES = {
 def adjust_phi3(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
     """Set a sliding window of 0 to none, and the two lists of factors that scale the positions (LongRoPE)."""
     attributes["sliding_window"] = attributes.get("sliding_window") or None
-    if tensors.long_rope is None:
+    if tensors.factors.keys().isdisjoint(LONG_ROPE):
         return
-    short, long = tensors.long_rope
+    short, long = (tensors.factors[name] for name in LONG_ROPE)
     length = settings.get("rope.scaling.original_context_length", attributes["max_position_embeddings"])
     attributes["original_max_position_embeddings"] = length
     set_rope(

@@ -16,7 +16,13 @@ from typing import Any
 
 from torch import Tensor
 
-from kleash.checkpoints.gguf.architectures import GGUFArchitecture, Settings, TensorSummary, set_layer_types
+from kleash.checkpoints.gguf.architectures import (
+    ROPE_FACTORS,
+    GGUFArchitecture,
+    Settings,
+    TensorSummary,
+    set_layer_types,
+)
 from kleash.errors import ModelError
 
 ATTENTION_CAP, LOGIT_CAP = 50.0, 30.0
@@ -149,7 +155,7 @@ def _gemma4_mlp(attributes: dict[str, Any]) -> None:
 
 def _rotary_part(head_dim: int, tensors: TensorSummary) -> float:
     """The part of a head that is rotated: factors are 1 where it is, and above 1e29 where it is not."""
-    factors = tensors.rope_factors
+    factors = tensors.factors.get(ROPE_FACTORS)
     if factors is None:
         return 1.0
     rotated = sum(factor == 1 for factor in factors)
