@@ -116,7 +116,7 @@ def test_a_cell_may_be_longer_than_the_csv_modules_default_limit(pair, write):
         ("a.parquet", b"PAR1 and nothing that follows PAR1", "cannot be read as Parquet"),
         ("a.json", '{\n "prompt": "x"\n}', "holds .{.*prompt.*; give an array of objects"),
         ("a.json", "[1]", "entry 1: expected an object or a text"),
-        ("a.json", "[" * 100_000, "is neither JSONL nor a JSON array"),
+        ("a.json", "[" * 100_000, "begins as JSON and cannot be read"),
         ("a.txt", "The sea\n".encode("utf-16"), "line 1: expected UTF-8 and found byte 0xff"),
         ("a.txt", b"fine\nnot\0fine\n", "line 2: expected UTF-8 and found byte 0x00"),
         ("a.txt", "one\rtwo\rthree", "line 1: it holds a carriage return"),
