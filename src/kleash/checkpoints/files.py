@@ -1,7 +1,7 @@
 """Reading the files of an untrusted checkpoint: its settings, which may fetch no code, and its safetensors."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -82,7 +82,7 @@ def _reading(path: Path) -> Iterator[None]:
         ) from error
 
 
-class SafetensorsFiles(Mapping[str, StoredTensor]):
+class SafetensorsFiles(dict[str, StoredTensor]):
     """The tensors of several safetensors files by name, each read when it is asked for."""
 
     def __init__(self, paths: Iterable[Path], beside: Iterable[Path] = ()) -> None:
@@ -95,13 +95,13 @@ class SafetensorsFiles(Mapping[str, StoredTensor]):
         Raises:
             ModelError: if a file is damaged, or two files hold different contents under one name.
         """
+        super().__init__()
         self._files: dict[Path, Any] = {}
-        self._tensors: dict[str, StoredTensor] = {}
         own_paths = list(paths)
         for path in dict.fromkeys((*own_paths, *beside)):
             file = self._files[path] = open_safetensors(path)
             for name in file.keys():  # noqa: SIM118  no mapping
-                first = self._tensors.get(name)
+                first = self.get(name)
                 if first is not None and not bitwise_equal(self.read(name), file.get_tensor(name)):
                     raise ModelError(
                         f"{first.path} and {path.name} hold the tensor {name[:MAX_NAME_CHARACTERS]} with different "
@@ -111,21 +111,9 @@ class SafetensorsFiles(Mapping[str, StoredTensor]):
                     part = file.get_slice(name)
                     kind, shape = part.get_dtype(), tuple(part.get_shape())
                     num_bytes = prod(shape) * BITS[kind] // 8
-                    self._tensors[name] = StoredTensor(
+                    self[name] = StoredTensor(
                         name=name, path=path, kind=kind, shape=shape, num_bytes=num_bytes
                     )
-
-    def __getitem__(self, name: str) -> StoredTensor:
-        """Where a tensor is."""
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the names."""
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        """The number of tensors."""
-        return len(self._tensors)
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
         """A tensor, or some of its rows, on the CPU, in the dtype that it is stored in.
@@ -133,7 +121,7 @@ class SafetensorsFiles(Mapping[str, StoredTensor]):
         Raises:
             ModelError, ChangedInputError: if the file has become shorter.
         """
-        path = self._tensors[name].path
+        path = self[name].path
         with _reading(path):
             file = self._files[path]
             return file.get_tensor(name) if rows is None else file.get_slice(name)[rows]

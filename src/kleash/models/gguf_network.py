@@ -1,5 +1,6 @@
 """Building a transformers network from the files of a GGUF model."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ from kleash.errors import ModelError
 from kleash.extras import import_extra
 from kleash.models.compat import find_backbone
 from kleash.models.filling import check_complete, check_network_size, fill_network, loading
-from kleash.models.shared_base import BaseNetwork
+from kleash.models.shared_base import LoadedNetwork
 
 ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     **LLAMA_FAMILY,
@@ -98,7 +99,7 @@ def find_architecture(settings: Settings, tensors: Collection[str]) -> tuple[str
 
 def load_gguf_network(
     checkpoint: Checkpoint, *, dtype: torch.dtype | str, device_map: str | None
-) -> BaseNetwork:
+) -> LoadedNetwork:
     """Load a GGUF model as a transformers network with its weights decoded into ``dtype``.
 
     The network is that of the same architecture in transformers, so its matrix products are done on decoded weights
@@ -149,22 +150,24 @@ def load_gguf_network(
         if setting.startswith(SAMPLING):
             key = setting.removeprefix(SAMPLING)
             setattr(network.generation_config, SAMPLING_NAMES.get(key, key), value)
-    parameters_in_all = sum(parameter.numel() for parameter in network.parameters())
-    return BaseNetwork(
+    return LoadedNetwork(
         network=network,
-        parameters=parameters_in_all,
+        parameters=sum(parameter.numel() for parameter in network.parameters()),
         notes=_notes(files, name, subject, unmapped),
-        tensors=files.tensors,
     )
 
 
 def _notes(files: GGUFFiles, architecture: str, subject: str, unmapped: Sequence[str]) -> tuple[str, ...]:
     """What is said of a GGUF model: its types, whether it is one of embeddings, and settings that are not mapped."""
-    kinds = ", ".join(f"{count} {kind}" for kind, count in files.kinds.items())
+    num_bytes = sum(tensor.num_bytes for tensor in files.tensors)
+    elements = sum(tensor.elements for tensor in files.tensors)
+    largest_first = sorted(files.tensors, key=lambda tensor: -tensor.elements)
+    counts = Counter(tensor.kind for tensor in largest_first)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     notes = [
         (
-            f"{subject} has tensors of {8 * files.num_bytes / files.elements:.2f} bits a weight ({kinds}), which are "
-            "decoded before the model runs; llama.cpp also rounds activations"
+            f"{subject} has tensors of {8 * num_bytes / elements:.2f} bits a weight ({kinds}), which are decoded "
+            "before the model runs; llama.cpp also rounds activations"
         )
     ]
     pooling = files.settings.get(f"{architecture}.{POOLING}", 0)
@@ -189,15 +192,14 @@ def read_attributes(
     Raises:
         ModelError: if a setting is missing, contradicts the tensors or cannot be expressed in transformers.
     """
-    embedding = files.find("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2:
+    shapes = {tensor.name: tensor.shape for tensor in files.tensors}
+    if len(shapes.get("token_embd.weight", ())) != 2:
         raise ModelError("it has no matrix token_embd.weight")
     factors = read_factors(files.tensors)
     if not architecture.has_long_rope and not factors.keys().isdisjoint(LONG_ROPE):
         raise ModelError(
             "its positions are scaled by lists of factors (LongRoPE), which is not read of its architecture"
         )
-    shapes = {tensor.name: tensor.shape for tensor in files.tensors}
     summary = TensorSummary(shapes=shapes, factors=factors)
     attributes, unmapped = config_attributes(name, architecture, files.settings, summary)
     return attributes | _special_tokens(files), unmapped

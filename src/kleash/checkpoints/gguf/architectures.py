@@ -3,6 +3,7 @@
 Source: llama.cpp, ``conversion/`` and ``src/models/``, which write and read the files.
 """
 
+from collections import UserDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -81,24 +82,19 @@ SOFTMAX, SIGMOID = 1, 2
 """``expert_gating_func``."""
 
 
-class RecordedSettings(dict[str, Any]):
+class RecordedSettings(UserDict[str, Any]):
     """Settings by their names without the architecture, which remember those that were read."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         """Hold ``values``, of which none has been read."""
         super().__init__(values)
         self.read: set[str] = set()
-        """Names that were asked for."""
+        """Names of settings that were read."""
 
     def __getitem__(self, name: str) -> Any:
-        """The value of a setting."""
+        """The value of a setting; ``get`` reads it here, too."""
         self.read.add(name)
         return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The value of a setting, or ``default``."""
-        self.read.add(name)
-        return super().get(name, default)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -199,18 +199,6 @@ def adjust_exaone4(attributes: dict[str, Any], settings: Settings, tensors: Tens
         attributes["layer_types"] = ["full_attention"] * attributes["num_hidden_layers"]
 
 
-def require_sliding_window(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """A missing sliding window is refused."""
-    if not attributes.get("sliding_window"):
-        raise ModelError("it has no attention.sliding_window")
-
-
-def refuse_sliding_window(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """A sliding window is refused."""
-    if settings.get("attention.sliding_window"):
-        raise ModelError("its layers have a sliding window, which is read of other architectures only")
-
-
 def interleave_neox_heads(parameters: dict[str, Tensor], attributes: Mapping[str, Any]) -> None:
     """Put queries, keys and values of GPT-NeoX in turns, head by head; a file has all queries first."""
     heads = attributes["num_attention_heads"]
@@ -239,7 +227,7 @@ def restore_glm4v_heads(parameters: dict[str, Tensor], attributes: Mapping[str, 
 OLMO2 = GGUFArchitecture(
     model_type="olmo2",
     biases={"attention_bias": PROJECTIONS},
-    adjust=[refuse_sliding_window],
+    adjusted=frozenset(("attention.sliding_window",)),
 )
 DENSE_FAMILIES: Mapping[str, GGUFArchitecture] = {
     "olmo": GGUFArchitecture(
@@ -267,9 +255,9 @@ DENSE_FAMILIES: Mapping[str, GGUFArchitecture] = {
     "cohere2": replace(
         COHERE,
         model_type="cohere2",
-        settings={**COHERE.settings, "attention.sliding_window": "sliding_window"},
+        shapes={**COHERE.shapes, "attention.sliding_window": "sliding_window"},
         present={},
-        adjust=[partial(set_layer_types, period=4), require_sliding_window],
+        adjust=[partial(set_layer_types, period=4)],
     ),
     "phi2": GGUFArchitecture(
         model_type="phi",
