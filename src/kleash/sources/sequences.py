@@ -24,18 +24,22 @@ class TokenLimits(Protocol):
     @property
     def tokenizer(self) -> Any:
         """Of transformers; both models read its tokens."""
+        ...
 
     @property
     def vocab_size(self) -> int:
         """Number of tokens that both models give a probability to."""
+        ...
 
     @property
     def context_length(self) -> int | None:
         """Largest number of input tokens for both; None if there is no limit."""
+        ...
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a response of the policy."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
