@@ -410,7 +410,7 @@ def test_unreadable_standard_input_is_an_error(pair, standard_input, content, me
 def test_a_pipe_is_not_opened(pair, tmp_path):
     """It can be read once, and opening it may wait for ever."""
     os.mkfifo(tmp_path / "named")
-    with pytest.raises(SourceError, match="named is a folder or a pipe"):
+    with pytest.raises(SourceError, match="named is a pipe or device"):
         read_prompts(str(tmp_path / "named"), pair)
 
 

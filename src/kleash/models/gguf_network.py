@@ -209,9 +209,8 @@ def _is_draft(tensor: str, name: str, files: GGUFFiles) -> bool:
     """Whether a tensor belongs to the layers that predict further tokens (MTP), which come after the others."""
     drafts = files.settings.get(f"{name}.{DRAFT_LAYERS}", 0)
     match = BLOCK_NUMBER.match(tensor)
-    if match is None or type(drafts) is not int:
-        return False
-    return drafts > 0 and int(match[1]) >= files.settings[f"{name}.block_count"] - drafts
+    first_draft = files.settings[f"{name}.block_count"] - drafts
+    return drafts > 0 and match is not None and int(match[1]) >= first_draft
 
 
 def _special_tokens(files: GGUFFiles) -> dict[str, Any]:

@@ -198,8 +198,8 @@ def source_path(name: str, kind: SourceKind) -> Path:
         ) from error
     if not path.is_file():
         raise SourceError(
-            f"{name} is a folder or a pipe; give a file of {accepted_formats(kind)}, or {STANDARD_INPUT} and pipe it "
-            "to standard input"
+            f"{name} is a {'folder' if path.is_dir() else 'pipe or device'}; give a file of {accepted_formats(kind)}, "
+            f"or {STANDARD_INPUT} and pipe it to standard input"
         )
     if size == 0:
         raise SourceError(f"{source_label(path)} is empty; give a file of {accepted_formats(kind)}")
