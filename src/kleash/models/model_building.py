@@ -137,15 +137,10 @@ def read_eos_token_ids(network: Any, tokenizer: Any) -> tuple[tuple[int, ...], s
     Raises:
         ModelError: if one of them is not an integer.
     """
-    generation_config = getattr(network, "generation_config", None)
-    eos = getattr(generation_config, "eos_token_id", None)
-    for config in (network.config.get_text_config(decoder=True), network.config):
-        if eos is None:
-            eos = getattr(config, "eos_token_id", None)
-    if eos is None:
-        eos = tokenizer.eos_token_id
-    if eos is None:
-        return (), None
+    text_config = network.config.get_text_config(decoder=True)
+    owners = (getattr(network, "generation_config", None), text_config, network.config, tokenizer)
+    stated = (getattr(owner, "eos_token_id", None) for owner in owners)
+    eos: Any = next((each for each in stated if each is not None), ())
     rows = len(network.get_input_embeddings().weight)
     token_ids = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
     subject = getattr(network, "name_or_path", "") or "the model"

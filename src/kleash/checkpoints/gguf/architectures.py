@@ -298,19 +298,17 @@ def check_gating(
         raise ModelError(f"its expert_gating_func is {str(gating)[:40]}, which its architecture has not")
 
 
-def set_rope(attributes: dict[str, Any], **scaling: Any) -> None:
-    """Put the settings of the rotary embedding into ``rope_parameters``, with another scaling if one is given."""
+def set_rope(attributes: dict[str, Any], *_: Any, **scaling: Any) -> None:
+    """Put the settings of the rotary embedding into ``rope_parameters``, with another scaling if one is given.
+
+    By itself it is for models of which transformers has another default than that all of a head is rotated.
+    """
     stored_scaling = attributes.pop("rope_scaling", {"rope_type": "default"})
     attributes["rope_parameters"] = {
         **(scaling or stored_scaling),
         "rope_theta": attributes.pop("rope_theta"),
         "partial_rotary_factor": attributes.pop("partial_rotary_factor"),
     }
-
-
-def adjust_partial_rope(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """The part of a head that is rotated, for which transformers has another default than all of it."""
-    set_rope(attributes)
 
 
 def set_layer_types(

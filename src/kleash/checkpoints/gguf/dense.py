@@ -31,7 +31,6 @@ from kleash.checkpoints.gguf.architectures import (
     GGUFArchitecture,
     Settings,
     TensorSummary,
-    adjust_partial_rope,
     join_parameters,
     layer_norm_shapes,
     set_layer_types,
@@ -249,7 +248,7 @@ DENSE_FAMILIES: Mapping[str, GGUFArchitecture] = {
     "chatglm": GGUFArchitecture(
         model_type="glm",
         biases={"attention_bias": PROJECTIONS[:3]},
-        adjust=[adjust_partial_rope],
+        adjust=[set_rope],
     ),
     "command-r": COHERE,
     "cohere2": replace(
@@ -262,7 +261,7 @@ DENSE_FAMILIES: Mapping[str, GGUFArchitecture] = {
     "phi2": GGUFArchitecture(
         model_type="phi",
         shapes=layer_norm_shapes("layer_norm_eps"),
-        adjust=[adjust_partial_rope],
+        adjust=[set_rope],
     ),
     "phi3": GGUFArchitecture(
         model_type="phi3",
@@ -282,14 +281,14 @@ DENSE_FAMILIES: Mapping[str, GGUFArchitecture] = {
         settings={"use_parallel_residual": "use_parallel_residual"},
         biases={"use_qkv_bias": PROJECTIONS[:3]},
         present={"qk_layernorm": "attn_q_norm.weight"},
-        adjust=[adjust_partial_rope],
+        adjust=[set_rope],
     ),
     "nemotron": GGUFArchitecture(
         model_type="nemotron",
         shapes=layer_norm_shapes("norm_eps"),
         biases=LLAMA_BIASES,
         adjusted=frozenset((RMS_NORM,)),
-        adjust=[adjust_partial_rope],
+        adjust=[set_rope],
         norm_offset=1.0,
     ),
     "starcoder2": GGUFArchitecture(
@@ -323,7 +322,7 @@ DENSE_FAMILIES: Mapping[str, GGUFArchitecture] = {
         model_type="gpt_neox",
         shapes=layer_norm_shapes("layer_norm_eps"),
         settings={"use_parallel_residual": "use_parallel_residual"},
-        adjust=[adjust_partial_rope],
+        adjust=[set_rope],
         arrange=[interleave_neox_heads],
     ),
 }

@@ -26,10 +26,10 @@ from kleash.checkpoints.gguf.architectures import (
     GGUFArchitecture,
     Settings,
     TensorSummary,
-    adjust_partial_rope,
     check_gating,
     join_parameters,
     set_layer_types,
+    set_rope,
     transpose,
 )
 from kleash.errors import ModelError
@@ -168,7 +168,7 @@ ROUTED_FAMILIES: Mapping[str, GGUFArchitecture] = {
         adjusted=frozenset((GATING, LEADING_DENSE)),
         biases={"attention_bias": PROJECTIONS[:3]},
         present={"use_qk_norm": "attn_q_norm.weight"},
-        adjust=[CHECK_SIGMOID, set_dense_layers, adjust_partial_rope],
+        adjust=[CHECK_SIGMOID, set_dense_layers, set_rope],
     ),
     "dots1": GGUFArchitecture(
         model_type="dots1",
