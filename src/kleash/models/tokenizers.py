@@ -129,7 +129,7 @@ def _special_tokens(tokenizer: Any) -> dict[str, int]:
 def _merges(backend: dict[str, Any]) -> dict[str, int]:
     """The merges of a byte-pair encoding, with their ranks."""
     merges = (backend.get("model") or {}).get("merges") or []
-    return {" ".join(pair) if isinstance(pair, list) else pair: rank for rank, pair in enumerate(merges)}
+    return {" ".join(pair): rank for rank, pair in enumerate(merges)}
 
 
 def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:

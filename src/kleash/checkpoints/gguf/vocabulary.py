@@ -163,12 +163,7 @@ def _different_merges(vocabulary: GGUFVocabulary, tokenizer: Any, owner: str) ->
     """The first difference in the merges of a byte-pair encoding, or in the order of SentencePiece's scores."""
     merges = (backend_of(tokenizer).get("model") or {}).get("merges") or []
     # gguf writes a space within a merge as the byte-level letter for it.
-    pairs = [
-        tuple(side.replace(" ", SPACE_LETTER) for side in merge)
-        if isinstance(merge, list)
-        else _split_merge(merge)
-        for merge in merges
-    ]
+    pairs = [tuple(side.replace(" ", SPACE_LETTER) for side in merge) for merge in merges]
     if vocabulary.merges:
         stored = [_split_merge(merge) for merge in vocabulary.merges]
         if stored != pairs:
