@@ -10,12 +10,14 @@ from typing import Any
 
 from kleash.checkpoints.files import (
     ADAPTER_WEIGHTS,
+    INDEX,
     SafetensorsFiles,
     StoredTensor,
     check_adapter_files,
     check_model_settings,
     open_model_files,
     open_safetensors,
+    read_index,
     read_json,
 )
 from kleash.checkpoints.gguf_files import HUB_FILE, GGUFFiles, list_part_names, open_gguf
@@ -381,6 +383,8 @@ def _check_model_folder(name: str, checkpoint: Checkpoint) -> None:
             f"{name} has no config.json; give a folder in Hugging Face format, as save_pretrained writes it"
         )
     check_model_settings(folder / "config.json", checkpoint.config)
+    if (folder / INDEX).is_file():
+        read_index(folder / INDEX)  # refused here, before another model is loaded
     if any(folder.glob("*.safetensors")):
         return
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):

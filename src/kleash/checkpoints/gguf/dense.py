@@ -165,13 +165,6 @@ def adjust_phi3(attributes: dict[str, Any], settings: Settings, tensors: TensorS
     )
 
 
-def adjust_gpt2(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Set the MLP's width by its name in GPT-2, and remove the attributes of rotary positions."""
-    attributes["n_inner"] = attributes.pop("intermediate_size")
-    for name in ("head_dim", "num_key_value_heads", "rope_theta", "rope_scaling", "partial_rotary_factor"):
-        attributes.pop(name, None)
-
-
 def adjust_olmo(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
     """Set no epsilon of the norms, since transformers fixes it: remove it, and refuse another value."""
     epsilon = attributes.pop("layer_norm_eps")
@@ -314,8 +307,7 @@ DENSE_FAMILIES: Mapping[str, GGUFArchitecture] = {
     ),
     "gpt2": GGUFArchitecture(
         model_type="gpt2",
-        shapes=layer_norm_shapes("layer_norm_epsilon"),
-        adjust=[adjust_gpt2],
+        shapes=layer_norm_shapes("layer_norm_epsilon") | {"feed_forward_length": "n_inner"},
         arrange=[partial(transpose, ends=("c_attn.weight", "c_proj.weight", "c_fc.weight"))],
     ),
     "gptneox": GGUFArchitecture(
