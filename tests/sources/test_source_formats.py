@@ -151,6 +151,7 @@ def test_the_content_decides_the_format_without_a_suffix(pair, write, content, t
         ('{"prompt": "a"}{"prompt": "b"}', r"begins as JSON and cannot be read \(Extra data"),
         ('[\n{"prompt": "a"},\n]\n', "mend it, or name the file .txt if it is plain text"),
         ('{\n "prompt": "a",\n "b": 2\n}', "holds .{.*prompt.*; give an array of objects"),
+        ('["a"] and b', r"begins as JSON and cannot be read \(Extra data"),
     ],
 )
 def test_what_begins_as_json_is_no_plain_text(pair, write, content, message, unhooked):

@@ -294,13 +294,10 @@ def check_acts_by_weights(
 
 def trained_token_ids(checkpoints: Iterable[Checkpoint]) -> tuple[int, ...]:
     """Token ids whose embeddings the adapters train individually."""
-    tokens: list[Any] = []
-    for checkpoint in checkpoints:
-        for name in ("trainable_token_indices", "token_indices"):
-            value = checkpoint.adapter_settings.get(name)
-            tokens += (
-                [token for part in value.values() for token in part]
-                if isinstance(value, dict)
-                else value or []
-            )
-    return tuple(token for token in tokens if type(token) is int)
+    values = [
+        checkpoint.adapter_settings.get(name) or []
+        for checkpoint in checkpoints
+        for name in ("trainable_token_indices", "token_indices")
+    ]
+    lists = (part for value in values for part in (value.values() if isinstance(value, dict) else [value]))
+    return tuple(token for part in lists for token in part if type(token) is int)
