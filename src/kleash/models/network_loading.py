@@ -296,9 +296,8 @@ def describe_weights(checkpoint: Checkpoint, loaded: LoadedNetwork) -> StoredWei
     else:
         modules = _types_of_modules(checkpoint, loaded.packed)
         if any(kind not in DENSE_TYPES for kind in modules.values()):
-            elements = (
-                loaded.parameters
-            )  # packed weights and their scales are other numbers than the network's
+            # packed weights and their scales are other numbers than the network's
+            elements = loaded.parameters
     return StoredWeights(
         bytes=num_bytes,
         bits_per_weight=8 * num_bytes / elements if elements else 0.0,

@@ -143,7 +143,8 @@ def _load_on_one_base(
     wrapper: Any = None
     networks: dict[str, LoadedNetwork] = {}
     for folder, (role, *other_roles) in roles_by_adapter.items():
-        checkpoint, loaded = checkpoints[role], base
+        checkpoint = checkpoints[role]
+        loaded = base
         if folder is not None:
             wrapper = attach_adapter(network, wrapper, checkpoint)
             wrapper.eval()
