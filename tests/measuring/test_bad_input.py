@@ -46,9 +46,7 @@ def test_missing_empty_and_blank_source_files_raise(option, failing, tmp_path):
     assert "holds no" in failing(option, written(tmp_path / "blank.jsonl", "\n \n"))
     (tmp_path / "folder").mkdir()
     message = failing(option, tmp_path / "folder")
-    assert message.startswith(
-        f"{tmp_path / 'folder'} is a folder or a pipe; give a file of {FORMATS[option]}"
-    )
+    assert message.startswith(f"{tmp_path / 'folder'} is a folder; give a file of {FORMATS[option]}")
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_unreadable_files_are_errors(pair, write, tmp_path, unhooked):
     (tmp_path / "empty folder").mkdir()
     for name, message in (
         (str(tmp_path / "missing.txt"), "there is no file .*missing.txt$"),
-        (str(tmp_path / "empty folder"), "is a folder or a pipe; give a file"),
+        (str(tmp_path / "empty folder"), "is a folder; give a file"),
         (write("empty.jsonl", ""), "empty.jsonl is empty"),
         (
             write("latin.txt", "a\nna\xefve\n".encode("latin-1")),
@@ -108,7 +108,7 @@ def test_unreadable_files_are_errors(pair, write, tmp_path, unhooked):
         ),
         ("What is the capital of France? " * 20, "'What is .*…' cannot be read .File name too long"),
         ("a\0b", "cannot be read .*; give the name of a file"),
-        (os.devnull, f"{os.devnull} is a folder or a pipe; give a file of"),
+        (os.devnull, f"{os.devnull} is a pipe or device; give a file of"),
     ):
         for read in (read_prompts, read_text):
             with pytest.raises(SourceError, match=message):

@@ -116,7 +116,7 @@ def test_a_cell_may_be_longer_than_the_csv_modules_default_limit(pair, write):
         ("a.parquet", b"PAR1 and nothing that follows PAR1", "cannot be read as Parquet"),
         ("a.json", '{\n "prompt": "x"\n}', "holds .{.*prompt.*; give an array of objects"),
         ("a.json", "[1]", "entry 1: expected an object or a text"),
-        ("a.json", "[" * 100_000, "is neither JSONL nor a JSON array"),
+        ("a.json", "[" * 100_000, "begins as JSON and cannot be read"),
         ("a.txt", "The sea\n".encode("utf-16"), "line 1: expected UTF-8 and found byte 0xff"),
         ("a.txt", b"fine\nnot\0fine\n", "line 2: expected UTF-8 and found byte 0x00"),
         ("a.txt", "one\rtwo\rthree", "line 1: it holds a carriage return"),
@@ -151,6 +151,7 @@ def test_the_content_decides_the_format_without_a_suffix(pair, write, content, t
         ('{"prompt": "a"}{"prompt": "b"}', r"begins as JSON and cannot be read \(Extra data"),
         ('[\n{"prompt": "a"},\n]\n', "mend it, or name the file .txt if it is plain text"),
         ('{\n "prompt": "a",\n "b": 2\n}', "holds .{.*prompt.*; give an array of objects"),
+        ('["a"] and b', r"begins as JSON and cannot be read \(Extra data"),
     ],
 )
 def test_what_begins_as_json_is_no_plain_text(pair, write, content, message, unhooked):
@@ -410,7 +411,7 @@ def test_unreadable_standard_input_is_an_error(pair, standard_input, content, me
 def test_a_pipe_is_not_opened(pair, tmp_path):
     """It can be read once, and opening it may wait for ever."""
     os.mkfifo(tmp_path / "named")
-    with pytest.raises(SourceError, match="named is a folder or a pipe"):
+    with pytest.raises(SourceError, match="named is a pipe or device"):
         read_prompts(str(tmp_path / "named"), pair)
 
 

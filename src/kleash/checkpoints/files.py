@@ -1,7 +1,7 @@
 """Reading the files of an untrusted checkpoint: its settings, which may fetch no code, and its safetensors."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -82,7 +82,7 @@ def _reading(path: Path) -> Iterator[None]:
         ) from error
 
 
-class SafetensorsFiles(Mapping[str, StoredTensor]):
+class SafetensorsFiles(dict[str, StoredTensor]):
     """The tensors of several safetensors files by name, each read when it is asked for."""
 
     def __init__(self, paths: Iterable[Path], beside: Iterable[Path] = ()) -> None:
@@ -95,13 +95,13 @@ class SafetensorsFiles(Mapping[str, StoredTensor]):
         Raises:
             ModelError: if a file is damaged, or two files hold different contents under one name.
         """
+        super().__init__()
         self._files: dict[Path, Any] = {}
-        self._tensors: dict[str, StoredTensor] = {}
         own_paths = list(paths)
         for path in dict.fromkeys((*own_paths, *beside)):
             file = self._files[path] = open_safetensors(path)
             for name in file.keys():  # noqa: SIM118  no mapping
-                first = self._tensors.get(name)
+                first = self.get(name)
                 if first is not None and not bitwise_equal(self.read(name), file.get_tensor(name)):
                     raise ModelError(
                         f"{first.path} and {path.name} hold the tensor {name[:MAX_NAME_CHARACTERS]} with different "
@@ -111,21 +111,9 @@ class SafetensorsFiles(Mapping[str, StoredTensor]):
                     part = file.get_slice(name)
                     kind, shape = part.get_dtype(), tuple(part.get_shape())
                     num_bytes = prod(shape) * BITS[kind] // 8
-                    self._tensors[name] = StoredTensor(
+                    self[name] = StoredTensor(
                         name=name, path=path, kind=kind, shape=shape, num_bytes=num_bytes
                     )
-
-    def __getitem__(self, name: str) -> StoredTensor:
-        """Where a tensor is."""
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the names."""
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        """The number of tensors."""
-        return len(self._tensors)
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
         """A tensor, or some of its rows, on the CPU, in the dtype that it is stored in.
@@ -133,7 +121,7 @@ class SafetensorsFiles(Mapping[str, StoredTensor]):
         Raises:
             ModelError, ChangedInputError: if the file has become shorter.
         """
-        path = self._tensors[name].path
+        path = self[name].path
         with _reading(path):
             file = self._files[path]
             return file.get_tensor(name) if rows is None else file.get_slice(name)[rows]
@@ -162,11 +150,8 @@ def open_model_files(folder: Path) -> SafetensorsFiles:
     Raises:
         ModelError: if a file is damaged, or two files hold different contents under one name.
     """
-    single, indexed = folder / SINGLE_FILE, list[Path]()
-    if (folder / INDEX).is_file():
-        indexed = [
-            folder / str(name) for name in sorted(set(read_json(folder / INDEX)["weight_map"].values()))
-        ]
+    single = folder / SINGLE_FILE
+    indexed = read_index(folder / INDEX) if (folder / INDEX).is_file() else []
     if single.is_file():
         return SafetensorsFiles([single], beside=indexed)
     return SafetensorsFiles(indexed or sorted(folder.glob("*.safetensors")))
@@ -192,12 +177,13 @@ def check_model_settings(path: Path, settings: dict[str, Any]) -> None:
         )
 
 
-def check_index(path: Path, index: dict[str, Any]) -> None:
-    """Refuse an index of shards that names files outside its folder, or files that are not safetensors.
+def read_index(path: Path) -> list[Path]:
+    """The files of an index of shards, which are safetensors in its folder.
 
     Raises:
-        ModelError: naming the file.
+        ModelError: naming a file that is not.
     """
+    index = read_json(path)
     shards = index.get("weight_map")
     if not isinstance(shards, dict) or not shards or not isinstance(index.get("metadata", {}), dict):
         raise ModelError(f"{path} has no weight_map from tensors to files; fetch or make it again")
@@ -208,6 +194,7 @@ def check_index(path: Path, index: dict[str, Any]) -> None:
             f"{path} leads to {_abbreviate(missing)}, which is no .safetensors file in the same folder; fetch the "
             "checkpoint again"
         )
+    return [path.parent / name for name in sorted(set(shards.values()))]
 
 
 def check_adapter_files(name: str, folder: Path, settings: dict[str, Any]) -> None:

@@ -167,29 +167,6 @@ class GGUFFiles:
     tensors: tuple[StoredTensor, ...]
     """Of all files."""
 
-    @property
-    def elements(self) -> int:
-        """Number of weights in all tensors."""
-        return sum(tensor.elements for tensor in self.tensors)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(tensor.num_bytes for tensor in self.tensors)
-
-    @property
-    def kinds(self) -> dict[str, int]:
-        """Number of tensors of each type, the types with most weights first."""
-        weights = Counter[str]()
-        for tensor in self.tensors:
-            weights[tensor.kind] += tensor.elements
-        count = Counter(tensor.kind for tensor in self.tensors)
-        return {kind: count[kind] for kind, _ in weights.most_common()}
-
-    def find(self, name: str) -> StoredTensor | None:
-        """The tensor called ``name``; None if there is none."""
-        return next((tensor for tensor in self.tensors if tensor.name == name), None)
-
 
 def list_part_names(name: str) -> list[str]:
     """The file names of all parts of the model that the file ``name`` belongs to; ``name`` alone if it is not split."""

@@ -1,7 +1,7 @@
 """A checkpoint with what was read of its files, and how a model's name is resolved to one."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -14,10 +14,10 @@ from kleash.checkpoints.files import (
     SafetensorsFiles,
     StoredTensor,
     check_adapter_files,
-    check_index,
     check_model_settings,
     open_model_files,
     open_safetensors,
+    read_index,
     read_json,
 )
 from kleash.checkpoints.gguf_files import HUB_FILE, GGUFFiles, list_part_names, open_gguf
@@ -161,24 +161,26 @@ class Checkpoint:
         """The tensors of the adapter's file; none without an adapter."""
         return SafetensorsFiles([] if self.adapter is None else [self.adapter / ADAPTER_WEIGHTS])
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, *, of_generation: bool = False) -> str:
         """Hash of every byte of weights, configuration, tokenizer and adapter: "sha256:" and 32 hex digits.
 
-        Chat templates and Python files of the model are included. ``generation_config.json`` is not, since no
-        probability depends on it; ``generation_fingerprint`` hashes it.
+        Chat templates and Python files of the model are included, by their roles and names. ``generation_config.json``
+        is not, since no probability depends on it.
+
+        Args:
+            of_generation: whether to hash that file instead, which names the tokens at which a response ends.
 
         Raises:
             ModelError: if a file cannot be read.
         """
-        return _hash_of(file for file in self.input_files() if file[2].name != GENERATION_CONFIG)
-
-    def generation_fingerprint(self) -> str:
-        """Hash of ``generation_config.json``, which names the tokens at which a response ends.
-
-        Raises:
-            ModelError: if the file cannot be read.
-        """
-        return _hash_of(file for file in self.input_files() if file[2].name == GENERATION_CONFIG)
+        files = [file for file in self.input_files() if (file[2].name == GENERATION_CONFIG) == of_generation]
+        digest = sha256()
+        for (role, folder, path), value in zip(
+            files, hash_files([path for _, _, path in files]), strict=True
+        ):
+            line = f"{role} {path.relative_to(folder).as_posix()} {value}\n"
+            digest.update(line.encode("utf-8", "backslashreplace"))
+        return f"{KIND_OF_FINGERPRINT}{digest.hexdigest()[:32]}"
 
     def input_files(self) -> list[tuple[str, Path, Path]]:
         """The files that change the model's computation, tokenisation or generation: role, folder and path of each."""
@@ -202,19 +204,6 @@ def list_input_files(folder: Path) -> list[Path]:
     paths = {path for pattern in FETCHED_FILES for path in folder.glob(pattern)}
     paths |= set((folder / CHAT_TEMPLATES).glob("*.jinja"))
     return sorted(path for path in paths if path.is_file() and not NON_INPUT_FILES.fullmatch(path.name))
-
-
-def _hash_of(files: Iterable[tuple[str, Path, Path]]) -> str:
-    """One hash of several files: their roles, names within their folders, and contents."""
-    entries = list(files)
-    digest = sha256()
-    for (role, folder, path), value in zip(
-        entries, hash_files([path for _, _, path in entries]), strict=True
-    ):
-        digest.update(
-            f"{role} {path.relative_to(folder).as_posix()} {value}\n".encode("utf-8", "backslashreplace")
-        )
-    return f"{KIND_OF_FINGERPRINT}{digest.hexdigest()[:32]}"
 
 
 def find_checkpoint(name: str, revision: str | None = None, role: str = "model") -> Checkpoint:
@@ -395,7 +384,7 @@ def _check_model_folder(name: str, checkpoint: Checkpoint) -> None:
         )
     check_model_settings(folder / "config.json", checkpoint.config)
     if (folder / INDEX).is_file():
-        check_index(folder / INDEX, read_json(folder / INDEX))
+        read_index(folder / INDEX)  # refused here, before another model is loaded
     if any(folder.glob("*.safetensors")):
         return
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):

@@ -296,7 +296,7 @@ def header_of(job: MeasureJob, pair: Pair, source_digest: str) -> RunHeader:
     }
     if job.source[0] == "prompts" and not pair.policy.is_in_memory:
         checkpoint = find_checkpoint(job.policy, job.revision_policy)
-        fingerprints[f"policy {GENERATION_CONFIG}"] = checkpoint.generation_fingerprint()
+        fingerprints[f"policy {GENERATION_CONFIG}"] = checkpoint.fingerprint(of_generation=True)
     cache = finished_cache(job)
     if cache is not None and read_label(cache).from_engine:
         fingerprints["reference hidden states, made by an engine"] = cache_fingerprint(cache)

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kleash.checkpoints.resolution import Checkpoint
-from kleash.errors import ModelError, summarise_error
+from kleash.errors import ModelError
 from kleash.extras import import_extra
 from kleash.models.compat import has_adapter_on_one_embedding
 from kleash.models.filling import loading
@@ -283,10 +283,8 @@ def check_acts_by_weights(
             f"{subject} is on an embedding whose tensor is also the other embedding, so that running it and merging it "
             "give two models; leave both embeddings out of the adapter, or merge it and give that folder"
         )
-    try:
+    with loading(subject, action=f"run on {checkpoint.base}"):
         inner_logits, outer_logits = probe_logits(network, probe), probe_logits(wrapper, probe)
-    except Exception as error:
-        raise ModelError(f"{subject} cannot be run on {checkpoint.base}: {summarise_error(error)}") from error
     if not bitwise_equal(inner_logits, outer_logits):
         raise ModelError(
             f"{subject} gives other logits through PEFT's forward pass than through the network's, so it does not act "
@@ -296,13 +294,10 @@ def check_acts_by_weights(
 
 def trained_token_ids(checkpoints: Iterable[Checkpoint]) -> tuple[int, ...]:
     """Token ids whose embeddings the adapters train individually."""
-    tokens: list[Any] = []
-    for checkpoint in checkpoints:
-        for name in ("trainable_token_indices", "token_indices"):
-            value = checkpoint.adapter_settings.get(name)
-            tokens += (
-                [token for part in value.values() for token in part]
-                if isinstance(value, dict)
-                else value or []
-            )
-    return tuple(token for token in tokens if type(token) is int)
+    values = [
+        checkpoint.adapter_settings.get(name) or []
+        for checkpoint in checkpoints
+        for name in ("trainable_token_indices", "token_indices")
+    ]
+    lists = (part for value in values for part in (value.values() if isinstance(value, dict) else [value]))
+    return tuple(token for part in lists for token in part if type(token) is int)

@@ -191,12 +191,6 @@ def has_adapter_on_one_embedding(embedding: Any, head: Any) -> bool:
     return any(isinstance(layer, tuner_layer) for layer in layers)
 
 
-def fsdp_modules(network: Any) -> list[Any]:
-    """The modules of a network that ``torch.distributed.fsdp.fully_shard`` was applied to."""
-    kind = import_extra("torch.distributed.fsdp", "models").FSDPModule
-    return [module for module in network.modules() if isinstance(module, kind)]
-
-
 def fsdp_param_dtypes(modules: Iterable[Any]) -> set[torch.dtype]:
     """The dtypes in which FSDP2 gathers the weights of these modules (``MixedPrecisionPolicy.param_dtype``), if set."""
     policies = [module._get_fsdp_state()._mp_policy for module in modules]

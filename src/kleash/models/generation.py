@@ -1,6 +1,7 @@
 """Generation with keyed sampling noise, and an incremental decoder with a key-value cache."""
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,14 +91,16 @@ def generate(
         NonFiniteError: if the model gives NaN or infinities, with the prompt.
         OptionError: if a truncation option is out of its range.
     """
+    context = sys.maxsize if model.context_length is None else model.context_length
     responses = [
-        _Response(prompt=prompt, sample=s) for prompt in prompts for s in range(sampling.samples_per_prompt)
+        _Response(
+            prompt=prompt,
+            sample=sample,
+            max_tokens=min(sampling.max_new_tokens, context - len(prompt.token_ids) + 1),
+        )
+        for prompt in prompts
+        for sample in range(sampling.samples_per_prompt)
     ]
-    for response in responses:
-        max_tokens = sampling.max_new_tokens
-        if model.context_length is not None:
-            max_tokens = min(max_tokens, model.context_length - len(response.prompt.token_ids) + 1)
-        response.max_tokens = max_tokens
     lengths = [len(response.prompt.token_ids) for response in responses]
     longest = max(lengths, default=0) + sampling.max_new_tokens
     max_sequences = max(1, CACHED_TOKENS_PER_BATCH_TOKEN * batch_tokens // longest)
@@ -113,7 +116,7 @@ class _Response:
 
     prompt: Prompt
     sample: int
-    max_tokens: int = 0
+    max_tokens: int
     token_ids: list[int] = field(default_factory=list[int])
     logp: list[float] = field(default_factory=list[float])
     finish_reason: str | None = None

@@ -1,5 +1,6 @@
 """Building a transformers network from the files of a GGUF model."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -8,7 +9,9 @@ from torch import Tensor
 
 from kleash.checkpoints.gguf.architectures import (
     DRAFT_LAYERS,
+    LONG_ROPE,
     POOLING,
+    ROPE_FACTORS,
     SIGMOID,
     GGUFArchitecture,
     Settings,
@@ -22,11 +25,9 @@ from kleash.checkpoints.gguf.qwen import QWEN_FAMILY
 from kleash.checkpoints.gguf.routed import ROUTED_FAMILIES
 from kleash.checkpoints.gguf.tensor_decoding import (
     BLOCK_NUMBER,
-    LONG_ROPE,
-    ROPE_FACTORS,
     ParameterNames,
+    read_factors,
     read_parameters,
-    rope_factors,
 )
 from kleash.checkpoints.gguf.vocabulary import END_TOKENS
 from kleash.checkpoints.gguf_files import GGUFFiles
@@ -35,7 +36,7 @@ from kleash.errors import ModelError
 from kleash.extras import import_extra
 from kleash.models.compat import find_backbone
 from kleash.models.filling import check_complete, check_network_size, fill_network, loading
-from kleash.models.shared_base import BaseNetwork
+from kleash.models.shared_base import LoadedNetwork
 
 ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     **LLAMA_FAMILY,
@@ -98,7 +99,7 @@ def find_architecture(settings: Settings, tensors: Collection[str]) -> tuple[str
 
 def load_gguf_network(
     checkpoint: Checkpoint, *, dtype: torch.dtype | str, device_map: str | None
-) -> BaseNetwork:
+) -> LoadedNetwork:
     """Load a GGUF model as a transformers network with its weights decoded into ``dtype``.
 
     The network is that of the same architecture in transformers, so its matrix products are done on decoded weights
@@ -149,22 +150,24 @@ def load_gguf_network(
         if setting.startswith(SAMPLING):
             key = setting.removeprefix(SAMPLING)
             setattr(network.generation_config, SAMPLING_NAMES.get(key, key), value)
-    parameters_in_all = sum(parameter.numel() for parameter in network.parameters())
-    return BaseNetwork(
+    return LoadedNetwork(
         network=network,
-        parameters=parameters_in_all,
+        parameters=sum(parameter.numel() for parameter in network.parameters()),
         notes=_notes(files, name, subject, unmapped),
-        tensors=files.tensors,
     )
 
 
 def _notes(files: GGUFFiles, architecture: str, subject: str, unmapped: Sequence[str]) -> tuple[str, ...]:
     """What is said of a GGUF model: its types, whether it is one of embeddings, and settings that are not mapped."""
-    kinds = ", ".join(f"{count} {kind}" for kind, count in files.kinds.items())
+    num_bytes = sum(tensor.num_bytes for tensor in files.tensors)
+    elements = sum(tensor.elements for tensor in files.tensors)
+    largest_first = sorted(files.tensors, key=lambda tensor: -tensor.elements)
+    counts = Counter(tensor.kind for tensor in largest_first)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     notes = [
         (
-            f"{subject} has tensors of {8 * files.num_bytes / files.elements:.2f} bits a weight ({kinds}), which are "
-            "decoded before the model runs; llama.cpp also rounds activations"
+            f"{subject} has tensors of {8 * num_bytes / elements:.2f} bits a weight ({kinds}), which are decoded "
+            "before the model runs; llama.cpp also rounds activations"
         )
     ]
     pooling = files.settings.get(f"{architecture}.{POOLING}", 0)
@@ -189,43 +192,25 @@ def read_attributes(
     Raises:
         ModelError: if a setting is missing, contradicts the tensors or cannot be expressed in transformers.
     """
-    embedding = files.find("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2:
+    shapes = {tensor.name: tensor.shape for tensor in files.tensors}
+    if len(shapes.get("token_embd.weight", ())) != 2:
         raise ModelError("it has no matrix token_embd.weight")
-    factors = rope_factors(files.tensors)
-    summary = TensorSummary(
-        shapes={tensor.name: tensor.shape for tensor in files.tensors},
-        rope_factors=None if factors is None else tuple(factors.tolist()),
-        long_rope=_read_long_rope(files, architecture),
-    )
-    attributes, unmapped = config_attributes(name, architecture, files.settings, summary)
-    return attributes | _special_tokens(files), unmapped
-
-
-def _read_long_rope(files: GGUFFiles, architecture: GGUFArchitecture) -> tuple[tuple[float, ...], ...] | None:
-    """The divisors of the rotary frequencies for short and for long texts; None if there are none.
-
-    Raises:
-        ModelError: if one list is missing, or the architecture has none.
-    """
-    factors = [rope_factors(files.tensors, name) for name in LONG_ROPE]
-    lists = [tuple(values.tolist()) for values in factors if values is not None]
-    if not lists:
-        return None
-    if len(lists) != len(LONG_ROPE) or not architecture.has_long_rope:
+    factors = read_factors(files.tensors)
+    if not architecture.has_long_rope and not factors.keys().isdisjoint(LONG_ROPE):
         raise ModelError(
             "its positions are scaled by lists of factors (LongRoPE), which is not read of its architecture"
         )
-    return tuple(lists)
+    summary = TensorSummary(shapes=shapes, factors=factors)
+    attributes, unmapped = config_attributes(name, architecture, files.settings, summary)
+    return attributes | _special_tokens(files), unmapped
 
 
 def _is_draft(tensor: str, name: str, files: GGUFFiles) -> bool:
     """Whether a tensor belongs to the layers that predict further tokens (MTP), which come after the others."""
     drafts = files.settings.get(f"{name}.{DRAFT_LAYERS}", 0)
     match = BLOCK_NUMBER.match(tensor)
-    if match is None or type(drafts) is not int:
-        return False
-    return drafts > 0 and int(match[1]) >= files.settings[f"{name}.block_count"] - drafts
+    first_draft = files.settings[f"{name}.block_count"] - drafts
+    return drafts > 0 and match is not None and int(match[1]) >= first_draft
 
 
 def _special_tokens(files: GGUFFiles) -> dict[str, Any]:
@@ -242,8 +227,8 @@ def _special_tokens(files: GGUFFiles) -> dict[str, Any]:
 
 def _divide_rope(network: Any, files: GGUFFiles, subject: str) -> None:
     """Divide the rotary frequencies by the factors in the file, as llama.cpp does for Llama 3.1 and later."""
-    factors = rope_factors(files.tensors)
-    if factors is None:
+    factors = torch.tensor(read_factors(files.tensors).get(ROPE_FACTORS, ()))
+    if not len(factors):
         return
     rotary = getattr(find_backbone(network), "rotary_emb", None)
     frequencies = getattr(rotary, "inv_freq", None)

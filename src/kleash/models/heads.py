@@ -67,20 +67,22 @@ def extract_head(
         _check_causal(network, probe, network_logits, subject)
         max_padded_length = find_max_padded_length(network, probe, network_logits)
         vocab_size = network_logits.shape[-1]
+        head = Head(weight=None)
         plain_head = _plain_head(network, vocab_size)
         if plain_head is not None and backbone is not network:
             hidden = backbone(input_ids=probe, use_cache=False).last_hidden_state
-            for head in candidate_heads(network.config, plain_head):
-                if logit_discrepancy(network_logits, hidden, head) <= 1:
-                    return ExtractedHead(
-                        head=head, vocab_size=vocab_size, note=None, max_padded_length=max_padded_length
-                    )
+            candidates = candidate_heads(network.config, plain_head)
+            agreeing = (each for each in candidates if logit_discrepancy(network_logits, hidden, each) <= 1)
+            head = next(agreeing, head)
     note = (
         f"{subject} ({type(network).__name__}) does not come apart into hidden states and a head that gives its "
         "own logits, so it is measured through its logits, which is slower and rounds them as the model does"
     )
     return ExtractedHead(
-        head=Head(weight=None), vocab_size=vocab_size, note=note, max_padded_length=max_padded_length
+        head=head,
+        vocab_size=vocab_size,
+        note=note if head.weight is None else None,
+        max_padded_length=max_padded_length,
     )
 
 

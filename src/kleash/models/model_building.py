@@ -10,9 +10,10 @@ import torch
 
 from kleash.checkpoints.files import read_json
 from kleash.checkpoints.resolution import GENERATION_CONFIG
-from kleash.errors import KleashError, ModelError, summarise_error
+from kleash.errors import ModelError
 from kleash.linear import Head
 from kleash.models.compat import find_backbone
+from kleash.models.filling import loading
 from kleash.models.heads import ExtractedHead, extract_head
 from kleash.models.pair import Model
 from kleash.models.sharded_networks import ShardStorage
@@ -103,16 +104,9 @@ def _extract_head(model: Model) -> ExtractedHead:
     """``extract_head`` of a model's network on a few tokens, with the model's adapter active."""
     token_ids = model.tokenizer(" ".join(PROBES), add_special_tokens=False, verbose=False)["input_ids"]
     probe = token_ids[:HEAD_PROBE_TOKENS]
-    with model.activate_adapter():
-        ids = torch.tensor([probe, probe[::-1]], device=model.device)
-        try:
-            return extract_head(model.network, model.backbone, ids, f"the {model.role}")
-        except KleashError:
-            raise
-        except Exception as error:  # the exception type depends on the configuration
-            raise ModelError(
-                f"the {model.role} {model.path} cannot be run on a few tokens: {summarise_error(error)}"
-            ) from error
+    ids = torch.tensor([probe, probe[::-1]], device=model.device)
+    with model.activate_adapter(), loading(f"the {model.role} {model.path}", action="run on a few tokens"):
+        return extract_head(model.network, model.backbone, ids, f"the {model.role}")
 
 
 def check_vocab_size(model: Model, rows: int, what: str) -> None:
@@ -143,15 +137,10 @@ def read_eos_token_ids(network: Any, tokenizer: Any) -> tuple[tuple[int, ...], s
     Raises:
         ModelError: if one of them is not an integer.
     """
-    generation_config = getattr(network, "generation_config", None)
-    eos = getattr(generation_config, "eos_token_id", None)
-    for config in (network.config.get_text_config(decoder=True), network.config):
-        if eos is None:
-            eos = getattr(config, "eos_token_id", None)
-    if eos is None:
-        eos = tokenizer.eos_token_id
-    if eos is None:
-        return (), None
+    text_config = network.config.get_text_config(decoder=True)
+    owners = (getattr(network, "generation_config", None), text_config, network.config, tokenizer)
+    stated = (getattr(owner, "eos_token_id", None) for owner in owners)
+    eos: Any = next((each for each in stated if each is not None), ())
     rows = len(network.get_input_embeddings().weight)
     token_ids = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
     subject = getattr(network, "name_or_path", "") or "the model"

@@ -1,7 +1,7 @@
 """Loading networks from checkpoints, with checks of their configuration and weights, and how they are stored."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kleash.checkpoints.quantised.packed_formats import PackedCheckpoint, find_packed_modules
+from kleash.checkpoints.quantised.packed_modules import PackedModule
 from kleash.checkpoints.resolution import Checkpoint
 from kleash.errors import CannotRunError, ModelError
 from kleash.extras import import_extra
@@ -18,7 +19,7 @@ from kleash.models.compat import class_of_config, forget_renaming, run_uncompile
 from kleash.models.filling import check_complete, check_network_size, load_unpacked_network, loading
 from kleash.models.gguf_network import load_gguf_network
 from kleash.models.sharded_networks import shard_storage, view_of_shards
-from kleash.models.shared_base import BaseNetwork, LoadedNetwork, load_over_one_base
+from kleash.models.shared_base import LoadedNetwork, load_over_one_base
 from kleash.models.transformers_formats import (
     check_stored_types,
     check_unused_parts,
@@ -76,7 +77,7 @@ def load_networks(
     networks: dict[str, LoadedNetwork] = {}
     notes: list[str] = []
 
-    def load_base(checkpoint: Checkpoint) -> BaseNetwork:
+    def load_base(checkpoint: Checkpoint) -> LoadedNetwork:
         if device_map in PARALLEL_MAPS:
             _require_ranks(checkpoint, device_map)
         if checkpoint.gguf:
@@ -138,7 +139,7 @@ def _load_base(
     device: torch.device,
     device_map: str | None,
     trust_remote_code: bool,
-) -> BaseNetwork:
+) -> LoadedNetwork:
     """Load the network of a folder, without adapters, as the first class that has all its weights in the files.
 
     Raises:
@@ -214,7 +215,7 @@ def _load_as(
     packed: PackedCheckpoint | None,
     dtype: torch.dtype | str,
     device_map: str | None,
-) -> BaseNetwork:
+) -> LoadedNetwork:
     """Load the network of a folder as one class.
 
     Raises:
@@ -258,11 +259,10 @@ def _load_as(
             f"{len(unused)} tensors of {checkpoint} are not used by its architecture, such as {unused[0]}",
         )
     counted = skeleton if is_packed(network) else network
-    return BaseNetwork(
+    return LoadedNetwork(
         network=network,
         parameters=sum(parameter.numel() for parameter in counted.parameters()),
         notes=notes,
-        tensors=tuple(checkpoint.tensors.values()),
         packed=() if packed is None else packed.modules,
     )
 
@@ -279,25 +279,25 @@ def _describe_replaced_class(config: Any, network: Any, subject: str) -> tuple[s
     return (note,)
 
 
-def describe_weights(checkpoint: Checkpoint, base: BaseNetwork) -> StoredWeights:
+def describe_weights(checkpoint: Checkpoint, loaded: LoadedNetwork) -> StoredWeights:
     """How the weights of a network and of the adapter over it are stored.
 
     Args:
         checkpoint: with the adapter, if any.
-        base: the network, as it was loaded.
+        loaded: its network.
     """
-    adapter = checkpoint.adapter_tensors.values()
+    stored = checkpoint.tensors.values()
+    tensors = (*stored, *checkpoint.adapter_tensors.values())
+    elements = sum(tensor.elements for tensor in tensors)
+    num_bytes = sum(tensor.num_bytes for tensor in tensors)
     if checkpoint.gguf:
-        matrices = [tensor for tensor in base.tensors if len(tensor.shape) > 1]
+        matrices = [tensor for tensor in stored if len(tensor.shape) > 1]
         modules = {tensor.name.rpartition(".")[0]: tensor.kind for tensor in matrices}
-        elements = sum(tensor.elements for tensor in base.tensors)
     else:
-        modules = _types_of_modules(checkpoint, base)
-        is_dense = all(kind in DENSE_TYPES for kind in modules.values())
-        # Packed weights and their scales are other numbers than the network's; tensors that are not loaded count here.
-        elements = sum(tensor.elements for tensor in base.tensors) if is_dense else base.parameters
-    elements += sum(tensor.elements for tensor in adapter)
-    num_bytes = sum(tensor.num_bytes for tensor in (*base.tensors, *adapter))
+        modules = _types_of_modules(checkpoint, loaded.packed)
+        if any(kind not in DENSE_TYPES for kind in modules.values()):
+            # packed weights and their scales are other numbers than the network's
+            elements = loaded.parameters
     return StoredWeights(
         bytes=num_bytes,
         bits_per_weight=8 * num_bytes / elements if elements else 0.0,
@@ -305,20 +305,17 @@ def describe_weights(checkpoint: Checkpoint, base: BaseNetwork) -> StoredWeights
     )
 
 
-def _types_of_modules(checkpoint: Checkpoint, base: BaseNetwork) -> dict[str, str]:
+def _types_of_modules(checkpoint: Checkpoint, packed: Sequence[PackedModule]) -> dict[str, str]:
     """The type of the weights of each module with a matrix: "BF16", "gptq int4, groups of 128", "mxfp4 (U8)"."""
-    names = {tensor.name for tensor in base.tensors}
-    packed = [module for module in base.packed if not names.isdisjoint(module.parts)]
+    tensors, method = checkpoint.tensors, checkpoint.quant_method or "quantised"
     packed_parts = {part for module in packed for part in module.parts}
-    method = checkpoint.quant_method or "quantised"
-
     kinds = {module.name: module.kind for module in packed}
-    for tensor in base.tensors:
+    for tensor in tensors.values():
         module, _, part = tensor.name.rpartition(".")
         is_weight = part in ("weight", *PACKED_NAMES) or part.endswith(("_blocks", "_proj"))
         if len(tensor.shape) > 1 and tensor.name not in packed_parts and is_weight:
             is_quantised = tensor.kind not in DENSE_TYPES or any(
-                f"{module}.{scale}" in names for scale in SCALE_NAMES
+                f"{module}.{scale}" in tensors for scale in SCALE_NAMES
             )
             name = module if part == "weight" else tensor.name
             kinds[name] = f"{method} ({tensor.kind})" if is_quantised else tensor.kind

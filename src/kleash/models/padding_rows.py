@@ -95,20 +95,18 @@ def padding_columns(
     """
     ids = sorted({*rows[0].ids, *rows[1].ids})
     step = max(1, min(POSITIONS_AT_ONCE, LOGITS_AT_ONCE // max(1, len(ids))))
-    parts: list[dict[str, np.ndarray]] = []
-    for start in range(0, len(tokens), step):
-        part = slice(start, start + step)
-        hidden_p, head_p, hidden_q, head_q = inputs
-        parts.append(
-            _columns_of_part(
-                rows,
-                ids,
-                (hidden_p[part], head_p, hidden_q[part], head_q),
-                {name: values[part] for name, values in columns.items()},
-                tokens[part],
-                temperature,
-            )
+    hidden_p, head_p, hidden_q, head_q = inputs
+    parts = [
+        _columns_of_part(
+            rows,
+            ids,
+            (hidden_p[part], head_p, hidden_q[part], head_q),
+            {name: values[part] for name, values in columns.items()},
+            tokens[part],
+            temperature,
         )
+        for part in (slice(start, start + step) for start in range(0, len(tokens), step))
+    ]
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 

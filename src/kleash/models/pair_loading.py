@@ -172,11 +172,11 @@ def _build_models(
             adapter=loaded.adapter,
             device_map=loading.device_map,
             trust_remote_code=loading.trust_remote_code,
-            storage=loaded.base.storage,
+            storage=loaded.storage,
         )
         models[role] = replace(
             model,
-            weights=describe_weights(checkpoint, loaded.base),
+            weights=describe_weights(checkpoint, loaded),
             base=None if checkpoint.adapter is None else checkpoint.base,
         )
         notes += [*loaded.notes, *model_notes]

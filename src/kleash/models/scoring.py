@@ -320,16 +320,13 @@ def score_against_itself(
     this dtype cannot be measured.
     """
 
-    def read_alone(batch: Sequence[TokenSequence]) -> Tensor:
-        return torch.cat([read_hidden_states(model, [sequence]) for sequence in batch])
-
     return score(
         Pair(policy=model, reference=model, tokenizer=model.tokenizer),
         sequences,
         temperature=temperature,
         batch_tokens=batch_tokens,
         options=options,
-        read_reference=states or read_alone,
+        read_reference=states or (lambda batch: torch.cat([read_hidden_states(model, [x]) for x in batch])),
     )
 
 

@@ -14,11 +14,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kleash.errors import CannotRunError, KleashError, ModelError
+from kleash.extras import import_extra
 from kleash.linear import Head
 from kleash.linear.api import stored_logits
 from kleash.linear.vocab_shards import all_gather_numbers, gather_tokens, reduce_scatter_single
 from kleash.linear.zero3 import is_zero3, unsupported_storage, zero3_as_dtensor
-from kleash.models.compat import copy_without_sharding, fsdp_modules, fsdp_param_dtypes
+from kleash.models.compat import copy_without_sharding, fsdp_param_dtypes
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,11 +31,6 @@ class ShardStorage:
     param_dtype: torch.dtype | None
     """The dtype in which the weights are gathered, by FSDP's mixed precision; None for their own."""
     device: torch.device
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return torch.distributed.get_world_size(self.group)
 
     def cast(self, weight: Any) -> Any:
         """A weight, detached and in the dtype in which it is gathered."""
@@ -83,7 +79,8 @@ class _WithMeanGradient(torch.autograd.Function):
 
 def reshard(network: Any) -> list[Any]:
     """Free the weights that FSDP2 has gathered, so that this rank has its shards; returns the sharded modules."""
-    modules = fsdp_modules(network)
+    kind = import_extra("torch.distributed.fsdp", "models").FSDPModule
+    modules = [module for module in network.modules() if isinstance(module, kind)]
     for module in modules:
         module.reshard()
     return modules
@@ -219,13 +216,9 @@ class _GatheredWeights:
 class _FetchedRows(_GatheredWeights):
     """Fetches the rows of an embedding that a batch reads, from the ranks that store them."""
 
-    def __init__(self, module: Any, names: Sequence[str], storage: ShardStorage) -> None:
-        """Arguments as of ``_GatheredWeights``."""
-        super().__init__(module, names, storage)
-        module.padding_idx = None  # matters to gradients only, and names a row of the whole embedding
-
     def gather(self, module: Any, args: Any, kwargs: Any) -> Any:
         """Put the rows of the batch in the place of the shard, and their numbers in the place of the token ids."""
+        module.padding_idx = None  # matters to gradients only, and names a row of the whole embedding
         ids = args[0] if args else kwargs.pop("input")
         shard = self.shards["weight"] = module._parameters["weight"]
         unique, positions = torch.unique(ids, return_inverse=True)
@@ -264,10 +257,10 @@ def _fetch_rows(local: Tensor, ids: Int[Tensor, " ids"], storage: ShardStorage) 
         ids: the rows to return.
         storage: the ranks.
     """
-    rows, counts = all_gather_numbers(storage.group, local.device, [len(local), len(ids)])
+    rows, counts = all_gather_numbers(storage.group, local.device, [len(local), len(ids)])  # of each rank
     first = sum(rows[: torch.distributed.get_rank(storage.group)])
     max_count = max(counts)
-    sent = local.new_zeros((storage.world_size, max_count, local.shape[-1]))
+    sent = local.new_zeros((len(counts), max_count, local.shape[-1]))
     all_ids: Any = gather_tokens(storage.group, ids, counts)
     for place, needed_ids in zip(sent, all_ids.split(counts), strict=True):
         is_local = (needed_ids >= first) & (needed_ids < first + len(local))

@@ -10,7 +10,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kleash.checkpoints.files import StoredTensor
 from kleash.checkpoints.quantised.packed_modules import PackedModule
 from kleash.checkpoints.resolution import Checkpoint
 from kleash.models.adapters import (
@@ -33,32 +32,22 @@ CHUNK_BYTES = 1 << 25
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class BaseNetwork:
-    """A network as loaded from its folder, without adapters."""
+class LoadedNetwork:
+    """A network as loaded from its files, with the adapter that its role activates."""
 
     network: Any
+    """Without PEFT's wrapper."""
     parameters: int
+    """Number of parameters of the network and the adapter."""
     notes: tuple[str, ...]
-    tensors: tuple[StoredTensor, ...]
-    """Its tensors in the files."""
     packed: tuple[PackedModule, ...] = ()
     """The modules that were unpacked."""
     storage: ShardStorage | None = None
     """The ranks of whose shards the network is a view; None for a whole network."""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class LoadedNetwork:
-    """The network of one role, with the adapter that the role activates."""
-
-    network: Any
-    adapters: Any
+    adapters: Any = None
     """The PEFT model around the network; None if no role has an adapter on it."""
-    adapter: str | None
+    adapter: str | None = None
     """Name of this role's adapter in the PEFT model; None for the base."""
-    base: BaseNetwork
-    parameters: int
-    notes: tuple[str, ...]
 
 
 class _ChangedBaseError(Exception):
@@ -66,7 +55,7 @@ class _ChangedBaseError(Exception):
 
 
 def load_over_one_base(
-    checkpoints: Mapping[str, Checkpoint], load_base: Callable[[Checkpoint], BaseNetwork]
+    checkpoints: Mapping[str, Checkpoint], load_base: Callable[[Checkpoint], LoadedNetwork]
 ) -> tuple[dict[str, LoadedNetwork], str]:
     """Load checkpoints that have the same base, with the base in memory once if it can be shared.
 
@@ -131,7 +120,7 @@ def _reason_from_settings(adapters: Sequence[Checkpoint]) -> str | None:
 
 
 def _load_on_one_base(
-    checkpoints: Mapping[str, Checkpoint], load_base: Callable[[Checkpoint], BaseNetwork]
+    checkpoints: Mapping[str, Checkpoint], load_base: Callable[[Checkpoint], LoadedNetwork]
 ) -> dict[str, LoadedNetwork]:
     """Load one base and attach the adapters of all these checkpoints to it.
 
@@ -155,14 +144,7 @@ def _load_on_one_base(
     networks: dict[str, LoadedNetwork] = {}
     for folder, (role, *other_roles) in roles_by_adapter.items():
         checkpoint = checkpoints[role]
-        loaded = LoadedNetwork(
-            network=network,
-            adapters=None,
-            adapter=None,
-            base=base,
-            parameters=base.parameters,
-            notes=base.notes,
-        )
+        loaded = base
         if folder is not None:
             wrapper = attach_adapter(network, wrapper, checkpoint)
             wrapper.eval()
@@ -172,7 +154,7 @@ def _load_on_one_base(
                 _check_logits(wrapper, network, probe, logits, checkpoint)
                 logits[role] = probe_logits(network, probe)
             loaded = replace(
-                loaded,
+                base,
                 adapter=role,
                 parameters=base.parameters + sum(x.elements for x in checkpoint.adapter_tensors.values()),
                 notes=(*base.notes, *describe_unknown_settings(checkpoint)),

@@ -1,12 +1,16 @@
 """Loading tokenizers, and checking that two of them, or one and the vocabulary of a GGUF file, give the same tokens."""
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kleash.checkpoints.gguf.vocabulary import describe_differences, find_difference, read_vocabulary
+from kleash.checkpoints.gguf.vocabulary import (
+    backend_of,
+    describe_differences,
+    find_difference,
+    read_vocabulary,
+)
 from kleash.checkpoints.resolution import Checkpoint, find_checkpoint, list_input_files
 from kleash.errors import ModelError, summarise_error
 from kleash.extras import import_extra
@@ -45,7 +49,7 @@ def compare_tokenizers(policy: Any, reference: Any) -> tuple[str, ...]:
     """
     _check_equal("tokens", policy.get_vocab(), reference.get_vocab())
     _check_equal("special tokens", _special_tokens(policy), _special_tokens(reference))
-    policy_backend, reference_backend = _backend(policy), _backend(reference)
+    policy_backend, reference_backend = backend_of(policy), backend_of(reference)
     _check_equal("merges", _merges(policy_backend), _merges(reference_backend))
     for text in PROBES:
         ids, other_ids = (
@@ -122,16 +126,10 @@ def _special_tokens(tokenizer: Any) -> dict[str, int]:
     return {token.content: token_id for token_id, token in added_tokens.items() if token.special}
 
 
-def _backend(tokenizer: Any) -> dict[str, Any]:
-    """The settings of a fast tokenizer, as tokenizer.json has them; empty for a slow one."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    return {} if backend is None else json.loads(backend.to_str())
-
-
 def _merges(backend: dict[str, Any]) -> dict[str, int]:
     """The merges of a byte-pair encoding, with their ranks."""
     merges = (backend.get("model") or {}).get("merges") or []
-    return {" ".join(pair) if isinstance(pair, list) else pair: rank for rank, pair in enumerate(merges)}
+    return {" ".join(pair): rank for rank, pair in enumerate(merges)}
 
 
 def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:

@@ -139,15 +139,13 @@ def check_unused_parts(
     Raises:
         ModelError: naming the first of them.
     """
-    modules = set(packed_modules)
-
-    def is_needed(name: str) -> bool:
-        module, _, part = name.rpartition(".")
-        parts = module.split(".")
-        within = any(".".join(parts[:count]) in modules for count in range(1, len(parts) + 1))
-        return part in QUANTISATION_PARTS or (within and part != "bias")
-
-    needed = [name for name in names if is_needed(name)]
+    beginnings = tuple(f"{module}." for module in packed_modules)
+    needed = [
+        name
+        for name in names
+        if name.rpartition(".")[2] in QUANTISATION_PARTS
+        or (name.startswith(beginnings) and not name.endswith(".bias"))
+    ]
     if needed and checkpoint.quant_method is not None:
         raise ModelError(
             f"{checkpoint} has {len(needed)} tensors of a quantisation that were not used, such as {needed[0][:120]}, "

@@ -214,18 +214,17 @@ def _group(name: str, parts: tuple[str, ...], policy: Model, reference: Model) -
     Raises:
         ModelError: if a weight differs in shape.
     """
-    parameters: dict[int, int] = {}
-    is_identical = True
-    for path in parts:
-        policy_part, reference_part = _get(policy.network, path), _get(reference.network, path)
-        if not name.startswith(("embeddings", "head")):
-            _check_shapes(path, policy_part, reference_part)
-        is_module = isinstance(reference_part, torch.nn.Module)
-        weights = reference_part.parameters() if is_module else [reference_part]
-        parameters |= {
-            id(weight): weight.numel() for weight in weights if isinstance(weight, torch.nn.Parameter)
-        }
-        is_identical = is_identical and _are_equal(policy_part, reference_part)
+    pairs = {path: (_get(policy.network, path), _get(reference.network, path)) for path in parts}
+    if not name.startswith(("embeddings", "head")):
+        for path, pair in pairs.items():
+            _check_shapes(path, *pair)
+    parameters = {
+        id(weight): weight.numel()
+        for _, part in pairs.values()
+        for weight in (part.parameters() if isinstance(part, torch.nn.Module) else [part])
+        if isinstance(weight, torch.nn.Parameter)
+    }
+    is_identical = all(_are_equal(*pair) for pair in pairs.values())
     return WeightGroup(name=name, parts=parts, parameters=sum(parameters.values()), is_identical=is_identical)
 
 

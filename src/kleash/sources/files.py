@@ -1,7 +1,6 @@
 """Finding source files, detecting their format, and reading their records."""
 
 import atexit
-import json
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -13,7 +12,7 @@ from shutil import copyfileobj, rmtree
 from tempfile import mkdtemp
 from typing import Literal
 
-from kleash.errors import SourceError, summarise_error
+from kleash.errors import SourceError
 from kleash.jobs.option_groups import shown_endpoint
 from kleash.jobs.reading import DatasetOptions, ReadOptions, SourceKind
 from kleash.shipped import shipped_prompts, shipped_text
@@ -64,8 +63,8 @@ FORMAT_BY_SUFFIX: Mapping[str, SourceFormat | None] = {
     **dict.fromkeys((".yaml", ".yml", ".xml", ".html", ".toml", ".ini", ".ipynb"), None),
 }
 """Formats of files by suffix, which takes precedence over their content; None for text of a structure of its own."""
-JSON_START = re.compile(r'\s*(\{\s*"|\[\s*\{\s*")')
-"""Beginning of an object, or of an array of objects."""
+JSON_START = re.compile(r'\s*(\{|\[\s*\{?)\s*("|$)')
+"""First line of an object, or of an array of objects or texts, in JSON."""
 
 
 VERL_COLUMNS = frozenset(("input", "output", "gts", "score", "step"))
@@ -199,8 +198,8 @@ def source_path(name: str, kind: SourceKind) -> Path:
         ) from error
     if not path.is_file():
         raise SourceError(
-            f"{name} is a folder or a pipe; give a file of {accepted_formats(kind)}, or {STANDARD_INPUT} and pipe it "
-            "to standard input"
+            f"{name} is a {'folder' if path.is_dir() else 'pipe or device'}; give a file of {accepted_formats(kind)}, "
+            f"or {STANDARD_INPUT} and pipe it to standard input"
         )
     if size == 0:
         raise SourceError(f"{source_label(path)} is empty; give a file of {accepted_formats(kind)}")
@@ -299,33 +298,13 @@ def detect_format(path: Path, kind: SourceKind, named: Collection[str] = ()) -> 
 
 
 def _format_by_content(path: Path, suffix: str, named: Collection[str]) -> SourceFormat:
-    """The format of a file whose suffix is unknown or ".json", by its first line that is not blank, or as JSON."""
+    """The format of a file whose suffix is unknown or ".json", by its first line that is not blank."""
     for _, text in read_text_lines(path):
         if not text.strip():
             continue
         if isinstance(parse_if_json(text), dict):
             return "JSONL"
-        if suffix == ".json" or (text.lstrip().startswith(("[", "{")) and _is_json(path)):
+        if suffix == ".json" or JSON_START.match(text):
             return "a JSON array"
         return "CSV" if find_delimiter(text, named, names_only=True) else "plain text"
     return "JSONL" if suffix == ".json" else "plain text"
-
-
-def _is_json(path: Path) -> bool:
-    """Whether a file is an object, or an array of objects and texts; plain text may begin with brackets, too.
-
-    Raises:
-        SourceError: if it begins as JSON with objects does, and cannot be read.
-    """
-    text = "".join(line for _, line in read_text_lines(path, keep_ends=True))
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        if JSON_START.match(text):
-            raise SourceError(
-                f"{source_label(path)} begins as JSON and cannot be read ({summarise_error(error)}); mend it, or name "
-                "the file .txt if it is plain text"
-            ) from error
-        return False
-    entries = content if isinstance(content, list) else [content]
-    return bool(entries) and all(isinstance(entry, dict | str) for entry in entries)

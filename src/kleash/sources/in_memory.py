@@ -58,7 +58,9 @@ def write_source(data: Iterable[Any], kind: SourceKind, folder: Path) -> None:
         RunFolderError: if the folder holds the run of another source, or cannot be written.
     """
     lines = (
-        json.dumps(record, ensure_ascii=False, default=_json_value)
+        json.dumps(
+            record, ensure_ascii=False, default=lambda x: x.tolist() if hasattr(x, "tolist") else str(x)
+        )
         for record in records_in_memory(data, kind)
     )
     content = "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
@@ -71,8 +73,3 @@ def write_source(data: Iterable[Any], kind: SourceKind, folder: Path) -> None:
             write_atomically(path, content)
         elif stored != content:
             raise RunFolderError(f"{folder} holds a run of another source; give another folder as out")
-
-
-def _json_value(value: Any) -> Any:
-    """An array as a list, and anything else that JSON has no word for as a text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)

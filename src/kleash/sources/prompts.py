@@ -122,7 +122,7 @@ def tokenise_prompt(record: SourceRecord, pair: TokenLimits, chat_template: str 
             contents of messages by blank lines; None renders messages alone.
 
     Raises:
-        SourceError: if the record has no prompt, or an empty one.
+        SourceError: if the record has no prompt, or an empty one, or one to be rendered that a template has rendered.
     """
     check_text_only(record)
     values, tokenizer = get_field(record, "prompt_token_ids", list, "a list of token ids"), pair.tokenizer
@@ -152,7 +152,12 @@ def tokenise_prompt(record: SourceRecord, pair: TokenLimits, chat_template: str 
     if isinstance(prompt, str):
         if chat_template != "apply":
             return made_of(_encode_prompt(record, prompt, tokenizer), prompt, form)
-        prompt = [_as_message(record, prompt, form)]
+        if form == "rendered text":
+            raise record.error(
+                f"a chat template has rendered the prompt {shorten(prompt)} already, and --chat-template apply renders "
+                "prompts that are plain; leave that out"
+            )
+        prompt = [{"role": "user", "content": prompt}]
     text = render_messages(record, prompt, tokenizer, name, generate=True)
     token_ids = tuple(encode_text(tokenizer, text, special_tokens=False))
     if not token_ids:
@@ -190,20 +195,6 @@ def _find_prompt(record: SourceRecord) -> tuple[str, TextOrMessages]:
             "another"
         )
     return "prompt", prompt
-
-
-def _as_message(record: SourceRecord, text: str, form: SourceForm) -> dict[str, Any]:
-    """A plain prompt as a user's message.
-
-    Raises:
-        SourceError: if a chat template has rendered it already.
-    """
-    if form == "rendered text":
-        raise record.error(
-            f"a chat template has rendered the prompt {shorten(text)} already, and --chat-template apply renders "
-            "prompts that are plain; leave that out"
-        )
-    return {"role": "user", "content": text}
 
 
 def _encode_prompt(record: SourceRecord, text: str, tokenizer: Any) -> tuple[int, ...]:

@@ -276,15 +276,10 @@ def read_text_lines(path: Path, *, keep_ends: bool = False) -> Iterator[tuple[in
             for number, raw in enumerate(file, start=1):
                 text = (raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw).decode("utf-8")
                 if "\0" in text:
-                    raise SourceError(_not_text(label, number, 0))
+                    raise UnicodeDecodeError("utf-8", b"\0", 0, 1, "no text holds it")
                 yield number, text if keep_ends else text.removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
-        raise SourceError(_not_text(label, number, error.object[error.start])) from error
-
-
-def _not_text(label: str, number: int, byte: int) -> str:
-    """The sentence about a byte that no text in UTF-8 has."""
-    return (
-        f"{label}, line {number}: expected UTF-8 and found byte 0x{byte:02x}; give text in UTF-8, Parquet or Arrow, "
-        "unpacked or with .gz or .zst"
-    )
+        raise SourceError(
+            f"{label}, line {number}: expected UTF-8 and found byte 0x{error.object[error.start]:02x}; give text in "
+            "UTF-8, Parquet or Arrow, unpacked or with .gz or .zst"
+        ) from error

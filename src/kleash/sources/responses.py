@@ -1,6 +1,7 @@
 """Responses from a source file (off-policy samples), as token sequences."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
@@ -98,10 +99,10 @@ class _IdAssigner:
     """Assigned prompt ids by the hash of the prompt, or by the text that records state."""
     prompts: dict[int, tuple[str, str]] = field(default_factory=dict[int, tuple[str, str]])
     """Hash of the prompt, and location of its first record, by prompt id."""
-    sample_ids: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
+    sample_ids: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     """Sample ids in use, by prompt id."""
-    next_sample_ids: dict[int, int] = field(default_factory=dict[int, int])
-    """By prompt id: every smaller sample id is in use."""
+    next_sample_ids: defaultdict[int, Iterator[int]] = field(default_factory=lambda: defaultdict(count))
+    """By prompt id: the sample ids from 0 on that were not looked at yet."""
 
     def assign(self, record: SourceRecord, prompt_hash: str, first_hash: str | None) -> tuple[int, int]:
         """Prompt id and sample id of a record: those that it states, or the next free ones; texts are numbered.
@@ -123,11 +124,10 @@ class _IdAssigner:
         if known_hash != prompt_hash and first_hash is None:
             shown = shorten(stated) if isinstance(stated, str) else stated
             raise record.error(f"'prompt_id' {shown} stands for another prompt at {location}")
-        used = self.sample_ids.setdefault(prompt, set())
+        used = self.sample_ids[prompt]
         if sample is None:
-            sample = next(index for index in count(self.next_sample_ids.get(prompt, 0)) if index not in used)
-            self.next_sample_ids[prompt] = sample
-        if sample in used:
+            sample = next(index for index in self.next_sample_ids[prompt] if index not in used)
+        elif sample in used:
             raise record.error(f"sample {sample} of prompt {prompt} has been there before")
         used.add(sample)
         return prompt, sample

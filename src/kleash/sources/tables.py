@@ -271,7 +271,10 @@ def read_json_array(path: Path, text_field: str) -> Iterator[SourceRecord]:
     try:
         content = parse_json("\n".join(line for _, line in read_text_lines(path)))
     except ValueError as error:
-        raise SourceError(f"{label} is neither JSONL nor a JSON array ({summarise_error(error)})") from error
+        raise SourceError(
+            f"{label} begins as JSON and cannot be read ({summarise_error(error)}); mend it, or name the file .txt if "
+            "it is plain text"
+        ) from error
     if not isinstance(content, list):
         raise SourceError(
             f"{label} holds {show_value(content)}; give an array of objects, or JSONL with an object a line"

@@ -110,7 +110,7 @@ def header_of(job: TrainJob) -> RunHeader:
     models = {role: find_checkpoint(name) for role, name in models_of(job).items()}
     fingerprints = {role: model.fingerprint() for role, model in models.items()}
     if isinstance(job, OnlineJob):
-        fingerprints[f"policy {GENERATION_CONFIG}"] = models["policy"].generation_fingerprint()
+        fingerprints[f"policy {GENERATION_CONFIG}"] = models["policy"].fingerprint(of_generation=True)
     if isinstance(job, GroupJob) and job.eval_prompts is not None:
         fingerprints["held-out prompts"] = find_source(job.eval_prompts, "prompts", job).sha256()
     if isinstance(job, DPOJob) and job.eval_pairs is not None:

@@ -3,6 +3,7 @@
 Source: llama.cpp, ``conversion/`` and ``src/models/``, which write and read the files.
 """
 
+from collections import UserDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,6 +26,10 @@ SHAPE_SETTINGS = {
     RMS_NORM: "rms_norm_eps",
 }
 """Settings that most decoders have → attribute of the configuration."""
+ROPE_FACTORS = "rope_freqs.weight"
+"""Tensor of divisors of the rotary frequencies."""
+LONG_ROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
+"""Tensors of divisors of the rotary frequencies for short and for long texts."""
 POOLING = "pooling_type"
 """How the hidden states of an embedding model become one vector; 0 is not at all."""
 DRAFT_LAYERS = "nextn_predict_layers"
@@ -77,24 +82,19 @@ SOFTMAX, SIGMOID = 1, 2
 """``expert_gating_func``."""
 
 
-class RecordedSettings(dict[str, Any]):
+class RecordedSettings(UserDict[str, Any]):
     """Settings by their names without the architecture, which remember those that were read."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         """Hold ``values``, of which none has been read."""
         super().__init__(values)
         self.read: set[str] = set()
-        """Names that were asked for."""
+        """Names of settings that were read."""
 
     def __getitem__(self, name: str) -> Any:
-        """The value of a setting."""
+        """The value of a setting; ``get`` reads it here, too."""
         self.read.add(name)
         return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The value of a setting, or ``default``."""
-        self.read.add(name)
-        return super().get(name, default)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +103,8 @@ class TensorSummary:
 
     shapes: Mapping[str, tuple[int, ...]]
     """Of all tensors."""
-    rope_factors: tuple[float, ...] | None
-    """Divisors of the rotary frequencies, if the file has them."""
-    long_rope: tuple[tuple[float, ...], ...] | None = None
-    """Divisors of the rotary frequencies for short and for long texts, if the file has them."""
+    factors: Mapping[str, tuple[float, ...]]
+    """The tensors ``ROPE_FACTORS`` and ``LONG_ROPE`` that the file has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,19 +298,17 @@ def check_gating(
         raise ModelError(f"its expert_gating_func is {str(gating)[:40]}, which its architecture has not")
 
 
-def set_rope(attributes: dict[str, Any], **scaling: Any) -> None:
-    """Put the settings of the rotary embedding into ``rope_parameters``, with another scaling if one is given."""
+def set_rope(attributes: dict[str, Any], *_: Any, **scaling: Any) -> None:
+    """Put the settings of the rotary embedding into ``rope_parameters``, with another scaling if one is given.
+
+    By itself it is for models of which transformers has another default than that all of a head is rotated.
+    """
     stored_scaling = attributes.pop("rope_scaling", {"rope_type": "default"})
     attributes["rope_parameters"] = {
         **(scaling or stored_scaling),
         "rope_theta": attributes.pop("rope_theta"),
         "partial_rotary_factor": attributes.pop("partial_rotary_factor"),
     }
-
-
-def adjust_partial_rope(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """The part of a head that is rotated, for which transformers has another default than all of it."""
-    set_rope(attributes)
 
 
 def set_layer_types(

@@ -24,13 +24,13 @@ from torch import Tensor
 
 from kleash.checkpoints.gguf.architectures import (
     LLAMA_BIASES,
+    LONG_ROPE,
     MLP_PROJECTIONS,
     PROJECTIONS,
     RMS_NORM,
     GGUFArchitecture,
     Settings,
     TensorSummary,
-    adjust_partial_rope,
     join_parameters,
     layer_norm_shapes,
     set_layer_types,
@@ -150,9 +150,9 @@ STABLELM_NAMES = {
 def adjust_phi3(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
     """Set a sliding window of 0 to none, and the two lists of factors that scale the positions (LongRoPE)."""
     attributes["sliding_window"] = attributes.get("sliding_window") or None
-    if tensors.long_rope is None:
+    if tensors.factors.keys().isdisjoint(LONG_ROPE):
         return
-    short, long = tensors.long_rope
+    short, long = (tensors.factors[name] for name in LONG_ROPE)
     length = settings.get("rope.scaling.original_context_length", attributes["max_position_embeddings"])
     attributes["original_max_position_embeddings"] = length
     set_rope(
@@ -163,13 +163,6 @@ def adjust_phi3(attributes: dict[str, Any], settings: Settings, tensors: TensorS
         attention_factor=settings.get("rope.scaling.attn_factor", 1.0),
         original_max_position_embeddings=length,
     )
-
-
-def adjust_gpt2(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Set the MLP's width by its name in GPT-2, and remove the attributes of rotary positions."""
-    attributes["n_inner"] = attributes.pop("intermediate_size")
-    for name in ("head_dim", "num_key_value_heads", "rope_theta", "rope_scaling", "partial_rotary_factor"):
-        attributes.pop(name, None)
 
 
 def adjust_olmo(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
@@ -196,18 +189,6 @@ def adjust_exaone4(attributes: dict[str, Any], settings: Settings, tensors: Tens
     attributes["sliding_window"] = attributes.get("sliding_window") or None
     if attributes["sliding_window"] is None:
         attributes["layer_types"] = ["full_attention"] * attributes["num_hidden_layers"]
-
-
-def require_sliding_window(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """A missing sliding window is refused."""
-    if not attributes.get("sliding_window"):
-        raise ModelError("it has no attention.sliding_window")
-
-
-def refuse_sliding_window(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """A sliding window is refused."""
-    if settings.get("attention.sliding_window"):
-        raise ModelError("its layers have a sliding window, which is read of other architectures only")
 
 
 def interleave_neox_heads(parameters: dict[str, Tensor], attributes: Mapping[str, Any]) -> None:
@@ -238,7 +219,7 @@ def restore_glm4v_heads(parameters: dict[str, Tensor], attributes: Mapping[str, 
 OLMO2 = GGUFArchitecture(
     model_type="olmo2",
     biases={"attention_bias": PROJECTIONS},
-    adjust=[refuse_sliding_window],
+    adjusted=frozenset(("attention.sliding_window",)),
 )
 DENSE_FAMILIES: Mapping[str, GGUFArchitecture] = {
     "olmo": GGUFArchitecture(
@@ -260,20 +241,20 @@ DENSE_FAMILIES: Mapping[str, GGUFArchitecture] = {
     "chatglm": GGUFArchitecture(
         model_type="glm",
         biases={"attention_bias": PROJECTIONS[:3]},
-        adjust=[adjust_partial_rope],
+        adjust=[set_rope],
     ),
     "command-r": COHERE,
     "cohere2": replace(
         COHERE,
         model_type="cohere2",
-        settings={**COHERE.settings, "attention.sliding_window": "sliding_window"},
+        shapes={**COHERE.shapes, "attention.sliding_window": "sliding_window"},
         present={},
-        adjust=[partial(set_layer_types, period=4), require_sliding_window],
+        adjust=[partial(set_layer_types, period=4)],
     ),
     "phi2": GGUFArchitecture(
         model_type="phi",
         shapes=layer_norm_shapes("layer_norm_eps"),
-        adjust=[adjust_partial_rope],
+        adjust=[set_rope],
     ),
     "phi3": GGUFArchitecture(
         model_type="phi3",
@@ -293,14 +274,14 @@ DENSE_FAMILIES: Mapping[str, GGUFArchitecture] = {
         settings={"use_parallel_residual": "use_parallel_residual"},
         biases={"use_qkv_bias": PROJECTIONS[:3]},
         present={"qk_layernorm": "attn_q_norm.weight"},
-        adjust=[adjust_partial_rope],
+        adjust=[set_rope],
     ),
     "nemotron": GGUFArchitecture(
         model_type="nemotron",
         shapes=layer_norm_shapes("norm_eps"),
         biases=LLAMA_BIASES,
         adjusted=frozenset((RMS_NORM,)),
-        adjust=[adjust_partial_rope],
+        adjust=[set_rope],
         norm_offset=1.0,
     ),
     "starcoder2": GGUFArchitecture(
@@ -326,15 +307,14 @@ DENSE_FAMILIES: Mapping[str, GGUFArchitecture] = {
     ),
     "gpt2": GGUFArchitecture(
         model_type="gpt2",
-        shapes=layer_norm_shapes("layer_norm_epsilon"),
-        adjust=[adjust_gpt2],
+        shapes=layer_norm_shapes("layer_norm_epsilon") | {"feed_forward_length": "n_inner"},
         arrange=[partial(transpose, ends=("c_attn.weight", "c_proj.weight", "c_fc.weight"))],
     ),
     "gptneox": GGUFArchitecture(
         model_type="gpt_neox",
         shapes=layer_norm_shapes("layer_norm_eps"),
         settings={"use_parallel_residual": "use_parallel_residual"},
-        adjust=[adjust_partial_rope],
+        adjust=[set_rope],
         arrange=[interleave_neox_heads],
     ),
 }

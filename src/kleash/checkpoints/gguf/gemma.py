@@ -16,7 +16,13 @@ from typing import Any
 
 from torch import Tensor
 
-from kleash.checkpoints.gguf.architectures import GGUFArchitecture, Settings, TensorSummary, set_layer_types
+from kleash.checkpoints.gguf.architectures import (
+    ROPE_FACTORS,
+    GGUFArchitecture,
+    Settings,
+    TensorSummary,
+    set_layer_types,
+)
 from kleash.errors import ModelError
 
 ATTENTION_CAP, LOGIT_CAP = 50.0, 30.0
@@ -138,18 +144,17 @@ def _gemma4_mlp(attributes: dict[str, Any]) -> None:
     if not isinstance(widths, list):
         return
     unshared = attributes["num_hidden_layers"] - attributes.get("num_kv_shared_layers", 0)
+    shared = attributes["num_hidden_layers"] - unshared
     width = widths[0] if widths else 0
-    for double in (False, True):
-        if widths == [width] * unshared + [width * (1 + double)] * (len(widths) - unshared):
-            attributes |= {"intermediate_size": width, "use_double_wide_mlp": double}
-            break
-    if isinstance(attributes["intermediate_size"], list) or len(widths) != attributes["num_hidden_layers"]:
+    is_double = bool(widths) and widths[-1] != width
+    if widths != [width] * unshared + [width * (1 + is_double)] * shared:
         raise ModelError(f"its feed_forward_length is {str(widths)[:60]}, which Gemma 4 cannot have")
+    attributes |= {"intermediate_size": width, "use_double_wide_mlp": is_double}
 
 
 def _rotary_part(head_dim: int, tensors: TensorSummary) -> float:
     """The part of a head that is rotated: factors are 1 where it is, and above 1e29 where it is not."""
-    factors = tensors.rope_factors
+    factors = tensors.factors.get(ROPE_FACTORS)
     if factors is None:
         return 1.0
     rotated = sum(factor == 1 for factor in factors)

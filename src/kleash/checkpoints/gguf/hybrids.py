@@ -166,8 +166,6 @@ def adjust_nemotron_h(attributes: dict[str, Any], settings: Settings, tensors: T
     attributes["num_key_value_heads"] = max(keys) if isinstance(keys, list) else keys
     heads = settings["ssm.time_step_rank"]
     attributes |= {"mamba_num_heads": heads, "mamba_head_dim": settings["ssm.inner_size"] // heads}
-    for name in ("rope_theta", "partial_rotary_factor", "rope_scaling"):
-        attributes.pop(name, None)
 
 
 def set_state_space(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:

@@ -22,7 +22,6 @@ from kleash.checkpoints.gguf.architectures import (
     GGUFArchitecture,
     Settings,
     TensorSummary,
-    adjust_partial_rope,
     join_parameters,
     log_of_negated,
     restore_convolutions,
@@ -162,7 +161,7 @@ QWEN_FAMILY: Mapping[str, GGUFArchitecture] = {
         names=QWEN3_NEXT_NAMES,
         settings={**QWEN35.settings, **EXPERT_SETTINGS},
         constants={"norm_topk_prob": True, **QWEN_EXPERTS},
-        adjust=[set_linear_attention, adjust_partial_rope],
+        adjust=[set_linear_attention, set_rope],
         arrange=[restore_convolutions, join_qwen3_next],
     ),
 }

@@ -26,10 +26,10 @@ from kleash.checkpoints.gguf.architectures import (
     GGUFArchitecture,
     Settings,
     TensorSummary,
-    adjust_partial_rope,
     check_gating,
     join_parameters,
     set_layer_types,
+    set_rope,
     transpose,
 )
 from kleash.errors import ModelError
@@ -105,11 +105,6 @@ def set_latent_attention(attributes: dict[str, Any], settings: Settings, tensors
     attributes["rope_parameters"] = {**rope, "rope_theta": attributes.pop("rope_theta")}
 
 
-def adjust_ernie_experts(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
-    """Set the last layer of all as the last that may have experts; not every layer before it need have them."""
-    attributes["moe_layer_end_index"] = attributes["num_hidden_layers"] - 1
-
-
 def adjust_gpt_oss(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
     """Set bounds of YaRN that are not rounded."""
     if settings.get("rope.freq_base_swa", attributes["rope_theta"]) != attributes["rope_theta"]:
@@ -173,7 +168,7 @@ ROUTED_FAMILIES: Mapping[str, GGUFArchitecture] = {
         adjusted=frozenset((GATING, LEADING_DENSE)),
         biases={"attention_bias": PROJECTIONS[:3]},
         present={"use_qk_norm": "attn_q_norm.weight"},
-        adjust=[CHECK_SIGMOID, set_dense_layers, adjust_partial_rope],
+        adjust=[CHECK_SIGMOID, set_dense_layers, set_rope],
     ),
     "dots1": GGUFArchitecture(
         model_type="dots1",
@@ -198,7 +193,6 @@ ROUTED_FAMILIES: Mapping[str, GGUFArchitecture] = {
         adjusted=frozenset(("expert_shared_feed_forward_length", GATING)),
         biases={"use_bias": PROJECTIONS},
         defaults={"moe_layer_start_index": 0, "moe_num_shared_experts": 0},
-        adjust=[adjust_ernie_experts],
     ),
     "olmoe": GGUFArchitecture(
         model_type="olmoe",

@@ -18,7 +18,9 @@ from kleash.checkpoints.files import StoredTensor
 from kleash.checkpoints.gguf.architectures import (
     FUSED_EXPERTS,
     FUSED_PROJECTIONS,
+    LONG_ROPE,
     PROJECTIONS,
+    ROPE_FACTORS,
     GGUFArchitecture,
 )
 from kleash.errors import ModelError
@@ -26,12 +28,8 @@ from kleash.extras import import_extra
 
 MAX_THREADS = 4
 """Tensors that are decoded at once, each of which is in memory in float32."""
-ROPE_FACTORS = "rope_freqs.weight"
-"""Divisors of the rotary frequencies."""
-LONG_ROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
-"""Divisors of the rotary frequencies for short and for long texts."""
-SCALES = (".scale", ".input_scale")
-"""Ends of the names of factors beside NVFP4."""
+SCALE = re.compile(r"\.(input_)?scale$")
+"""End of the names of factors beside NVFP4: of the weights, or of activations, which are not rounded here."""
 FACTORS = frozenset((ROPE_FACTORS, *LONG_ROPE))
 """Tensors that no parameter holds."""
 LAYERS = "model.layers"
@@ -182,7 +180,9 @@ def read_parameters(
     for arrange in architecture.arrange:
         arrange(parameters, attributes)
     unused = [tensor.name for tensor, names in parts.items() if not names and tensor.name not in FACTORS]
-    return parameters, tuple(name for name in unused if _weight_of_scale(name) not in stored)
+    return parameters, tuple(
+        name for name in unused if not (SCALE.search(name) and SCALE.sub(".weight", name) in stored)
+    )
 
 
 def _list_parameters(tensor: StoredTensor, parameter_names: ParameterNames) -> list[str]:
@@ -193,12 +193,6 @@ def _list_parameters(tensor: StoredTensor, parameter_names: ParameterNames) -> l
         names = [parameter_names.find(half) for half in halves]
         return [name for name in names if name is not None] if all(names) else []
     return [] if name is None else [name]
-
-
-def _weight_of_scale(name: str) -> str:
-    """The tensor that a tensor of factors belongs to: of the weights, or of activations, which are not rounded here."""
-    suffix = next((suffix for suffix in SCALES if name.endswith(suffix)), "")
-    return f"{name.removesuffix(suffix)}.weight" if suffix else ""
 
 
 def _factors(tensor: StoredTensor, scale: StoredTensor) -> Tensor:
@@ -251,9 +245,8 @@ def _by_halves(
     return values.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 
-def rope_factors(tensors: Sequence[StoredTensor], name: str = ROPE_FACTORS) -> Tensor | None:
-    """The divisors of the rotary frequencies, [head_dim / 2] in float32; None if the model has none."""
-    for tensor in tensors:
-        if tensor.name == name:
-            return decode(tensor).reshape(-1)
-    return None
+def read_factors(tensors: Sequence[StoredTensor]) -> dict[str, tuple[float, ...]]:
+    """The divisors of the rotary frequencies that a model has, by the names of their tensors."""
+    return {
+        tensor.name: tuple(decode(tensor).flatten().tolist()) for tensor in tensors if tensor.name in FACTORS
+    }

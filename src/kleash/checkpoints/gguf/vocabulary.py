@@ -161,16 +161,9 @@ def _is_same_text(stored: str, text: str, kind: int, is_added: bool, tokenizer: 
 
 def _different_merges(vocabulary: GGUFVocabulary, tokenizer: Any, owner: str) -> str | None:
     """The first difference in the merges of a byte-pair encoding, or in the order of SentencePiece's scores."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    model = {} if backend is None else json.loads(backend.to_str()).get("model") or {}
-    merges = model.get("merges") or []
+    merges = (backend_of(tokenizer).get("model") or {}).get("merges") or []
     # gguf writes a space within a merge as the byte-level letter for it.
-    pairs = [
-        tuple(side.replace(" ", SPACE_LETTER) for side in merge)
-        if isinstance(merge, list)
-        else _split_merge(merge)
-        for merge in merges
-    ]
+    pairs = [tuple(side.replace(" ", SPACE_LETTER) for side in merge) for merge in merges]
     if vocabulary.merges:
         stored = [_split_merge(merge) for merge in vocabulary.merges]
         if stored != pairs:
@@ -191,6 +184,12 @@ def _different_merges(vocabulary: GGUFVocabulary, tokenizer: Any, owner: str) ->
         if place is not None:
             return f"{vocabulary.subject} merges pieces by scores in another order than {owner}, from merge {place} on"
     return None
+
+
+def backend_of(tokenizer: Any) -> dict[str, Any]:
+    """The settings of a fast tokenizer, as tokenizer.json has them; empty for a slow one."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return {} if backend is None else json.loads(backend.to_str())
 
 
 def _split_merge(merge: str) -> tuple[str, str]:

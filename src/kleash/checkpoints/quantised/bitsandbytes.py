@@ -65,7 +65,7 @@ def find_bitsandbytes_modules(checkpoint: Checkpoint) -> list[PackedModule]:
     modules = group_by_module(checkpoint)
     return [
         *(_describe_integers(tensors) for tensors in modules_with(checkpoint, "SCB")),
-        *(_describe_codes(modules, name, state) for name, state in codes),
+        *(_describe_codes(checkpoint, modules, name, state) for name, state in codes),
     ]
 
 
@@ -98,14 +98,16 @@ def _decode_integers(tensors: ModuleTensors, dtype: torch.dtype) -> Tensor:
     return codes.to(dtype) * (scales.to(dtype) / INTEGER_MAX)[:, None]
 
 
-def _describe_codes(modules: Mapping[str, ModuleTensors], name: str, state: str) -> PackedModule:
+def _describe_codes(
+    checkpoint: Checkpoint, modules: Mapping[str, Mapping[str, StoredTensor]], name: str, state: str
+) -> PackedModule:
     """A module of 4 bits, after checking the headers of its tensors and its settings."""
-    headers: dict[str, StoredTensor] = {}
-    for prefix in ("", "weight.", "weight.quant_state."):
-        module = modules.get(f"{name}.{prefix}".removesuffix("."))
-        headers |= {} if module is None else {f"{prefix}{part}": x for part, x in module.headers.items()}
-    state_tensors = modules[f"{name}.weight.quant_state"]
-    tensors = ModuleTensors(checkpoint=state_tensors.checkpoint, name=name, headers=headers)
+    headers = {
+        f"{prefix}{part}": header
+        for prefix in ("", "weight.", "weight.quant_state.")
+        for part, header in modules.get(f"{name}.{prefix}".removesuffix("."), {}).items()
+    }
+    tensors = ModuleTensors(checkpoint=checkpoint, name=name, headers=headers)
     codes = _read_settings(tensors, state)
     parts = ["weight", "weight.absmax", "weight.quant_map", state]
     count = codes.shape[0] * codes.shape[1]

@@ -129,23 +129,20 @@ class ModuleTensors:
         )
 
 
-def group_by_module(checkpoint: Checkpoint) -> dict[str, ModuleTensors]:
-    """The tensors of a checkpoint by module, which is all of a name but its last part."""
+def group_by_module(checkpoint: Checkpoint) -> dict[str, dict[str, StoredTensor]]:
+    """The tensors of a checkpoint by module, which is all of a name but its last part, and by that part."""
     modules: dict[str, dict[str, StoredTensor]] = {}
     for name, header in checkpoint.safetensors.items():
         module, _, part = name.rpartition(".")
         modules.setdefault(module, {})[part] = header
-    return {
-        name: ModuleTensors(checkpoint=checkpoint, name=name, headers=parts)
-        for name, parts in modules.items()
-    }
+    return modules
 
 
 def modules_with(checkpoint: Checkpoint, *parts: str) -> Iterator[ModuleTensors]:
     """Iterate over the modules of a checkpoint that have a tensor with one of these last parts of its name."""
-    for tensors in group_by_module(checkpoint).values():
-        if not tensors.headers.keys().isdisjoint(parts):
-            yield tensors
+    for name, headers in group_by_module(checkpoint).items():
+        if not headers.keys().isdisjoint(parts):
+            yield ModuleTensors(checkpoint=checkpoint, name=name, headers=headers)
 
 
 class UnsupportedLayoutError(Exception):
