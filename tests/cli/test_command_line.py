@@ -235,7 +235,7 @@ def test_missing_packages_of_a_command_are_named_together(monkeypatch, capsys):
         "cache": "transformers is not installed; run: pip install 'kleash[models]'",
         "measure --engine ray": "transformers and ray are not installed; run: pip install 'kleash[ray]'",
         "train grpo": "transformers, accelerate, trl and datasets are not installed; run: pip install 'kleash[trl]'",
-        "train ppo --report-to wandb": "and accelerate are not installed; run: pip install 'kleash[t"transformers and accelerate are not installed; run: pip install 'kleash[train]'",
+        "train ppo --report-to wandb": "and accelerate are not installed; run: pip install 'kleash[train]'",
     }.items():
         assert told in failing(capsys, *line.split())
     gone.clear()

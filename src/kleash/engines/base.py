@@ -14,7 +14,6 @@ from torch import Tensor
 from kleash.models import Model, Pair, Prompt, TokenSequence
 from kleash.models.scoring import RoundingKind
 from kleash.models.tokenizers import token_texts
-from kleash.store.statistics import STATISTICS, stored_column
 from kleash.store.tables import TOKEN_COLUMNS
 
 
@@ -38,14 +37,6 @@ class ShardResult:
     likeliest: dict[str, np.ndarray]
     """Ids and probabilities of the likeliest tokens of both models, with a row for each token; empty where the exact KL
     is unknown, so that no sequence is known to have drifted most."""
-
-
-WHOLE_DISTRIBUTION_COLUMNS = tuple(
-    name
-    for name, statistic in STATISTICS.items()
-    if statistic.function is stored_column and len(statistic.models) == 2
-)
-"""Columns of both models that need the whole distributions of both; entropies need that of one."""
 
 
 class EngineTraits(NamedTuple):

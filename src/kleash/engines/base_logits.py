@@ -14,7 +14,6 @@ from kleash.checkpoints.gguf.vocabulary import begin_token, puts_begin_token
 from kleash.checkpoints.gguf_files import open_gguf
 from kleash.checkpoints.resolution import find_checkpoint
 from kleash.engines.base import (
-    WHOLE_DISTRIBUTION_COLUMNS,
     Engine,
     EngineTraits,
     Shard,
@@ -42,6 +41,7 @@ from kleash.models.scoring import columns_in_batches, head_on_device, read_hidde
 from kleash.models.tokenizers import token_count
 from kleash.sources.sequences import hash_tokens
 from kleash.store.measurement import ModelRecord
+from kleash.store.statistics import DIVERGENCE_COLUMNS
 from kleash.store.tables import KL_BOUND_COLUMNS, LLAMA_CPP_COLUMNS
 
 TILE_LOGITS = 1 << 22
@@ -192,7 +192,7 @@ class BaseLogitsEngine(Engine):
         """The columns that a file of base logits cannot give, and why there is no noise floor."""
         return EngineTraits(
             unknown_columns=MappingProxyType(
-                dict.fromkeys((*WHOLE_DISTRIBUTION_COLUMNS, "entropy_reference"), REASON)
+                dict.fromkeys((*DIVERGENCE_COLUMNS, "entropy_reference"), REASON)
             ),
             no_noise_floor="the reference is a file of base logits, which does not tell its batches",
         )

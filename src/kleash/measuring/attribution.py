@@ -30,8 +30,6 @@ from kleash.uncertainty.simultaneous import SimultaneousPairs, differences_from_
 
 CANDIDATE, ALL, CONTROL = "candidate", "all", "control"
 """The passes without a swap, with all groups swapped, and again without a swap at the end."""
-POLL_S = 0.2
-"""Seconds from one look at the folder to the next, while other processes score."""
 EXACTLY_0 = Estimate(value=0.0, unit="nats", standard_error=0.0, ci95=(0.0, 0.0))
 REMAINING_SHARE = 0.01
 """Share of a candidate's KL above which what remains with all groups swapped is warned of."""
@@ -50,7 +48,7 @@ class SwapModels:
     """The candidate, and the reference's hidden states."""
     reference: Model
     """The reference, loaded, whose modules are swapped in."""
-    groups: Mapping[str, tuple[WeightGroup, ...]]
+    groups: Mapping[str, Groups]
     """By grouping."""
     sequences: tuple[TokenSequence, ...]
     prompts: Ids
@@ -103,26 +101,22 @@ def read_chosen(job: MeasureJob, pair: Pair, run: SequenceSums, chosen: Ids) -> 
 
 def plan_passes(
     groups: Mapping[str, Sequence[WeightGroup]],
-) -> tuple[dict[str, Groups], dict[tuple[str, str], str]]:
-    """The passes over the sequences, and the name of the pass of each grouping and group's name.
+) -> tuple[dict[str, Groups], dict[tuple[str, ...], str]]:
+    """The passes over the sequences, and the name of the pass of each group, by the group's modules.
 
-    A pass has a name, that of its run folder, and groups of weights that are swapped. The passes ``CANDIDATE``, ``ALL``
-    and ``CONTROL`` have no grouping (""). Groups that are identical in both models need no pass; if all are, the
-    candidate's own is the only one. Two groups of the same modules share a pass.
+    A pass has a name, that of its run folder, and groups of weights that are swapped. Groups that are identical in both
+    models need no pass; if all are, the candidate's own is the only one. Two groups of the same modules share a pass.
     """
     passes: dict[str, Groups] = {CANDIDATE: ()}
-    names = {("", CANDIDATE): CANDIDATE}
-    by_weights: dict[tuple[str, ...], str] = {}
+    names: dict[tuple[str, ...], str] = {}
     for grouping, groups_of_network in groups.items():
         for number, group in enumerate(groups_of_network):
             if not group.is_identical:
-                name = by_weights.setdefault(group.parts, f"{grouping}-{number:03d}")
-                names[grouping, group.name] = name
+                name = names.setdefault(group.parts, f"{grouping}-{number:03d}")
                 passes.setdefault(name, (group,))
-    if by_weights:
+    if names:
         # the groups of any grouping are all weights
         passes |= {ALL: tuple(next(iter(groups.values()))), CONTROL: ()}
-        names |= {("", ALL): ALL, ("", CONTROL): CONTROL}
     return passes, names
 
 
@@ -166,7 +160,7 @@ def run_passes(
     while not is_complete:
         for name, groups in passes.items():
             _score_missing(name, groups, shards, models, root, header, reporter)
-        is_complete = wait_for_parts(root, missing, reporter.note, poll_seconds=POLL_S)
+        is_complete = wait_for_parts(root, missing, reporter.note)
     return {name: sum_run(root / name, models.statistic, len(shards)) for name in passes}
 
 
@@ -243,9 +237,8 @@ def attribute(
         root = out / "attribution" / Path(candidate.folder).name / f"{job.attribute_tokens}-tokens"
         with threads_for_scoring(models.pair, local_world_size()):
             sums = run_passes(passes, models, root, header, reporter)
-        by_group = {key: sums[name] for key, name in names.items()}
         return tuple(
-            attribution_of(models, candidate.number, grouping, by_group, on_text=job.responses is None)
+            attribution_of(models, candidate.number, grouping, sums, names, on_text=job.responses is None)
             for grouping in job.attribute
         )
 
@@ -278,7 +271,8 @@ def attribution_of(
     models: SwapModels,
     number: int,
     grouping: str,
-    sums: Mapping[tuple[str, str], SequenceSums],
+    sums: Mapping[str, SequenceSums],
+    names: Mapping[tuple[str, ...], str],
     *,
     on_text: bool,
 ) -> Attribution:
@@ -288,18 +282,19 @@ def attribution_of(
         models: of the attribution.
         number: of the candidate.
         grouping: "layers" or "modules".
-        sums: by the keys of ``plan_passes``.
+        sums: by the names of the passes.
+        names: of the groups' passes, as from ``plan_passes``.
         on_text: whether the source is text, whose clusters are documents.
     """
-    candidate = sums["", CANDIDATE]
-    again = sums.get(("", CONTROL), candidate)
+    candidate = sums[CANDIDATE]
+    again = sums.get(CONTROL, candidate)
     clusters = clusters_of(models.prompts, candidate.sample_id, on_text=on_text)
     groups = models.groups[grouping]
     swapped = [group for group in groups if not group.is_identical]
 
     candidate_sums, counts = clusters.sum(candidate.total), clusters.sum(candidate.tokens)
-    single = [clusters.sum(sums[grouping, group.name].total) for group in swapped]
-    everything = clusters.sum(sums.get(("", ALL), candidate).total)
+    single = [clusters.sum(sums[names[group.parts]].total) for group in swapped]
+    everything = clusters.sum(sums.get(ALL, candidate).total)
     total = np.sum(single, axis=0) if single else np.zeros_like(candidate_sums)
 
     def difference(first: Floats, second: Floats, *, is_0: bool) -> Estimate:

@@ -198,7 +198,7 @@ def opened_run(job: MeasureJob, reporter: ProgressReporter, pair: Pair | None = 
         stack.enter_context(watching_files())
         stack.enter_context(process_group(job))
         require_trackers(job.report_to)
-        folder = stack.enter_context(RunFolder(folder_of(job)).joined(resume=job.resume))
+        folder = stack.enter_context(RunFolder(Path(str(job.out)).expanduser()).joined(resume=job.resume))
         measurement_before = folder.measurement_version()
         for sentence in job.without_effect():
             reporter.note(sentence)
@@ -241,11 +241,6 @@ def resumable(out: Path, how: str = "finished shards are on disk: resume with --
         yield
     except KeyboardInterrupt as stop:
         raise Interrupted(f"{str(stop) or 'interrupted'}; {how} --out {out}") from stop
-
-
-def folder_of(job: MeasureJob) -> Path:
-    """The run folder of a job."""
-    return Path(str(job.out)).expanduser()
 
 
 def on_device_of_rank(job: MeasureJob) -> MeasureJob:

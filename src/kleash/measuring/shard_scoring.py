@@ -30,8 +30,6 @@ MIN_CLUSTERS = 64
 CHECK_GROWTH = 1.01
 """The KL is computed whenever the sequences have become so many times more: after each shard of a small run, and seldom
 enough in one of many shards that it, which reads all sums, takes little of its time."""
-POLL_S = 0.2
-"""Seconds from one look at the folder to the next, while other processes score."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,9 +136,7 @@ def run_shards(run: OpenRun, engine: Engine) -> ShardPlan:
         is_first_pass = False
         with turns_of(run.pair, engine.traits.temperature), claims:
             _score(engine, claims, plan.shards, largest)
-        wait = partial(
-            wait_for_parts, run.folder.root, claims.missing, run.reporter.note, poll_seconds=POLL_S
-        )
+        wait = partial(wait_for_parts, run.folder.root, claims.missing, run.reporter.note)
         is_complete = agreed(run.job, wait)
         running.advance()
         if is_complete:

@@ -105,12 +105,8 @@ def watch_files(paths: Iterable[Path]) -> None:
     Raises:
         ModelError: if one cannot be read.
     """
-    files = _watched_files.get()
-    try:
-        if files is not None:
-            files.add(paths)
-    except OSError as error:
-        raise ModelError(f"{error.filename} cannot be read: {error.strerror or error}") from error
+    with _reading():
+        watched_files().add(paths)
 
 
 def hash_files(paths: Sequence[Path]) -> list[str]:
@@ -119,7 +115,14 @@ def hash_files(paths: Sequence[Path]) -> list[str]:
     Raises:
         ModelError: if a file cannot be read.
     """
-    try:
+    with _reading():
         return in_threads(watched_files().hash_of, paths)
+
+
+@contextmanager
+def _reading() -> Generator[None]:
+    """Context in which the error of a file that cannot be read is raised as ModelError."""
+    try:
+        yield
     except OSError as error:
         raise ModelError(f"{error.filename} cannot be read: {error.strerror or error}") from error

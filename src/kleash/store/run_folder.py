@@ -159,10 +159,8 @@ class RunFolder(JobFolder):
         Raises:
             RunFolderError: if the record of it is damaged or lost.
         """
-        checksums, path = self.checksums(), self.root / STOP
-        if not path.exists() and not checksums.expects(path):
-            return None
-        return checksums.read_record(RunStop, path, "the end of a run").shards
+        stop = self.checksums().read_if_written(RunStop, self.root / STOP, "the end of a run")
+        return None if stop is None else stop.shards
 
     def write_stop(self, shards: int) -> None:
         """Record that the run ends after so many shards."""

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from kleash.errors import RunFolderError
 from kleash.store.atomic import append_lines, cannot_write
-from kleash.store.checksums import Checksums, record_checksums, write_checked
+from kleash.store.checksums import Checksums, reading, record_checksums, write_checked
 from kleash.store.codec import decode, encode, parse_json
 
 STEPS, SAMPLES, PROMPTS = "steps.jsonl", "samples.jsonl", "prompts.jsonl"
@@ -205,10 +205,8 @@ def _lines(path: Path) -> list[bytes]:
     Raises:
         RunFolderError: if the file cannot be read, or does not begin with the lines that were written.
     """
-    try:
+    with reading(path, BROKEN):
         content = path.read_bytes() if path.exists() else b""
-    except OSError as error:
-        raise RunFolderError(f"{path} cannot be read: {error.strerror or error}") from error
     Checksums.read(path.parent).require_beginning(path, content, BROKEN)
     whole = content[: content.rfind(b"\n") + 1]
     return [line + b"\n" for line in whole.split(b"\n")[:-1]]

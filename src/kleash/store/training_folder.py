@@ -128,18 +128,9 @@ class TrainingFolder(JobFolder):
         Raises:
             RunFolderError: if that is damaged, or gone.
         """
-        path = self.root / RESULT
-        checksums = self.checksums()
-        if not path.exists():
-            if checksums.expects(path):
-                raise RunFolderError(
-                    f"{path} is missing, and the run wrote it; run again with --resume to make it anew, or copy the "
-                    "whole folder again"
-                )
-            return None
-        return checksums.read_record(
+        return self.checksums().read_if_written(
             TrainingResult,
-            path,
+            self.root / RESULT,
             "the result of a training run",
-            "delete it and run again with --resume to make it anew",
+            "delete it, if it is there, and run again with --resume to make it anew",
         )

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from kleash.engines.base import (
-    WHOLE_DISTRIBUTION_COLUMNS,
     Engine,
     EngineTraits,
     Shard,
@@ -30,6 +29,7 @@ from kleash.linear import LinearOptions, token_statistics
 from kleash.models import Model, Pair, TokenSequence
 from kleash.models.scoring import ROUNDING, RoundingKind, columns_in_batches, read_hidden_states
 from kleash.store.measurement import ModelRecord
+from kleash.store.statistics import DIVERGENCE_COLUMNS
 from kleash.store.tables import BOUND_COLUMNS
 
 GPU_BUFFER_BYTES = 2**30
@@ -98,9 +98,7 @@ class EndpointEngine(Engine):
         )
         is_float32 = self.local_model.dtype in (torch.float32, torch.float64)
         return EngineTraits(
-            unknown_columns=dict.fromkeys(
-                (*WHOLE_DISTRIBUTION_COLUMNS, f"entropy_{self.endpoint_role}"), reason
-            ),
+            unknown_columns=dict.fromkeys((*DIVERGENCE_COLUMNS, f"entropy_{self.endpoint_role}"), reason),
             float32_gap_reloads=self.endpoint_role == "policy" and not is_float32,
             no_noise_floor="the reference is behind a server, which scores a sequence in batches of its own choice",
         )

@@ -134,7 +134,9 @@ class Endpoint:
         return answer
 
 
-def ask(client: JSONClient, dialect: Dialect, query: Query, name: str) -> ListedLogprobs:
+def ask(
+    client: JSONClient, dialect: Dialect, query: Query, name: str, *, is_first: bool = False
+) -> ListedLogprobs:
     """Send a query, and read and check the answer.
 
     Args:
@@ -142,14 +144,18 @@ def ask(client: JSONClient, dialect: Dialect, query: Query, name: str) -> Listed
         dialect: its own.
         query: the sequence.
         name: of the sequence, for errors.
+        is_first: whether the rounding of the server's numbers is checked, too.
 
     Raises:
-        EndpointError: if the server cannot be reached or refuses, or its answer has no log-probabilities.
+        EndpointError: if the server cannot be reached or refuses, or its answer has no log-probabilities, or rounded
+            ones.
     """
     answer = client.request(dialect.path, dialect.request(query))
     try:
         listed = dialect.read(answer, query)
         check_totals(listed, query.vocab_size)
+        if is_first:
+            require_float32(listed)
     except AnswerError as error:
         raise EndpointError(f"{client.subject}: its answer for {name} {error}; {ADVICE}") from error
     return listed
@@ -183,11 +189,7 @@ def connect(
         vocab_size=vocab_size,
         is_adapter=is_adapter,
     )
-    answer = ask(client, dialect, query, "the probe")
-    try:
-        require_float32(answer)
-    except AnswerError as error:
-        raise EndpointError(f"{client.subject}: its answer for the probe {error}; {ADVICE}") from error
+    answer = ask(client, dialect, query, "the probe", is_first=True)
     vocabulary = VocabularyTexts(tokenizer=tokenizer)
     check_texts(client, vocabulary, answer.texts)
     return Endpoint(
