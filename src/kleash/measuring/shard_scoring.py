@@ -125,15 +125,12 @@ def run_shards(run: OpenRun, engine: Engine) -> ShardPlan:
     if on_disk := run.folder.on_disk():
         run.reporter.note(f"resuming after {len(on_disk)} finished shards in {run.folder.root}")
     running.advance()
-    largest, counted, is_first_pass = Largest(MAX_SEQUENCES), set(on_disk), True
+    largest, counted = Largest(MAX_SEQUENCES), set(on_disk)
+    plan = plan_shards(run.job, run.pair)
+    run.reporter.note_all(plan.notes)
+    run.reporter.set_total(plan.sequences)
     while True:
-        plan = plan_shards(run.job, run.pair)
-        if is_first_pass:
-            for sentence in plan.notes:
-                run.reporter.note(sentence)
-            run.reporter.set_total(plan.sequences)
         claims = ShardClaims(run=run, running=running, counted=counted)
-        is_first_pass = False
         with turns_of(run.pair, engine.traits.temperature), claims:
             _score(engine, claims, plan.shards, largest)
         wait = partial(wait_for_parts, run.folder.root, claims.missing, run.reporter.note)
@@ -141,6 +138,7 @@ def run_shards(run: OpenRun, engine: Engine) -> ShardPlan:
         running.advance()
         if is_complete:
             break
+        plan = plan_shards(run.job, run.pair)  # a process has left without the shards that it had claimed
     total = claims.total if running.stop is None else running.stop
     if running.stop is not None:
         with run.folder.making_result(lambda: None):  # others read it while it is written, otherwise

@@ -185,12 +185,10 @@ def read_result(kind: type[T], path: Path, what: str, missing: str, advice: str)
     Raises:
         RunFolderError: if it is missing, damaged, or of another schema.
     """
-    try:
-        path.stat()
-    except FileNotFoundError as error:
-        raise RunFolderError(f"{path.parent} has no {path.name}; {missing}") from error
-    except OSError as error:  # a file in place of a folder, a name that is too long
-        raise RunFolderError(f"{path} cannot be read as {what}: {error.strerror or error}") from error
+    with reading(path, missing):  # a name may be too long
+        is_there = path.exists()
+    if not is_there:
+        raise RunFolderError(f"{path.parent} has no {path.name}; {missing}")
     return Checksums.read(path.parent).read_record(kind, path, what, advice)
 
 

@@ -38,14 +38,11 @@ class WatchedFiles:
 
     def hash_of(self, path: Path) -> str:
         """The SHA-256 of a file, as hex digits; one that is watched and as it was is read once."""
-        status = _status_of(path)
-        is_as_found = self._status.get(path) == status
-        if is_as_found and path in self._hashes:
-            return self._hashes[path]
-        value = file_checksum(path).sha256
-        if is_as_found:
-            self._hashes[path] = value
-        return value
+        if self._status.get(path) != _status_of(path):
+            return file_checksum(path).sha256
+        if path not in self._hashes:
+            self._hashes[path] = file_checksum(path).sha256
+        return self._hashes[path]
 
     def require_unchanged(self) -> None:
         """Check that every file is as it was: by its status, and where that differs by its hash.

@@ -57,15 +57,17 @@ class RunHeader:
 
     def probe_differences(self, other: "RunHeader") -> list[str]:
         """The servers that serve another model in ``other``, each as a clause; the roles that both have count."""
-        clauses: list[str] = []
-        for role in self.probes.keys() & other.probes.keys():
-            change = probe_change(self.probes[role], other.probes[role])
-            if change > PROBE_NATS:
-                clauses.append(
-                    f"the server of the {role} serves another model: its log-probabilities of the probe differ by "
-                    f"{change:.2g} nats in the median"
-                )
-        return clauses
+        changes = {
+            role: probe_change(probe, other.probes[role])
+            for role, probe in self.probes.items()
+            if role in other.probes
+        }
+        return [
+            f"the server of the {role} serves another model: its log-probabilities of the probe differ by "
+            f"{change:.2g} nats in the median"
+            for role, change in changes.items()
+            if change > PROBE_NATS
+        ]
 
     def described(self) -> dict[str, Any]:
         """What determines the result, by its name in words."""

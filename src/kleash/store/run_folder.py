@@ -266,9 +266,8 @@ class RunFolder(JobFolder):
 
     def _indices(self, kind: str) -> list[int]:
         """The numbers of the shards that have a file of this kind, in rising order."""
-        matches = (PART.fullmatch(path.name) for path in (self.root / kind).glob("part-*.parquet"))
-        indices = (int(match.group(1)) for match in matches if match is not None)
-        return sorted(set(indices))
+        names = (path.name for path in (self.root / kind).glob("part-*.parquet"))
+        return sorted(int(match[1]) for name in names if (match := PART.fullmatch(name)))
 
     def _write(self, path: Path, content: str | bytes) -> None:
         write_checked(self.root, path, content, writer=self.writer)
