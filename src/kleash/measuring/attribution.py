@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from kleash.measuring.model_pair import header_of, load_models, loading
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.run import on_device_of_rank
 from kleash.measuring.sequence_clusters import Floats, Ids, SequenceSums, clusters_of
-from kleash.measuring.shards import group_by_cost, source_sequences
+from kleash.measuring.shards import group_by_cost, hash_source, source_sequences
 from kleash.measuring.sweep_ranking import sum_run
 from kleash.models import Model, Pair, TokenSequence, load_reference
 from kleash.models.threads import threads_for_scoring
@@ -67,36 +68,6 @@ def choose_sequences(tokens: Floats, target: int) -> Ids:
     order = np.random.default_rng(0).permutation(len(tokens))
     count = int(np.searchsorted(np.cumsum(tokens[order]), target)) + 1
     return np.sort(order[:count])
-
-
-def read_chosen(job: MeasureJob, pair: Pair, run: SequenceSums, chosen: Ids) -> tuple[TokenSequence, ...]:
-    """The sequences of a job's source with these indices.
-
-    Args:
-        job: the candidate's measurement.
-        pair: its models.
-        run: the sequences as they were measured.
-        chosen: indices in rising order.
-
-    Raises:
-        RunFolderError: if the source has other sequences than were measured.
-    """
-    places = set(chosen.tolist())
-    sequences: list[TokenSequence] = []
-    for place, sequence in enumerate(source_sequences(job, pair)):
-        if len(sequences) == len(places):
-            break
-        if place not in places:
-            continue
-        measured = (int(run.prompt_id[place]), int(run.sample_id[place]), int(run.tokens[place]))
-        if (sequence.prompt_id, sequence.sample_id, len(sequence.response_ids)) != measured:
-            break
-        sequences.append(sequence)
-    if len(sequences) < len(places):
-        raise RunFolderError(
-            f"{job.source[1]} has other sequences than were measured into {job.out}; sweep it again into another --out"
-        )
-    return tuple(sequences)
 
 
 def plan_passes(
@@ -222,9 +193,16 @@ def attribute(
     Raises:
         ModelError: if the two models differ in architecture.
         NonFiniteError: if a swapped network gives NaN or infinite logits.
-        RunFolderError: if a finished pass is damaged, or one cannot be written.
+        RunFolderError: if the source is another than was measured, a finished pass is damaged, or one cannot be
+            written.
     """
     with watching_files():
+        measure_job = job.measure_job(candidate.number, out)
+        if hash_source(measure_job) != digest:
+            raise RunFolderError(
+                f"{measure_job.source[1]} was written to after it was measured into {measure_job.out}; sweep it again "
+                "into another --out"
+            )
         models = load_swap_models(job, out, candidate, run)
         passes, names = plan_passes(models.groups)
         tokens = sum(len(sequence.response_ids) for sequence in models.sequences)
@@ -248,20 +226,21 @@ def load_swap_models(job: SweepJob, out: Path, candidate: SweepCandidate, run: S
 
     Raises:
         ModelError: if a model cannot be loaded, or they differ in architecture.
-        RunFolderError: if the source has other sequences than were measured.
     """
     measure_job = on_device_of_rank(job.measure_job(candidate.number, out))
     pair = load_models(measure_job, None)
     reference = load_reference(job.reference, job.revision_reference, loading(measure_job)).reference
     groups = {grouping: weight_groups(pair.policy, reference, grouping) for grouping in job.attribute}
     chosen = choose_sequences(run.tokens, job.attribute_tokens)
+    places = set(chosen.tolist())
+    sequences = enumerate(islice(source_sequences(measure_job, pair), max(places) + 1))
     prompts = run.distinct_prompts(on_text=job.responses is None)
     return SwapModels(
         job=measure_job,
         pair=pair,
         reference=reference,
         groups=groups,
-        sequences=read_chosen(measure_job, pair, run, chosen),
+        sequences=tuple(sequence for place, sequence in sequences if place in places),
         prompts=prompts[chosen],
         statistic=job.statistic,
     )
