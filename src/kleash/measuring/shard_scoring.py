@@ -22,6 +22,7 @@ from kleash.measuring.shards import ShardPlan, plan_shards
 from kleash.measuring.shared_weights import agreed
 from kleash.models import Pair, turns_of
 from kleash.store import RunFolder
+from kleash.store.checksums import Checksums
 from kleash.store.file_hashes import require_unchanged_files
 from kleash.store.locks import claim, wait_for_parts
 
@@ -91,7 +92,7 @@ class RunningKL:
         folder, column = self.run.folder, self.run.job.headline
         on_disk = folder.on_disk()
         # read after the names: each file has its checksum before it has its name
-        checksums = folder.checksums()
+        checksums = Checksums.read(folder.root)
         while (index := len(self._sums)) in on_disk:
             part = folder.part("tokens", index, ["prompt_id", "sample_id", column], checksums)
             hashes = folder.part("sequences", index, ["prompt_hash"], checksums)["prompt_hash"]

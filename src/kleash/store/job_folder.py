@@ -191,12 +191,4 @@ class JobFolder(ABC):
         Raises:
             RunFolderError: if there is none, or it is damaged or of another schema.
         """
-        return self.checksums().read_record(RunHeader, self.root / HEADER, "the header of a run")
-
-    def checksums(self) -> Checksums:
-        """The checksums of the run's files.
-
-        Raises:
-            RunFolderError: if they are damaged.
-        """
-        return Checksums.read(self.root)
+        return Checksums.read(self.root).read_record(RunHeader, self.root / HEADER, "the header of a run")

@@ -5,6 +5,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 
 from kleash.estimate import Estimate
+from kleash.registry import grouped
 from kleash.store.measurement import Measurement
 from kleash.store.statistics import ALL_STATISTICS, label_of
 from kleash.store.summary import counted
@@ -45,10 +46,10 @@ def upper_bound(measurement: Measurement) -> Estimate | None:
 
 def left_out_sentences(measurement: Measurement) -> list[str]:
     """What the measurement leaves out: a sentence for each reason, with the names of all that it applies to."""
-    names: dict[str, list[str]] = {}
-    for name, reason in measurement.left_out.items():
-        names.setdefault(reason, []).append(FIELD_LABELS.get(name) or label_of(name))
-    return [f"{', '.join(labels)}: {reason}" for reason, labels in names.items()]
+    labels = grouped(
+        (reason, FIELD_LABELS.get(name) or label_of(name)) for name, reason in measurement.left_out.items()
+    )
+    return [f"{', '.join(names)}: {reason}" for reason, names in labels.items()]
 
 
 def headline_warnings(measurement: Measurement) -> list[str]:

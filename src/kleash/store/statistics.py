@@ -86,6 +86,18 @@ def log_ratio(logp: Floats, logq: Floats) -> Floats:
         return np.where(logp == logq, 0.0, logp - logq)
 
 
+def _probability_change(logp: Floats, logq: Floats) -> Floats:
+    return np.exp(logp) - np.exp(logq)
+
+
+def _squared_probability_change(logp: Floats, logq: Floats) -> Floats:
+    return _probability_change(logp, logq) ** 2
+
+
+def _negative_log_ratio(logp: Floats, logq: Floats) -> Floats:
+    return -log_ratio(logp, logq)
+
+
 def _acceptance_rate(total_variation: Floats) -> Floats:
     """The probability that speculative sampling accepts a token drafted from p for the target q, or the reverse.
 
@@ -218,7 +230,7 @@ STATISTICS: Mapping[str, Statistic] = MappingProxyType(
             label="Perplexity ratio",
             explanation="policy over reference",
             columns=TOKEN_LOGP,
-            function=lambda logp, logq: -log_ratio(logp, logq),
+            function=_negative_log_ratio,
             reduction=EXP_MEAN,
             field="perplexity",
         ),
@@ -226,7 +238,7 @@ STATISTICS: Mapping[str, Statistic] = MappingProxyType(
             label="Δp of the observed token, mean",
             explanation="the policy's probability minus the reference's",
             columns=TOKEN_LOGP,
-            function=lambda logp, logq: np.exp(logp) - np.exp(logq),
+            function=_probability_change,
             unit="probability",
             lower=-1.0,
             upper=1.0,
@@ -237,7 +249,7 @@ STATISTICS: Mapping[str, Statistic] = MappingProxyType(
             label="Δp of the observed token, RMS",
             explanation="root of the mean square",
             columns=TOKEN_LOGP,
-            function=lambda logp, logq: (np.exp(logp) - np.exp(logq)) ** 2,
+            function=_squared_probability_change,
             unit="probability",
             lower=0.0,
             upper=1.0,

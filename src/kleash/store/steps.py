@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import TypeVar
 
 from kleash.errors import RunFolderError
+from kleash.registry import grouped
 from kleash.store.atomic import append_lines, cannot_write
 from kleash.store.checksums import Checksums, reading, record_checksums, write_checked
 from kleash.store.codec import decode, encode, parse_json
@@ -127,14 +128,15 @@ def means_by_prompt(samples: Sequence[Sample], held_out: Sequence[Sample]) -> di
     }
     means: dict[str, dict[str, float]] = {}
     for metric, pairs in numbers.items():
-        values: dict[str, list[float]] = {}
-        for prompt, value in pairs:
-            if not math.isnan(value):
-                hashed = sha256(prompt.encode("utf-8", "backslashreplace")).hexdigest()[:16]
-                values.setdefault(hashed, []).append(value)
+        values = grouped((_hash_of(prompt), value) for prompt, value in pairs if not math.isnan(value))
         if values:
             means[metric] = {prompt: fmean(each) for prompt, each in values.items()}
     return means
+
+
+def _hash_of(prompt: str) -> str:
+    """16 hex digits that stand for the text of a prompt."""
+    return sha256(prompt.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
 def held_out(history: Sequence[StepRecord]) -> dict[str, float]:

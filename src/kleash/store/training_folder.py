@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from kleash.errors import RunFolderError
 from kleash.store.atomic import remove_file, require_utf8
-from kleash.store.checksums import CHECKSUMS, record_removal, write_checked
+from kleash.store.checksums import CHECKSUMS, Checksums, record_removal, write_checked
 from kleash.store.job_folder import JobFolder
 from kleash.store.steps import STEPS, StepRecord, read_steps
 from kleash.store.summary import MeasuredResult
@@ -128,7 +128,7 @@ class TrainingFolder(JobFolder):
         Raises:
             RunFolderError: if that is damaged, or gone.
         """
-        return self.checksums().read_if_written(
+        return Checksums.read(self.root).read_if_written(
             TrainingResult,
             self.root / RESULT,
             "the result of a training run",
