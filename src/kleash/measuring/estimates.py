@@ -89,10 +89,10 @@ def bins(sums: ClusterSums, name: str, statistic: str) -> tuple[Bin, ...]:
         name: a key of ``BINNINGS``.
         statistic: name of the KL that was summed in the ranges.
     """
-    binning = BINNINGS[name]
+    _, edges = BINNINGS[name]
     total = sums[SumKey(statistic)].sum()
     records: list[Bin] = []
-    for index, (low, high) in enumerate(pairwise((*binning.edges, binning.end))):
+    for index, (low, high) in enumerate(pairwise(edges)):
         if SumKey(name, "tokens", index) not in sums:
             continue
         kl, tokens = sums[SumKey(name, "kl", index)], sums[SumKey(name, "tokens", index)]

@@ -9,7 +9,7 @@ number of processes.
 import math
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -132,10 +132,11 @@ def run_shards(run: OpenRun, engine: Engine) -> ShardPlan:
     run.reporter.set_total(plan.sequences)
     while True:
         claims = ShardClaims(run=run, running=running, counted=counted)
-        with turns_of(run.pair, engine.traits.temperature), claims:
+        with turns_of(run.pair, engine.traits.temperature), closing(claims):
             _score(engine, claims, plan.shards, largest)
-        wait = partial(wait_for_parts, run.folder.root, claims.missing, run.reporter.note)
-        is_complete = agreed(run.job, wait)
+        is_complete = agreed(
+            run.job, partial(wait_for_parts, run.folder.root, claims.missing, run.reporter.note)
+        )
         running.advance()
         if is_complete:
             break
@@ -151,7 +152,7 @@ def run_shards(run: OpenRun, engine: Engine) -> ShardPlan:
 
 @dataclass(kw_only=True)
 class ShardClaims:
-    """Context of one pass over the shards of a plan, in which this process claims those that it scores."""
+    """One pass over the shards of a plan, in which this process claims those that it scores."""
 
     run: OpenRun
     running: RunningKL
@@ -161,11 +162,7 @@ class ShardClaims:
     """Shards of the plan so far."""
     _open_claims: dict[int, ExitStack] = field(default_factory=dict)
 
-    def __enter__(self) -> "ShardClaims":
-        """Begin."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         """Release the claims of shards that were not written."""
         for index in list(self._open_claims):
             self.release(index)

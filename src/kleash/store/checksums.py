@@ -109,7 +109,7 @@ class Checksums:
         """The record of this kind that a JSON file holds, as it was written.
 
         Args:
-            kind: a dataclass; the default of its field ``schema``, if it has one, is the only schema that is read.
+            kind: a dataclass.
             path: a file in the folder.
             what: what the file is, for the error: "the header of a run".
             advice: what to do where it is damaged, for the error.
@@ -119,13 +119,7 @@ class Checksums:
         """
         content = self.read_bytes(path, advice)
         try:
-            data, schema = parse_json(content), getattr(kind, "schema", None)
-            if schema is not None and data.get("schema") != schema:
-                raise RunFolderError(
-                    f"{path} has schema {data.get('schema')} and this kleash reads {schema}; read it with the version "
-                    "that wrote it, or make it again in another folder"
-                )
-            return decode(kind, data)
+            return decode(kind, parse_json(content))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise RunFolderError(f"{path} cannot be read as {what}: {error}; {advice}") from error
 
