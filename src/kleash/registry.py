@@ -1,11 +1,12 @@
-"""Looking up by name: entries of a table, and names of a package that were changed."""
+"""Looking up by name: entries of a table, values of one key, and names of a package that were changed."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from kleash.errors import UnknownNameError
 
+K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 MOST_LISTED = 40
 """Larger tables are not listed in an error."""
@@ -30,6 +31,14 @@ def look_up(table: Mapping[str, T], name: str | T, kind: str) -> T:
     listed = f"; there are {', '.join(table)}" if len(table) <= MOST_LISTED else ""
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise UnknownNameError(f"no {kind} is called {name!r}{listed}{hint}")
+
+
+def grouped(pairs: Iterable[tuple[K, T]]) -> dict[K, list[T]]:
+    """The values of each key, in their order."""
+    groups: dict[K, list[T]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def refuse_former(package: str, former: Mapping[str, str]) -> Callable[[str], Any]:

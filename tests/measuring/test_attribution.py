@@ -14,20 +14,18 @@ from transformers import AutoModelForCausalLM
 
 from kleash.cli.dispatch import EXIT_FAILED, run
 from kleash.errors import OptionError, RunFolderError
-from kleash.jobs import MeasureJob, SweepJob
-from kleash.measuring import attribution, sweep
+from kleash.jobs import SweepJob
+from kleash.measuring import sweep
 from kleash.measuring.attribution import (
+    attribute,
     choose_sequences,
     load_swap_models,
     plan_passes,
-    read_chosen,
     run_passes,
 )
 from kleash.measuring.model_pair import header_of
 from kleash.measuring.progress import ProgressReporter
-from kleash.measuring.sequence_clusters import SequenceSums
 from kleash.measuring.sweep_ranking import sum_run
-from kleash.models import TokenSequence
 from kleash.models.weight_groups import WeightGroup
 from kleash.reports.sweep import describe_attribution
 from kleash.store import Measurement, RunFolder
@@ -217,21 +215,11 @@ def test_sequences_are_drawn_until_they_have_the_tokens():
     assert len(choose_sequences(tokens, 1)) == 1
 
 
-def test_a_source_with_other_sequences_is_refused(monkeypatch):
-    job, pair = MeasureJob(out="run"), None
-    texts = {"prompt_text": "", "response_text": "", "finish_reason": "", "prompt_hash": ""}
-    sequences = [
-        TokenSequence(prompt_id=n, sample_id=0, prompt_ids=(1,), response_ids=(2,) * (n + 1), **texts)
-        for n in range(5)
-    ]
-    monkeypatch.setattr(attribution, "source_sequences", lambda *_: iter(sequences))
-    numbers, zeros = np.arange(5), np.zeros(5, dtype=np.int64)
-    run = SequenceSums(numbers, zeros, numbers, zeros * 0.0, numbers + 1.0)
-    chosen = np.array([1, 4])
-    assert read_chosen(job, pair, run, chosen) == (sequences[1], sequences[4])
-    sequences.pop(0)
-    with pytest.raises(RunFolderError, match="other sequences than were measured"):
-        read_chosen(job, pair, run, chosen)
+def test_another_source_than_was_measured_is_refused(job, result):
+    out, candidate = Path(str(job.out)), result.candidates[1]
+    run = sum_run(out / candidate.folder, job.statistic, 1)
+    with pytest.raises(RunFolderError, match="was written to after it was measured"):
+        attribute(job, out, candidate, run, "0" * 64, ProgressReporter())
 
 
 def test_processes_share_the_passes(job, result, tmp_path, monkeypatch):

@@ -147,7 +147,7 @@ def test_unusable_output_folders_raise(refused, pair, tmp_path, capsys):
     )
     for words, expected in (
         (["report", long], "cannot be read: File name too long"),
-        (["report", source], "cannot be read as a measurement: Not a directory"),
+        (["report", source], "has no measurement.json; is it a run folder?"),
         (["cache", "--reference", pair[1], "--text", source, "--out", long], "File name too long"),
         (["audit", "kleash:sampled_k1", "--quiet", "--out", "."], "is a folder; give the name of a file"),
     ):

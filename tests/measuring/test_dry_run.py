@@ -44,6 +44,7 @@ def test_models_and_prompts_are_counted(folder: Path, source: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokens = 3 * sum(len(tokenizer(line)["input_ids"]) + 5 for line in LINES)
     assert f"at most {tokens} tokens in 9 responses" in plan.headline
+    assert dict(plan.facts)["a chunk of logits"].startswith(f"about {96 * 2**20 / 1e6:.3g} MB")
     weights = sum(x.numel() for x in AutoModelForCausalLM.from_pretrained(folder).parameters())
     (table,) = plan.tables
     assert [row[1] for row in table.rows] == [f"{weights:,}"] * 2

@@ -12,7 +12,7 @@ from kleash.reports.comparison import comparison_charts
 from kleash.reports.measurement import noise_floor_note
 from kleash.reports.measurement_charts import bin_chart, convergence_chart, means_chart, quantiles_chart
 from kleash.store.measurement import Bin, ConvergencePoint, EstimatorRecord
-from kleash.store.measurement_summary import statistic_rows
+from kleash.store.statistics import label_of
 
 
 def number(value, low, high):
@@ -174,7 +174,7 @@ def test_only_the_chart_of_differences_has_a_line_at_zero():
 
 
 def test_every_statistic_has_its_label(run):
-    numbers = {row.label: row.number for row in statistic_rows(run[1])}
+    numbers = {label_of(name): number for name, number in run[1].statistics().items()}
     perplexity, change = run[1].perplexity, run[1].probability_change
     assert numbers["Perplexity of the policy"] is perplexity["policy"]
     assert numbers["Perplexity of the reference"] is perplexity["reference"]

@@ -75,10 +75,6 @@ def test_colours_are_those_of_the_page(results):
         assert "color:" not in html and "background:" not in html.replace("background:none", "")
 
 
-def test_a_record_without_a_headline_is_shown_as_its_repr(run):
-    assert replace(run[1], per_token={})._repr_html_() is None
-
-
 def test_a_sweep_in_which_all_failed_is_shown():
     sweep = synthetic_sweep((), ("a", "b"))
     assert ["a", "its weights are missing"] in shown(sweep._repr_html_()).cells

@@ -35,10 +35,6 @@ def test_names_cannot_break_a_line_or_reach_the_terminal(run):
     assert all(character == "\n" or character.isprintable() for character in text)
 
 
-def test_a_record_without_a_headline_still_has_a_repr(run):
-    assert repr(replace(run[1], per_token={})).startswith("<kleash.store.measurement.Measurement object")
-
-
 def test_the_ranking_of_a_sweep_is_in_its_summary():
     lines = synthetic_sweep(("q8", "q6", "q4"), ()).summary().split("\n")
     assert [line.split()[0] for line in lines[2:5]] == ["q8", "q6", "q4"]

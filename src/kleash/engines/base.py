@@ -1,7 +1,7 @@
 """The interface of an engine: what runs a shard of a measurement and returns its tables."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -11,10 +11,10 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from kleash.jobs import MeasureJob
 from kleash.models import Model, Pair, Prompt, TokenSequence
 from kleash.models.scoring import RoundingKind
 from kleash.models.tokenizers import token_texts
-from kleash.store.statistics import STATISTICS, stored_column
 from kleash.store.tables import TOKEN_COLUMNS
 
 
@@ -38,14 +38,6 @@ class ShardResult:
     likeliest: dict[str, np.ndarray]
     """Ids and probabilities of the likeliest tokens of both models, with a row for each token; empty where the exact KL
     is unknown, so that no sequence is known to have drifted most."""
-
-
-WHOLE_DISTRIBUTION_COLUMNS = tuple(
-    name
-    for name, statistic in STATISTICS.items()
-    if statistic.function is stored_column and len(statistic.models) == 2
-)
-"""Columns of both models that need the whole distributions of both; entropies need that of one."""
 
 
 class EngineTraits(NamedTuple):
@@ -90,6 +82,20 @@ class Engine(ABC):
             sequences: that are scored again.
         """
         return None
+
+
+def ignore(*_: float) -> None:
+    """Do nothing: the default of functions that are told of progress."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobEngine(Engine):
+    """An engine that scores the shards of a job by a model of this process, or by both."""
+
+    pair: Pair
+    job: MeasureJob
+    on_scored: Callable[[int, int], None] = ignore
+    """Called after each batch of a shard, or after the shard, with the number of its sequences and of their tokens."""
 
 
 def shard_result(

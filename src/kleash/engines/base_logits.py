@@ -1,6 +1,6 @@
 """The engine of a reference whose log-probabilities are in a file of llama.cpp's base logits, with its text."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -14,9 +14,8 @@ from kleash.checkpoints.gguf.vocabulary import begin_token, puts_begin_token
 from kleash.checkpoints.gguf_files import open_gguf
 from kleash.checkpoints.resolution import find_checkpoint
 from kleash.engines.base import (
-    WHOLE_DISTRIBUTION_COLUMNS,
-    Engine,
     EngineTraits,
+    JobEngine,
     Shard,
     ShardResult,
     find_padding,
@@ -24,10 +23,8 @@ from kleash.engines.base import (
     shard_result,
     with_unknown,
 )
-from kleash.engines.local import ignore
 from kleash.errors import ModelError, NonFiniteError, SourceError
-from kleash.jobs import MeasureJob
-from kleash.models import Model, Pair, TokenSequence
+from kleash.models import Model, TokenSequence
 from kleash.models.base_logit_bounds import (
     LogpIntervals,
     impossible_row,
@@ -42,6 +39,7 @@ from kleash.models.scoring import columns_in_batches, head_on_device, read_hidde
 from kleash.models.tokenizers import token_count
 from kleash.sources.sequences import hash_tokens
 from kleash.store.measurement import ModelRecord
+from kleash.store.statistics import DIVERGENCE_COLUMNS
 from kleash.store.tables import KL_BOUND_COLUMNS, LLAMA_CPP_COLUMNS
 
 TILE_LOGITS = 1 << 22
@@ -177,22 +175,18 @@ def logit_tiles(model: Model, hidden: Tensor, name: str) -> Iterator[tuple[int, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaseLogitsEngine(Engine):
+class BaseLogitsEngine(JobEngine):
     """Scores the chunks of a file of base logits by the policy, whose logits are compared with the stored ones."""
 
-    pair: Pair
-    job: MeasureJob
     reference: BaseLogits
     """That of the pair."""
-    on_scored: Callable[[int, int], None] = ignore
-    """Called after each batch with the number of its sequences and of their tokens."""
 
     @property
     def traits(self) -> EngineTraits:
         """The columns that a file of base logits cannot give, and why there is no noise floor."""
         return EngineTraits(
             unknown_columns=MappingProxyType(
-                dict.fromkeys((*WHOLE_DISTRIBUTION_COLUMNS, "entropy_reference"), REASON)
+                dict.fromkeys((*DIVERGENCE_COLUMNS, "entropy_reference"), REASON)
             ),
             no_noise_floor="the reference is a file of base logits, which does not tell its batches",
         )

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from kleash.engines.base import Engine, EngineTraits, Shard, ShardResult, shard_result
+from kleash.engines.base import EngineTraits, JobEngine, Shard, ShardResult, ignore, shard_result
 from kleash.jobs import MeasureJob
 from kleash.linear import LinearOptions
-from kleash.models import Pair, Prompt, ReferenceCache, Sampling, TokenSequence, generate, score
+from kleash.models import Prompt, ReferenceCache, Sampling, TokenSequence, generate, score
 from kleash.models.scoring import ROUNDING, RoundingKind
 from kleash.store.file_hashes import WatchedFiles, watched_files
 
@@ -18,21 +18,13 @@ CPU_BUFFER_BYTES = 96 * 2**20
 """Memory for the logits of a chunk of tokens on a CPU: a run then needs at most 256 MB besides models and a batch."""
 
 
-def ignore(*_: float) -> None:
-    """Do nothing: the default of ``on_tokens`` and ``on_scored``."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class LocalEngine(Engine):
+class LocalEngine(JobEngine):
     """Runs shards one after the other, on the devices of the pair."""
 
-    pair: Pair
-    job: MeasureJob
     cache: ReferenceCache | None = None
     on_tokens: Callable[[int, float], None] = ignore
     """Called while responses are generated, as by ``generate``."""
-    on_scored: Callable[[int, int], None] = ignore
-    """Called after each batch of a shard with the number of its sequences and of their tokens."""
     top: int = 5
     """Number of likeliest tokens of each model in a shard's result."""
     files: WatchedFiles = field(default_factory=watched_files)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from kleash.measuring.model_pair import header_of, load_models, loading
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.run import on_device_of_rank
 from kleash.measuring.sequence_clusters import Floats, Ids, SequenceSums, clusters_of
-from kleash.measuring.shards import group_by_cost, source_sequences
+from kleash.measuring.shards import group_by_cost, hash_source, source_sequences
 from kleash.measuring.sweep_ranking import sum_run
 from kleash.models import Model, Pair, TokenSequence, load_reference
 from kleash.models.threads import threads_for_scoring
@@ -30,8 +31,6 @@ from kleash.uncertainty.simultaneous import SimultaneousPairs, differences_from_
 
 CANDIDATE, ALL, CONTROL = "candidate", "all", "control"
 """The passes without a swap, with all groups swapped, and again without a swap at the end."""
-POLL_S = 0.2
-"""Seconds from one look at the folder to the next, while other processes score."""
 EXACTLY_0 = Estimate(value=0.0, unit="nats", standard_error=0.0, ci95=(0.0, 0.0))
 REMAINING_SHARE = 0.01
 """Share of a candidate's KL above which what remains with all groups swapped is warned of."""
@@ -50,7 +49,7 @@ class SwapModels:
     """The candidate, and the reference's hidden states."""
     reference: Model
     """The reference, loaded, whose modules are swapped in."""
-    groups: Mapping[str, tuple[WeightGroup, ...]]
+    groups: Mapping[str, Groups]
     """By grouping."""
     sequences: tuple[TokenSequence, ...]
     prompts: Ids
@@ -71,58 +70,24 @@ def choose_sequences(tokens: Floats, target: int) -> Ids:
     return np.sort(order[:count])
 
 
-def read_chosen(job: MeasureJob, pair: Pair, run: SequenceSums, chosen: Ids) -> tuple[TokenSequence, ...]:
-    """The sequences of a job's source with these indices.
-
-    Args:
-        job: the candidate's measurement.
-        pair: its models.
-        run: the sequences as they were measured.
-        chosen: indices in rising order.
-
-    Raises:
-        RunFolderError: if the source has other sequences than were measured.
-    """
-    places = set(chosen.tolist())
-    sequences: list[TokenSequence] = []
-    for place, sequence in enumerate(source_sequences(job, pair)):
-        if len(sequences) == len(places):
-            break
-        if place not in places:
-            continue
-        measured = (int(run.prompt_id[place]), int(run.sample_id[place]), int(run.tokens[place]))
-        if (sequence.prompt_id, sequence.sample_id, len(sequence.response_ids)) != measured:
-            break
-        sequences.append(sequence)
-    if len(sequences) < len(places):
-        raise RunFolderError(
-            f"{job.source[1]} has other sequences than were measured into {job.out}; sweep it again into another --out"
-        )
-    return tuple(sequences)
-
-
 def plan_passes(
     groups: Mapping[str, Sequence[WeightGroup]],
-) -> tuple[dict[str, Groups], dict[tuple[str, str], str]]:
-    """The passes over the sequences, and the name of the pass of each grouping and group's name.
+) -> tuple[dict[str, Groups], dict[tuple[str, ...], str]]:
+    """The passes over the sequences, and the name of the pass of each group, by the group's modules.
 
-    A pass has a name, that of its run folder, and groups of weights that are swapped. The passes ``CANDIDATE``, ``ALL``
-    and ``CONTROL`` have no grouping (""). Groups that are identical in both models need no pass; if all are, the
-    candidate's own is the only one. Two groups of the same modules share a pass.
+    A pass has a name, that of its run folder, and groups of weights that are swapped. Groups that are identical in both
+    models need no pass; if all are, the candidate's own is the only one. Two groups of the same modules share a pass.
     """
     passes: dict[str, Groups] = {CANDIDATE: ()}
-    names = {("", CANDIDATE): CANDIDATE}
-    by_weights: dict[tuple[str, ...], str] = {}
+    names: dict[tuple[str, ...], str] = {}
     for grouping, groups_of_network in groups.items():
         for number, group in enumerate(groups_of_network):
             if not group.is_identical:
-                name = by_weights.setdefault(group.parts, f"{grouping}-{number:03d}")
-                names[grouping, group.name] = name
+                name = names.setdefault(group.parts, f"{grouping}-{number:03d}")
                 passes.setdefault(name, (group,))
-    if by_weights:
+    if names:
         # the groups of any grouping are all weights
         passes |= {ALL: tuple(next(iter(groups.values()))), CONTROL: ()}
-        names |= {("", ALL): ALL, ("", CONTROL): CONTROL}
     return passes, names
 
 
@@ -166,7 +131,7 @@ def run_passes(
     while not is_complete:
         for name, groups in passes.items():
             _score_missing(name, groups, shards, models, root, header, reporter)
-        is_complete = wait_for_parts(root, missing, reporter.note, poll_seconds=POLL_S)
+        is_complete = wait_for_parts(root, missing, reporter.note)
     return {name: sum_run(root / name, models.statistic, len(shards)) for name in passes}
 
 
@@ -228,9 +193,16 @@ def attribute(
     Raises:
         ModelError: if the two models differ in architecture.
         NonFiniteError: if a swapped network gives NaN or infinite logits.
-        RunFolderError: if a finished pass is damaged, or one cannot be written.
+        RunFolderError: if the source is another than was measured, a finished pass is damaged, or one cannot be
+            written.
     """
     with watching_files():
+        measure_job = job.measure_job(candidate.number, out)
+        if hash_source(measure_job) != digest:
+            raise RunFolderError(
+                f"{measure_job.source[1]} was written to after it was measured into {measure_job.out}; sweep it again "
+                "into another --out"
+            )
         models = load_swap_models(job, out, candidate, run)
         passes, names = plan_passes(models.groups)
         tokens = sum(len(sequence.response_ids) for sequence in models.sequences)
@@ -243,9 +215,8 @@ def attribute(
         root = out / "attribution" / Path(candidate.folder).name / f"{job.attribute_tokens}-tokens"
         with threads_for_scoring(models.pair, local_world_size()):
             sums = run_passes(passes, models, root, header, reporter)
-        by_group = {key: sums[name] for key, name in names.items()}
         return tuple(
-            attribution_of(models, candidate.number, grouping, by_group, on_text=job.responses is None)
+            attribution_of(models, candidate.number, grouping, sums, names, on_text=job.responses is None)
             for grouping in job.attribute
         )
 
@@ -255,20 +226,21 @@ def load_swap_models(job: SweepJob, out: Path, candidate: SweepCandidate, run: S
 
     Raises:
         ModelError: if a model cannot be loaded, or they differ in architecture.
-        RunFolderError: if the source has other sequences than were measured.
     """
     measure_job = on_device_of_rank(job.measure_job(candidate.number, out))
     pair = load_models(measure_job, None)
     reference = load_reference(job.reference, job.revision_reference, loading(measure_job)).reference
     groups = {grouping: weight_groups(pair.policy, reference, grouping) for grouping in job.attribute}
     chosen = choose_sequences(run.tokens, job.attribute_tokens)
+    places = set(chosen.tolist())
+    sequences = enumerate(islice(source_sequences(measure_job, pair), max(places) + 1))
     prompts = run.distinct_prompts(on_text=job.responses is None)
     return SwapModels(
         job=measure_job,
         pair=pair,
         reference=reference,
         groups=groups,
-        sequences=read_chosen(measure_job, pair, run, chosen),
+        sequences=tuple(sequence for place, sequence in sequences if place in places),
         prompts=prompts[chosen],
         statistic=job.statistic,
     )
@@ -278,7 +250,8 @@ def attribution_of(
     models: SwapModels,
     number: int,
     grouping: str,
-    sums: Mapping[tuple[str, str], SequenceSums],
+    sums: Mapping[str, SequenceSums],
+    names: Mapping[tuple[str, ...], str],
     *,
     on_text: bool,
 ) -> Attribution:
@@ -288,18 +261,19 @@ def attribution_of(
         models: of the attribution.
         number: of the candidate.
         grouping: "layers" or "modules".
-        sums: by the keys of ``plan_passes``.
+        sums: by the names of the passes.
+        names: of the groups' passes, as from ``plan_passes``.
         on_text: whether the source is text, whose clusters are documents.
     """
-    candidate = sums["", CANDIDATE]
-    again = sums.get(("", CONTROL), candidate)
+    candidate = sums[CANDIDATE]
+    again = sums.get(CONTROL, candidate)
     clusters = clusters_of(models.prompts, candidate.sample_id, on_text=on_text)
     groups = models.groups[grouping]
     swapped = [group for group in groups if not group.is_identical]
 
     candidate_sums, counts = clusters.sum(candidate.total), clusters.sum(candidate.tokens)
-    single = [clusters.sum(sums[grouping, group.name].total) for group in swapped]
-    everything = clusters.sum(sums.get(("", ALL), candidate).total)
+    single = [clusters.sum(sums[names[group.parts]].total) for group in swapped]
+    everything = clusters.sum(sums.get(ALL, candidate).total)
     total = np.sum(single, axis=0) if single else np.zeros_like(candidate_sums)
 
     def difference(first: Floats, second: Floats, *, is_0: bool) -> Estimate:

@@ -1,7 +1,6 @@
 """Per-token quantities of a run, summed within clusters one shard at a time, in constant memory."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -21,25 +20,17 @@ MAX_GROUPS = 16_384
 independent prompts are as good as over all prompts, and the memory stays constant."""
 
 
-@dataclass(frozen=True)
-class Binning:
-    """Ranges of a token column in which the KL is averaged separately."""
-
-    column: str
-    edges: tuple[float | int, ...]
-    """Where each range begins (included) and the one before it ends."""
-    end: float
-    """Where the last range ends."""
-
-
-BINNINGS: Mapping[str, Binning] = MappingProxyType(
+BINNINGS: Mapping[str, tuple[str, tuple[float, ...]]] = MappingProxyType(
     {
-        "position": Binning(
-            "position", (0, 1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096), np.inf
+        "position": (
+            "position",
+            (0, 1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, np.inf),
         ),
-        "confidence": Binning("top1_probability_reference", (0.0, 0.25, 0.5, 0.75, 0.95), 1.0),
+        "confidence": ("top1_probability_reference", (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)),
     }
 )
+"""Name -> a column of ``tokens/``, and the edges of its ranges, in each of which the KL is averaged: a range begins at
+its edge and ends before the next, the last one at it."""
 
 LISTED_AND_SAMPLED = "listed_and_sampled"
 """Name of the estimator that sums p (log p - log q) over the tokens that a server lists, and takes the log ratio of the
@@ -50,7 +41,7 @@ def columns_to_read(statistics: Collection[str]) -> list[str]:
     """The columns of ``tokens/`` that ``token_quantities`` reads."""
     names = [
         *("prompt_id", "sample_id", "logp_policy", "logp_reference", "logp_sampled"),
-        *(binning.column for binning in BINNINGS.values()),
+        *(column for column, _ in BINNINGS.values()),
         *columns_of(tuple(statistics)),
         *(("kl_of_listed", "token_is_listed") if "listed_probability" in statistics else ()),
     ]
@@ -96,8 +87,8 @@ def token_quantities(
             if exact is not None:
                 columns[SumKey(name, "error")] = estimates - exact
                 columns[SumKey(name, "squared_error")] = (estimates - exact) ** 2
-    for name, binning in BINNINGS.items() if exact is not None else ():
-        places = np.searchsorted(binning.edges, tokens[binning.column], side="right") - 1
+    for name, (column, edges) in BINNINGS.items() if exact is not None else ():
+        places = np.searchsorted(edges[:-1], tokens[column], side="right") - 1
         for place in np.unique(places).tolist():
             is_inside = places == place
             columns[SumKey(name, "tokens", place)] = is_inside.astype(np.float64)

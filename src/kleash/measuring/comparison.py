@@ -311,8 +311,9 @@ def _warnings(runs: list[_Run], names: list[str]) -> tuple[str, ...]:
             is_known = all(reference.fingerprint for reference in references)
             verb = "has" if is_known else "may have, behind a server,"
             warnings.append(f"{name} {verb} another reference than {names[0]}")
-        for option in SETTINGS:
-            value, first_value = other.job.get(option), first.job.get(option)
-            if value != first_value:
-                warnings.append(f"{name} was measured with {option} {value}, {names[0]} with {first_value}")
+        warnings += [
+            f"{name} was measured with {option} {other.job.get(option)}, {names[0]} with {first.job.get(option)}"
+            for option in SETTINGS
+            if other.job.get(option) != first.job.get(option)
+        ]
     return tuple(warnings)

@@ -1,7 +1,6 @@
 """``--dry-run``: what a job would load and read, from settings, headers and tokenizers, without weights."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +8,12 @@ from typing import Any
 import torch
 
 from kleash.checkpoints.resolution import Checkpoint, find_checkpoint
+from kleash.engines.local import CPU_BUFFER_BYTES
 from kleash.errors import OptionError
 from kleash.extras import import_extra, suppress_library_output
 from kleash.jobs import CacheJob, MeasureJob, SweepJob
 from kleash.jobs.option_groups import is_endpoint
+from kleash.linear.chunked import ENOUGH_TOKENS
 from kleash.measuring.shards import source_sequences
 from kleash.measuring.sweep_run import check_sweep_folder
 from kleash.models import read_prompts
@@ -25,19 +26,9 @@ from kleash.reports.formatting import format_bytes
 from kleash.store import RunFolder
 from kleash.store.summary import Name, Summary, SummaryTable, counted
 
+GPU_BYTES_A_TOKEN = 2 * ENOUGH_TOKENS * 2 * 4
+"""Memory of a chunk on a GPU for each token of the vocabulary: logits of two models in float32, of twice the tokens."""
 UNTIL_RUN = "not known before the first shard; the progress of the run has it then"
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class SourceLimits:
-    """What a source must suit (``sources.sequences.TokenLimits``), read without weights."""
-
-    tokenizer: Any
-    vocab_size: int
-    context_length: int | None
-    eos_token_ids: tuple[int, ...] = ()
-    reference: Any = None
-    """None, since no file of base logits is read."""
 
 
 def dry_run(job: MeasureJob | CacheJob | SweepJob) -> Summary:
@@ -71,6 +62,8 @@ def dry_run(job: MeasureJob | CacheJob | SweepJob) -> Summary:
     else:
         lengths = [sequence.num_input_tokens for sequence in source_sequences(source, limits)]
         read = f"{counted(sum(lengths), 'token')} in {counted(len(lengths), 'sequence')}"
+    is_on_cpu = device.type == "cpu"
+    chunk_bytes = CPU_BUFFER_BYTES if is_on_cpu else GPU_BYTES_A_TOKEN * limits.vocab_size
     rows = tuple(_model_row(checkpoint, dtype) for checkpoint in checkpoints.values())
     return Summary(
         headline=f"{counted(len(rows), 'model')} would be loaded and {read} scored; nothing was loaded or written",
@@ -78,6 +71,7 @@ def dry_run(job: MeasureJob | CacheJob | SweepJob) -> Summary:
             ("source", f"{kind} of {path}"),
             ("device", str(device)),
             ("a batch", f"{counted(job.batch_tokens, 'token')} at most, padding counted"),
+            ("a chunk of logits", f"about {format_bytes(chunk_bytes)}, beside the models and a batch"),
             ("time", UNTIL_RUN),
         ),
         tables=(SummaryTable(header=("model", "weights", "on disk", "in memory", "stored as"), rows=rows),),
@@ -109,8 +103,8 @@ def _models_and_source(job: MeasureJob | CacheJob | SweepJob) -> tuple[dict[str,
             return {"reference": job.reference, **candidates}, job.cache_job(Path()).measurement()
 
 
-def _limits(checkpoints: Mapping[str, Checkpoint], job: MeasureJob | CacheJob | SweepJob) -> SourceLimits:
-    """What the source must suit; raises ModelError if a tokenizer is not that of the reference."""
+def _limits(checkpoints: Mapping[str, Checkpoint], job: MeasureJob | CacheJob | SweepJob) -> SimpleNamespace:
+    """What the source must suit, as of a pair; raises ModelError if a tokenizer is not that of the reference."""
     reference = {"reference": checkpoints["reference"]}
     policies = [checkpoint for role, checkpoint in checkpoints.items() if role not in reference]
     lengths: list[int] = []
@@ -127,10 +121,12 @@ def _limits(checkpoints: Mapping[str, Checkpoint], job: MeasureJob | CacheJob | 
                 length = read_context_length(SimpleNamespace(config=config))
                 lengths += [] if length is None else [length]
     tokenizer = loaded[0]["reference"]
-    return SourceLimits(
+    return SimpleNamespace(
         tokenizer=tokenizer,
         vocab_size=token_count(tokenizer),
         context_length=min(lengths, default=None),
+        eos_token_ids=(),
+        reference=None,
     )
 
 

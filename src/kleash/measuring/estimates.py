@@ -19,7 +19,8 @@ from kleash.measuring.cluster_sums import (
 from kleash.measuring.sequence_clusters import Clusters, labelled_parts
 from kleash.store import RunFolder
 from kleash.store.measurement import Bin, ConvergencePoint, EstimatorRecord, SequenceTotal
-from kleash.store.statistics import ALL_STATISTICS, STATISTICS
+from kleash.store.measurement_summary import FIELD_LABELS
+from kleash.store.statistics import ALL_STATISTICS, DIVERGENCE_COLUMNS, STATISTICS
 from kleash.uncertainty import (
     Estimate,
     controlled_total,
@@ -32,21 +33,6 @@ from kleash.uncertainty import (
 
 LEVELS = {"50": 0.5, "75": 0.75, "90": 0.9, "95": 0.95, "99": 0.99, "99.9": 0.999, "max": 1.0}
 """Name in ``measurement.json`` -> share of the tokens at or below the quantile."""
-DIVERGENCES = ("kl_policy_reference", "kl_reference_policy", "jensen_shannon", "total_variation")
-"""Columns of ``tokens/`` of which quantiles are reported."""
-NEEDS_EXACT_KL = (
-    *(
-        "quantiles",
-        "by_position",
-        "by_confidence",
-        "convergence",
-        "worst_tokens",
-        "worst_sequences",
-        "prompts",
-    ),
-    *("top_percent_share", "per_sequence"),
-)
-"""Fields of a measurement that are made of the exact KL of each token."""
 
 
 def statistic_estimate(sums: ClusterSums, name: str) -> Estimate:
@@ -103,10 +89,10 @@ def bins(sums: ClusterSums, name: str, statistic: str) -> tuple[Bin, ...]:
         name: a key of ``BINNINGS``.
         statistic: name of the KL that was summed in the ranges.
     """
-    binning = BINNINGS[name]
+    _, edges = BINNINGS[name]
     total = sums[SumKey(statistic)].sum()
     records: list[Bin] = []
-    for index, (low, high) in enumerate(pairwise((*binning.edges, binning.end))):
+    for index, (low, high) in enumerate(pairwise(edges)):
         if SumKey(name, "tokens", index) not in sums:
             continue
         kl, tokens = sums[SumKey(name, "kl", index)], sums[SumKey(name, "tokens", index)]
@@ -184,7 +170,7 @@ def token_quantiles(
     token_groups = np.concatenate([np.zeros(0, np.int32), *groups])
     by_divergence: dict[str, dict[str, Estimate]] = {}
     headline_share = np.nan
-    for name in DIVERGENCES:
+    for name in DIVERGENCE_COLUMNS:
         statistic = STATISTICS[name]
         columns = [part[name] for part in folder.parts("tokens", [name])]
         values = np.concatenate([np.zeros(0, np.float32), *columns])
@@ -216,7 +202,7 @@ def reasons_left_out(unknown_columns: Mapping[str, str]) -> dict[str, str]:
         if column in unknown_columns
     }
     reason = f"made of the exact KL of each token; {unknown_columns['kl_policy_reference']}"
-    return reasons | dict.fromkeys(NEEDS_EXACT_KL, reason)
+    return reasons | dict.fromkeys(FIELD_LABELS, reason)
 
 
 def with_reasons(numbers: Mapping[str, Estimate]) -> dict[str, Estimate]:

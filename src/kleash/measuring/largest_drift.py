@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kleash.errors import RunFolderError
 from kleash.measuring.sequence_clusters import sequence_rows, sequence_spans, sequence_starts
 from kleash.models.tokenizers import token_texts
 from kleash.store import RunFolder
@@ -156,7 +155,7 @@ def write_alternatives(folder: RunFolder, sequences: Sequence[Drifted], tokenize
         tokenizer: for the tokens' texts.
 
     Raises:
-        RunFolderError: if a sequence's alternatives are missing or damaged.
+        RunFolderError: if a file of theirs is missing or damaged.
     """
     rank_of = {(sequence.prompt_id, sequence.sample_id): rank for rank, sequence in enumerate(sequences)}
     parts: dict[int, dict[str, NDArray[Any]]] = {}
@@ -165,12 +164,6 @@ def write_alternatives(folder: RunFolder, sequences: Sequence[Drifted], tokenize
             rank = rank_of.get((int(part["prompt_id"][begin]), int(part["sample_id"][begin])))
             if rank is not None:
                 parts[rank] = {name: values[begin:end] for name, values in part.items()}
-    missing = [sequence for rank, sequence in enumerate(sequences) if rank not in parts]
-    if missing:
-        raise RunFolderError(
-            f"{folder.root / 'alternatives'} lacks prompt {missing[0].prompt_id}, sample {missing[0].sample_id}; "
-            "measure again with another --out"
-        )
     columns: dict[str, Any] = {
         name: np.concatenate([np.zeros(0, dtype=dtype), *(parts[rank][name] for rank in sorted(parts))])
         for name, dtype in TOP_COLUMNS.items()

@@ -51,7 +51,6 @@ from kleash.measuring.sequence_clusters import (
 )
 from kleash.measuring.shard_scoring import OpenRun
 from kleash.measuring.shards import ShardPlan, source_warnings
-from kleash.models import Pair
 from kleash.store import Counts, Measurement, RunFolder
 from kleash.store.measurement import ModelRecord, describe_storage
 from kleash.store.statistics import KL_DIRECTIONS, STATISTICS, known_statistics, to_fields
@@ -161,6 +160,11 @@ def make_measurement(
 
 def _provenance(run: OpenRun, estimand: Estimand, models: Mapping[str, ModelRecord]) -> dict[str, Any]:
     """The fields of a measurement that say what it is of, and by what it was made."""
+    local_devices = [
+        str(model.device_map or model.device)
+        for model in (run.pair.policy, run.pair.reference)
+        if not isinstance(model, ServedModel)
+    ]
     return {
         "kleash": __version__,
         "estimand": estimand.description,
@@ -168,7 +172,7 @@ def _provenance(run: OpenRun, estimand: Estimand, models: Mapping[str, ModelReco
         "models": models,
         "job": run.job.settings(),
         "source_sha256": run.source_sha256,
-        "device": device_of(run.pair),
+        "device": " and ".join(dict.fromkeys(local_devices)),
         "headline": run.job.headline,
         "folder": run.folder.root,
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -209,13 +213,6 @@ def _exact_fields(
         "worst_sequences": totals.largest.sequences.drifted(),
         "prompts": totals.largest.worst_prompts(run.folder, on_text=run.job.source[0] == "text"),
     }
-
-
-def device_of(pair: Pair) -> str:
-    """The devices of a run's local models: "cpu", "cuda:0 and cuda:1"."""
-    local_models = [model for model in (pair.policy, pair.reference) if not isinstance(model, ServedModel)]
-    devices = [str(model.device_map or model.device) for model in local_models]
-    return " and ".join(dict.fromkeys(devices))
 
 
 def count_sequences(folder: RunFolder, *, on_text: bool) -> SequenceCounts:

@@ -1,5 +1,7 @@
 """Progress of a measurement, for a display."""
 
+from collections.abc import Iterable
+
 from kleash.estimate import Estimate
 
 
@@ -8,6 +10,11 @@ class ProgressReporter:
 
     def note(self, sentence: str) -> None:
         """Report a decision: which base an adapter has, where a run is resumed."""
+
+    def note_all(self, sentences: Iterable[str]) -> None:
+        """Report several decisions."""
+        for sentence in sentences:
+            self.note(sentence)
 
     def set_total(self, sequences: int | None) -> None:
         """Begin to count sequences that are scored; None if their total is not known."""

@@ -220,10 +220,9 @@ def ray_engine(job: MeasureJob, reporter: ProgressReporter) -> Generator[RayEngi
                 environment={**loaded.header.environment, **versions},
             )
             _require_same(own_header, loaded.header, "on a worker")
-            models = (
+            policy, reference = (
                 replace(model, tokenizer=tokenizer) for model in (loaded.pair.policy, loaded.pair.reference)
             )
-            policy, reference = models
             yield RayEngine(
                 ray=ray,
                 actors=actors,

@@ -118,12 +118,10 @@ def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> 
     if saved is not None:
         job = with_saved_dtype(job, saved)
     digest = hash_source(job.measurement())
-    for sentence in job.measurement().without_effect():
-        reporter.note(sentence)
+    reporter.note_all(job.measurement().without_effect())
     pair = load_reference(job.reference, job.revision_reference, loading(job.measurement()))
     kind, name = job.measurement().source
-    for sentence in (*pair.notes, *describe_source(kind, name, job)):
-        reporter.note(sentence)
+    reporter.note_all((*pair.notes, *describe_source(kind, name, job)))
     how = "finished shards are on disk: run the same command again with"
     with resumable(folder, how), folder_lock(folder, ADVICE_IF_LOCKED):
         for path in (folder, folder / TOKENIZER):
@@ -153,14 +151,12 @@ def _cache(
         reporter.note(f"resuming after {len(cache.states)} sequences in {folder}")
     reader = partial(read_hidden_states, pair.reference) if imported is None else imported.read
     plan = plan_shards(measure_job, pair)
-    for sentence in plan.notes:
-        reporter.note(sentence)
+    reporter.note_all(plan.notes)
     reporter.set_total(plan.sequences)
     num_scored = 0
     for shard in plan.shards:
-        tokens = sum(len(sequence.response_ids) for sequence in shard.sequences)
         cache.fill(reader, shard.sequences, measure_job.batch_tokens, reporter.add_scored)
-        num_scored += tokens
+        num_scored += sum(len(sequence.response_ids) for sequence in shard.sequences)
     engine = LocalEngine(pair=pair, job=measure_job)
     sequences = noise_sequences(source_sequences(measure_job, pair), num_scored)
     if imported is None:

@@ -150,9 +150,8 @@ def _made_measurement(run: OpenRun, engine: Engine, source: ShardPlan, start: fl
         measurement = make_measurement(run, engine, source, seconds=lambda: monotonic() - start)
         if run.job.show_reference:
             measurement = replace(measurement, prompts=_with_responses(run, measurement.prompts))
-        for sentence in measurement.notes:
-            if sentence not in (*run.pair.notes, *run.source_notes, *source.notes, *run.job.without_effect()):
-                run.reporter.note(sentence)
+        noted = (*run.pair.notes, *run.source_notes, *source.notes, *run.job.without_effect())
+        run.reporter.note_all(sentence for sentence in measurement.notes if sentence not in noted)
         if run.job.at_most is not None:
             gate = gate_of_measurement(measurement, run.job.at_most, run.job.gated_statistic)
             measurement = replace(measurement, gate=gate)
@@ -198,10 +197,9 @@ def opened_run(job: MeasureJob, reporter: ProgressReporter, pair: Pair | None = 
         stack.enter_context(watching_files())
         stack.enter_context(process_group(job))
         require_trackers(job.report_to)
-        folder = stack.enter_context(RunFolder(folder_of(job)).joined(resume=job.resume))
+        folder = stack.enter_context(RunFolder(Path(str(job.out)).expanduser()).joined(resume=job.resume))
         measurement_before = folder.measurement_version()
-        for sentence in job.without_effect():
-            reporter.note(sentence)
+        reporter.note_all(job.without_effect())
         digest = hash_source(job)
         workers = stack.enter_context(ray_engine(job, reporter)) if job.engine == "ray" else None
         is_resumable = pair is None
@@ -210,8 +208,7 @@ def opened_run(job: MeasureJob, reporter: ProgressReporter, pair: Pair | None = 
         kind, name = job.source
         described = () if job.has_base_logits else describe_source(kind, name, job)
         source_notes = tuple(filter(None, (*described, sampler_note(job, pair.policy))))
-        for sentence in (*pair.notes, *source_notes):
-            reporter.note(sentence)
+        reporter.note_all((*pair.notes, *source_notes))
         folder.begin(
             header_of(job, pair, digest),
             on_wait=lambda: reporter.note(f"waiting for a process that has the lock of {folder.root}"),
@@ -243,15 +240,9 @@ def resumable(out: Path, how: str = "finished shards are on disk: resume with --
         raise Interrupted(f"{str(stop) or 'interrupted'}; {how} --out {out}") from stop
 
 
-def folder_of(job: MeasureJob) -> Path:
-    """The run folder of a job."""
-    return Path(str(job.out)).expanduser()
-
-
 def on_device_of_rank(job: MeasureJob) -> MeasureJob:
     """The job with a GPU for each of the processes that were started on this machine, where it names none."""
-    if local_world_size() == 1 or job.device not in ("auto", "cuda") or job.device_map is not None:
-        return job
-    if not torch.cuda.is_available():
+    is_named = job.device not in ("auto", "cuda") or job.device_map is not None
+    if local_world_size() == 1 or is_named or not torch.cuda.is_available():
         return job
     return replace(job, device=f"cuda:{local_rank() % torch.cuda.device_count()}")

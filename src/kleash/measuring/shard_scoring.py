@@ -9,7 +9,7 @@ number of processes.
 import math
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,6 +22,7 @@ from kleash.measuring.shards import ShardPlan, plan_shards
 from kleash.measuring.shared_weights import agreed
 from kleash.models import Pair, turns_of
 from kleash.store import RunFolder
+from kleash.store.checksums import Checksums
 from kleash.store.file_hashes import require_unchanged_files
 from kleash.store.locks import claim, wait_for_parts
 
@@ -30,8 +31,6 @@ MIN_CLUSTERS = 64
 CHECK_GROWTH = 1.01
 """The KL is computed whenever the sequences have become so many times more: after each shard of a small run, and seldom
 enough in one of many shards that it, which reads all sums, takes little of its time."""
-POLL_S = 0.2
-"""Seconds from one look at the folder to the next, while other processes score."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +92,7 @@ class RunningKL:
         folder, column = self.run.folder, self.run.job.headline
         on_disk = folder.on_disk()
         # read after the names: each file has its checksum before it has its name
-        checksums = folder.checksums()
+        checksums = Checksums.read(folder.root)
         while (index := len(self._sums)) in on_disk:
             part = folder.part("tokens", index, ["prompt_id", "sample_id", column], checksums)
             hashes = folder.part("sequences", index, ["prompt_hash"], checksums)["prompt_hash"]
@@ -127,24 +126,21 @@ def run_shards(run: OpenRun, engine: Engine) -> ShardPlan:
     if on_disk := run.folder.on_disk():
         run.reporter.note(f"resuming after {len(on_disk)} finished shards in {run.folder.root}")
     running.advance()
-    largest, counted, is_first_pass = Largest(MAX_SEQUENCES), set(on_disk), True
+    largest, counted = Largest(MAX_SEQUENCES), set(on_disk)
+    plan = plan_shards(run.job, run.pair)
+    run.reporter.note_all(plan.notes)
+    run.reporter.set_total(plan.sequences)
     while True:
-        plan = plan_shards(run.job, run.pair)
-        if is_first_pass:
-            for sentence in plan.notes:
-                run.reporter.note(sentence)
-            run.reporter.set_total(plan.sequences)
         claims = ShardClaims(run=run, running=running, counted=counted)
-        is_first_pass = False
-        with turns_of(run.pair, engine.traits.temperature), claims:
+        with turns_of(run.pair, engine.traits.temperature), closing(claims):
             _score(engine, claims, plan.shards, largest)
-        wait = partial(
-            wait_for_parts, run.folder.root, claims.missing, run.reporter.note, poll_seconds=POLL_S
+        is_complete = agreed(
+            run.job, partial(wait_for_parts, run.folder.root, claims.missing, run.reporter.note)
         )
-        is_complete = agreed(run.job, wait)
         running.advance()
         if is_complete:
             break
+        plan = plan_shards(run.job, run.pair)  # a process has left without the shards that it had claimed
     total = claims.total if running.stop is None else running.stop
     if running.stop is not None:
         with run.folder.making_result(lambda: None):  # others read it while it is written, otherwise
@@ -156,7 +152,7 @@ def run_shards(run: OpenRun, engine: Engine) -> ShardPlan:
 
 @dataclass(kw_only=True)
 class ShardClaims:
-    """Context of one pass over the shards of a plan, in which this process claims those that it scores."""
+    """One pass over the shards of a plan, in which this process claims those that it scores."""
 
     run: OpenRun
     running: RunningKL
@@ -166,11 +162,7 @@ class ShardClaims:
     """Shards of the plan so far."""
     _open_claims: dict[int, ExitStack] = field(default_factory=dict)
 
-    def __enter__(self) -> "ShardClaims":
-        """Begin."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         """Release the claims of shards that were not written."""
         for index in list(self._open_claims):
             self.release(index)

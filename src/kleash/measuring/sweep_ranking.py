@@ -8,13 +8,13 @@ import numpy as np
 
 from kleash.errors import RunFolderError
 from kleash.jobs.sweep import SweepJob
-from kleash.measuring.sequence_clusters import Clusters, SequenceSums, sum_sequences
+from kleash.measuring.sequence_clusters import SequenceSums, sum_sequences
 from kleash.store import Measurement, RunFolder
 from kleash.store.measurement_summary import all_warnings
 from kleash.store.statistics import KL_DIRECTIONS
 from kleash.store.sweep import QUANTILE, Sweep, SweepCandidate, SweepPair
 from kleash.uncertainty.diagnostics import few_clusters
-from kleash.uncertainty.simultaneous import SimultaneousDifferences, simultaneous_differences
+from kleash.uncertainty.simultaneous import simultaneous_differences
 from kleash.version import __version__
 
 
@@ -79,7 +79,9 @@ def rank_candidates(
         known_values = [
             number.value if number.standard_error == 0 and number.has_error else None for number in numbers
         ]
-        result = _compare(runs, clusters, known_values)
+        sums = np.stack([clusters.sum(run.total) for run in runs], axis=1)
+        counts = np.stack([clusters.sum(run.tokens) for run in runs], axis=1)
+        result = simultaneous_differences(sums, counts, known_values=known_values)
         letters = dict(zip((each.number for each in measured), result.letters, strict=True))
         pairs = tuple(
             SweepPair(
@@ -102,15 +104,6 @@ def rank_candidates(
             for each in candidates
         ),
     )
-
-
-def _compare(
-    runs: Sequence[SequenceSums], clusters: Clusters, known_values: Sequence[float | None]
-) -> SimultaneousDifferences:
-    """The differences of all pairs of runs over the same sequences, paired by cluster."""
-    sums = np.stack([clusters.sum(run.total) for run in runs], axis=1)
-    counts = np.stack([clusters.sum(run.tokens) for run in runs], axis=1)
-    return simultaneous_differences(sums, counts, known_values=known_values)
 
 
 def pareto_front(candidates: Sequence[SweepCandidate], statistic: str) -> set[int]:

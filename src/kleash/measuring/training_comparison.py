@@ -8,6 +8,7 @@ from statistics import fmean
 import numpy as np
 
 from kleash.errors import RunFolderError
+from kleash.registry import grouped
 from kleash.store.comparison import PAIRED, SHOWN, ComparedTraining, RunDifference, TrainingComparison
 from kleash.store.job_folder import RunHeader
 from kleash.store.metrics import metric_of, number_of
@@ -31,11 +32,8 @@ class _TrainingRun:
 
     def by_prompt(self, metric: str, steps: range) -> dict[str, float]:
         """Hash of a prompt -> mean of a metric over those of the steps that have it."""
-        values: dict[str, list[float]] = {}
-        for record in self.prompts:
-            if record.step in steps:
-                for prompt, value in record.means.get(metric, {}).items():
-                    values.setdefault(prompt, []).append(value)
+        means = [record.means.get(metric, {}) for record in self.prompts if record.step in steps]
+        values = grouped(item for each in means for item in each.items())
         return {prompt: fmean(each) for prompt, each in values.items()}
 
 

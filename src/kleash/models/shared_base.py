@@ -26,6 +26,7 @@ from kleash.models.adapters import (
 from kleash.models.heads import has_tied_embeddings
 from kleash.models.sharded_networks import ShardStorage
 from kleash.precision import bitwise_equal
+from kleash.registry import grouped
 
 CHUNK_BYTES = 1 << 25
 """Bytes of a tensor per checksum step; a step takes four times this in memory."""
@@ -100,12 +101,10 @@ def load_over_one_base(
 
 def _roles_by_adapter(checkpoints: Mapping[str, Checkpoint]) -> dict[Path | None, list[str]]:
     """The roles that use each adapter folder; None stands for the base."""
-    roles: dict[Path | None, list[str]] = {}
-    for role, checkpoint in checkpoints.items():
-        roles.setdefault(None if checkpoint.adapter is None else checkpoint.adapter.resolve(), []).append(
-            role
-        )
-    return roles
+    return grouped(
+        (None if checkpoint.adapter is None else checkpoint.adapter.resolve(), role)
+        for role, checkpoint in checkpoints.items()
+    )
 
 
 def _reason_from_settings(adapters: Sequence[Checkpoint]) -> str | None:

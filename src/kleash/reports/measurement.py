@@ -30,10 +30,9 @@ from kleash.store.measurement_summary import (
     headline_warnings,
     left_out_sentences,
     source_nouns,
-    statistic_rows,
     upper_bound,
 )
-from kleash.store.statistics import kl_directions, label_of
+from kleash.store.statistics import ALL_STATISTICS, kl_directions, label_of
 
 MAX_PROMPTS = 500
 MAX_TOKENS = 50
@@ -62,7 +61,6 @@ def write_report(folder: Path, at_most: float | None = None, statistic: str | No
     """
     measurement = Measurement.read(folder)
     if at_most is not None:
-        headline(measurement)  # raises if there is none
         measurement = replace(measurement, gate=gate_of_measurement(measurement, at_most, statistic))
     files = RunFolder(folder)
     files.require_shards(measurement.counts.shards)
@@ -88,7 +86,10 @@ def report_context(files: RunFolder, measurement: Measurement) -> dict[str, Any]
         "upper_bound": upper_bound(measurement),
         "scale": scale_sentence(measurement),
         "left_out": left_out_sentences(measurement),
-        "means": statistic_rows(measurement),
+        "means": [
+            (label_of(name), ALL_STATISTICS[name].explanation if name in ALL_STATISTICS else "", number)
+            for name, number in measurement.statistics().items()
+        ],
         "charts": charts(measurement),
         "heat": heat,
         "worst_tokens": [token_row(drift, tokens, shown) for drift in worst_tokens],

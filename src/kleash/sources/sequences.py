@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from math import inf
 from typing import Any, Literal, Protocol
 
 import numpy as np
 from jaxtyping import Float
 
 from kleash.errors import OptionError
+from kleash.registry import grouped
 
 SourceForm = Literal["messages", "text", "rendered text", "token ids"]
 """What a source has for a prompt or document; "rendered text" is plain text that a chat template made."""
@@ -168,10 +170,8 @@ def group_for_padding(lengths: Sequence[int], max_padded_length: int | None) -> 
         All sequences as one group if none is too long; otherwise those that are not, and one group for each greater
         length.
     """
-    groups: dict[int, list[int]] = {}
-    for index, length in enumerate(lengths):
-        is_padded = max_padded_length is None or length <= max_padded_length
-        groups.setdefault(0 if is_padded else length, []).append(index)
+    longest = inf if max_padded_length is None else max_padded_length
+    groups = grouped((0 if length <= longest else length, index) for index, length in enumerate(lengths))
     return list(groups.values())
 
 

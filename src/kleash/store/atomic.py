@@ -36,9 +36,9 @@ def write_atomically(
     Raises:
         RunFolderError: if the disk is full, the folder cannot be written, or ``path`` is a folder.
     """
-    unfinished = path.with_name(temporary_name()) if path.name else path
+    unfinished = path.parent / temporary_name()
     try:
-        if not path.name or path.is_dir():
+        if path.is_dir():
             raise RunFolderError(f"{path} is a folder; give the name of a file")
         with unfinished.open("xb") as file:
             if not callable(content):
@@ -55,9 +55,8 @@ def write_atomically(
         unfinished.replace(path)
         sync_folder(path.parent)
     except BaseException as error:
-        if unfinished != path:
-            with suppress(OSError):
-                unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
         if isinstance(error, OSError) and not isinstance(error, RunFolderError):
             raise cannot_write(path, error) from error
         raise

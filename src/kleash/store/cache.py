@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kleash.store.checksums import Checksums
-from kleash.store.codec import to_json
 from kleash.store.measurement import ModelRecord
+from kleash.store.summary import JSONRecord
 
 CACHE_SCHEMA = 1
 """Raised when a file of a cache is renamed or means something else."""
@@ -68,7 +68,7 @@ class CacheLabel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheContents:
+class CacheContents(JSONRecord):
     """``contents.json``: what a finished cache holds, and what of the reference is not a tensor."""
 
     sequences: int
@@ -92,13 +92,9 @@ class CacheContents:
     notes: tuple[str, ...]
     """What was said when it was loaded."""
 
-    def to_json(self) -> str:
-        """As JSON text."""
-        return to_json(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class WrittenLogits:
+class WrittenLogits(JSONRecord):
     """A file of llama.cpp's base logits that was written."""
 
     path: str
@@ -111,10 +107,6 @@ class WrittenLogits:
     """Of the file."""
     notes: tuple[str, ...] = ()
     """How the model was loaded."""
-
-    def to_json(self) -> str:
-        """The record as JSON."""
-        return to_json(self)
 
 
 def cache_fingerprint(folder: Path) -> str:

@@ -10,8 +10,9 @@ take the lines of all.
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
@@ -99,10 +100,8 @@ class Checksums:
         Raises:
             RunFolderError: if it is missing, cannot be read, or is not what was written.
         """
-        try:
+        with reading(path, advice):
             content = path.read_bytes()
-        except OSError as error:
-            raise _unreadable(path, error, advice) from error
         self._require(path, FileChecksum(len(content), sha256(content).hexdigest()), advice)
         return content
 
@@ -110,7 +109,7 @@ class Checksums:
         """The record of this kind that a JSON file holds, as it was written.
 
         Args:
-            kind: a dataclass; the default of its field ``schema``, if it has one, is the only schema that is read.
+            kind: a dataclass.
             path: a file in the folder.
             what: what the file is, for the error: "the header of a run".
             advice: what to do where it is damaged, for the error.
@@ -120,19 +119,21 @@ class Checksums:
         """
         content = self.read_bytes(path, advice)
         try:
-            data, schema = parse_json(content), getattr(kind, "schema", None)
-            if schema is not None and data.get("schema") != schema:
-                raise RunFolderError(
-                    f"{path} has schema {data.get('schema')} and this kleash reads {schema}; read it with the version "
-                    "that wrote it, or make it again in another folder"
-                )
-            return decode(kind, data)
+            return decode(kind, parse_json(content))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise RunFolderError(f"{path} cannot be read as {what}: {error}; {advice}") from error
 
+    def read_if_written(self, kind: type[T], path: Path, what: str, advice: str = COPY) -> T | None:
+        """``read_record`` of a file that a run may lack; None if it was not written, or was taken away since."""
+        if not path.exists() and not self.expects(path):
+            return None
+        return self.read_record(kind, path, what, advice)
+
     def check(self, path: Path, advice: str = COPY) -> None:
         """See that a file that others will read is as it was written; as ``read_bytes``, without holding it."""
-        self._require(path, _readable_checksum(path, advice), advice)
+        with reading(path, advice):
+            checksum = file_checksum(path)
+        self._require(path, checksum, advice)
 
     def check_all(self, names: Callable[[str], bool] = lambda name: True, advice: str = COPY) -> None:
         """See that all files whose name is chosen are there, as they were written.
@@ -178,12 +179,10 @@ def read_result(kind: type[T], path: Path, what: str, missing: str, advice: str)
     Raises:
         RunFolderError: if it is missing, damaged, or of another schema.
     """
-    try:
-        path.stat()
-    except FileNotFoundError as error:
-        raise RunFolderError(f"{path.parent} has no {path.name}; {missing}") from error
-    except OSError as error:  # a file in place of a folder, a name that is too long
-        raise RunFolderError(f"{path} cannot be read as {what}: {error.strerror or error}") from error
+    with reading(path, missing):  # a name may be too long
+        is_there = path.exists()
+    if not is_there:
+        raise RunFolderError(f"{path.parent} has no {path.name}; {missing}")
     return Checksums.read(path.parent).read_record(kind, path, what, advice)
 
 
@@ -222,12 +221,9 @@ def begin_checksums(root: Path) -> None:
 
 def _lines_of(path: Path) -> list[ChecksumLine]:
     """The lines of a file of checksums; none if there is no such file."""
-    try:
+    content = b""
+    with reading(path, COPY), suppress(FileNotFoundError):
         content = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise _unreadable(path, error, COPY) from error
     return _parsed_lines(path, content)
 
 
@@ -266,7 +262,9 @@ def require_sha256(path: Path, sha256: str, what: str, advice: str = COPY) -> No
     Raises:
         RunFolderError: if it is missing, or another.
     """
-    if _readable_checksum(path, advice).sha256 != sha256:
+    with reading(path, advice):
+        is_same = file_checksum(path).sha256 == sha256
+    if not is_same:
         raise RunFolderError(f"{path} is not {what}: it has other bytes; {advice}")
 
 
@@ -292,23 +290,19 @@ def file_checksum(path: Path) -> FileChecksum:
     return FileChecksum(size, digest.hexdigest())
 
 
-def _readable_checksum(path: Path, advice: str) -> FileChecksum:
-    """``file_checksum`` of a file; raises RunFolderError with ``advice`` if it cannot be read."""
-    try:
-        return file_checksum(path)
-    except OSError as error:
-        raise _unreadable(path, error, advice) from error
-
-
 def in_threads(function: Callable[[Path], T], paths: Sequence[Path]) -> list[T]:
     """The results of a function that hashes a file, for several files at a time, since hashlib releases the GIL."""
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
         return list(threads.map(function, paths))
 
 
-def _unreadable(path: Path, error: OSError, advice: str) -> RunFolderError:
-    """The error about a file that cannot be read."""
-    return RunFolderError(f"{path} cannot be read: {error.strerror or error}; {advice}")
+@contextmanager
+def reading(path: Path, advice: str) -> Generator[None]:
+    """Context in which the error of a file that cannot be read is raised as RunFolderError, with ``advice``."""
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be read: {error.strerror or error}; {advice}") from error
 
 
 def _line(root: Path, path: Path, checksum: FileChecksum) -> str:

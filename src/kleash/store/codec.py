@@ -57,9 +57,16 @@ def to_json(value: Any) -> str:
 def decode(kind: type[T], data: Any) -> T:
     """A ``kind`` made from what ``encode`` made of one, such as a file whose checksum fits. Other keys are ignored.
 
+    The default of its field ``schema``, if it has one, is the only schema that is read.
+
     Raises:
         TypeError, ValueError, KeyError, AttributeError: if ``data`` is something else.
     """
+    schema = getattr(kind, "schema", None)
+    if schema is not None and data.get("schema") != schema:
+        raise ValueError(
+            f"it has schema {data.get('schema')} and this kleash reads {schema}, so another version wrote it"
+        )
     hints = _hints_of(kind)
     return kind(**{name: _value(hints[name], data[name]) for name in hints if name in data})
 

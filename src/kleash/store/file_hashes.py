@@ -38,14 +38,11 @@ class WatchedFiles:
 
     def hash_of(self, path: Path) -> str:
         """The SHA-256 of a file, as hex digits; one that is watched and as it was is read once."""
-        status = _status_of(path)
-        is_as_found = self._status.get(path) == status
-        if is_as_found and path in self._hashes:
-            return self._hashes[path]
-        value = file_checksum(path).sha256
-        if is_as_found:
-            self._hashes[path] = value
-        return value
+        if self._status.get(path) != _status_of(path):
+            return file_checksum(path).sha256
+        if path not in self._hashes:
+            self._hashes[path] = file_checksum(path).sha256
+        return self._hashes[path]
 
     def require_unchanged(self) -> None:
         """Check that every file is as it was: by its status, and where that differs by its hash.
@@ -105,12 +102,8 @@ def watch_files(paths: Iterable[Path]) -> None:
     Raises:
         ModelError: if one cannot be read.
     """
-    files = _watched_files.get()
-    try:
-        if files is not None:
-            files.add(paths)
-    except OSError as error:
-        raise ModelError(f"{error.filename} cannot be read: {error.strerror or error}") from error
+    with _reading():
+        watched_files().add(paths)
 
 
 def hash_files(paths: Sequence[Path]) -> list[str]:
@@ -119,7 +112,14 @@ def hash_files(paths: Sequence[Path]) -> list[str]:
     Raises:
         ModelError: if a file cannot be read.
     """
-    try:
+    with _reading():
         return in_threads(watched_files().hash_of, paths)
+
+
+@contextmanager
+def _reading() -> Generator[None]:
+    """Context in which the error of a file that cannot be read is raised as ModelError."""
+    try:
+        yield
     except OSError as error:
         raise ModelError(f"{error.filename} cannot be read: {error.strerror or error}") from error

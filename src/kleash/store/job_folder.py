@@ -57,15 +57,17 @@ class RunHeader:
 
     def probe_differences(self, other: "RunHeader") -> list[str]:
         """The servers that serve another model in ``other``, each as a clause; the roles that both have count."""
-        clauses: list[str] = []
-        for role in self.probes.keys() & other.probes.keys():
-            change = probe_change(self.probes[role], other.probes[role])
-            if change > PROBE_NATS:
-                clauses.append(
-                    f"the server of the {role} serves another model: its log-probabilities of the probe differ by "
-                    f"{change:.2g} nats in the median"
-                )
-        return clauses
+        changes = {
+            role: probe_change(probe, other.probes[role])
+            for role, probe in self.probes.items()
+            if role in other.probes
+        }
+        return [
+            f"the server of the {role} serves another model: its log-probabilities of the probe differ by "
+            f"{change:.2g} nats in the median"
+            for role, change in changes.items()
+            if change > PROBE_NATS
+        ]
 
     def described(self) -> dict[str, Any]:
         """What determines the result, by its name in words."""
@@ -189,12 +191,4 @@ class JobFolder(ABC):
         Raises:
             RunFolderError: if there is none, or it is damaged or of another schema.
         """
-        return self.checksums().read_record(RunHeader, self.root / HEADER, "the header of a run")
-
-    def checksums(self) -> Checksums:
-        """The checksums of the run's files.
-
-        Raises:
-            RunFolderError: if they are damaged.
-        """
-        return Checksums.read(self.root)
+        return Checksums.read(self.root).read_record(RunHeader, self.root / HEADER, "the header of a run")

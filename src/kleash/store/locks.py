@@ -129,7 +129,11 @@ def claim(root: Path, name: str) -> Generator[bool]:
 
 
 def wait_for_parts(
-    root: Path, missing: Callable[[], Collection[str]], note: Callable[[str], None], *, poll_seconds: float
+    root: Path,
+    missing: Callable[[], Collection[str]],
+    note: Callable[[str], None],
+    *,
+    poll_seconds: float = 0.2,
 ) -> bool:
     """Wait while other processes do the parts of a folder's work that are missing.
 

@@ -49,7 +49,11 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Gate(Verdict):
-    """Whether a KL is at most the limit of ``--at-most``, with the numbers that decided it."""
+    """Whether a KL is at most the limit of ``--at-most``, with the numbers that decided it.
+
+    ``verdict`` is "passed" if the upper end of the interval plus the noise floor is at most the limit, with at least 30
+    clusters; "failed" if the lower end minus the noise floor is above it; otherwise "undecided".
+    """
 
     value: float
     """The estimate, in nats."""
@@ -60,20 +64,18 @@ class Gate(Verdict):
     nothing is added."""
     clusters: int
     tokens: int
-    verdict: str
-    """"passed": the upper end plus the noise floor is at most the limit, with at least 30 clusters. "failed": the lower
-    end minus the noise floor is above it. "undecided": neither."""
     more_tokens: int | None = None
     """Of an undecided gate, about how many more tokens would decide it; None if no number of tokens is known to."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepGate(Verdict):
-    """The smallest candidate of a sweep whose KL is at most the limit of ``--at-most``."""
+    """The smallest candidate of a sweep whose KL is at most the limit of ``--at-most``.
 
-    verdict: str
-    """"passed": ``smallest`` is. "failed": no candidate is within the limit. "undecided": one of ``undecided``, or else
-    ``smallest``, is."""
+    ``verdict`` is "passed" if ``smallest`` passed; "failed" if no candidate is within the limit; "undecided" if one of
+    ``undecided``, or else ``smallest``, is.
+    """
+
     smallest: int | None
     """Number of the candidate that takes the fewest bytes of those that passed, and of equal ones the nearest to the
     reference; None if none passed. Candidates of unknown size come last."""

@@ -3,10 +3,9 @@
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 
-from kleash.errors import RunFolderError
 from kleash.estimate import Estimate
+from kleash.registry import grouped
 from kleash.store.measurement import Measurement
 from kleash.store.statistics import ALL_STATISTICS, label_of
 from kleash.store.summary import counted
@@ -24,28 +23,18 @@ FIELD_LABELS = {
     "top_percent_share": "share of the top 1 %",
     "per_sequence": "KL per sequence",
 }
-"""Fields of a measurement that are no statistics, as a reader sees them."""
+"""Fields of a measurement that are made of the exact KL of each token, as a reader sees them."""
 
 
 def headline(measurement: Measurement) -> Estimate:
-    """The KL per token of ``measurement.headline``, or its lower bound if one model is behind a server.
-
-    Raises:
-        RunFolderError: if the measurement has none.
-    """
+    """The KL per token of ``measurement.headline``, or its lower bound if one model is behind a server."""
     return measurement.per_token[headline_name(measurement)]
 
 
 def headline_name(measurement: Measurement) -> str:
-    """The name of ``headline`` in ``ALL_STATISTICS``.
-
-    Raises:
-        RunFolderError: if the measurement has none.
-    """
-    for name in (measurement.headline, f"{measurement.headline}_lower"):
-        if name in measurement.per_token:
-            return name
-    raise RunFolderError(f"measurement.json has no {measurement.headline} under per_token; measure again")
+    """The name of ``headline`` in ``ALL_STATISTICS``."""
+    is_known = measurement.headline in measurement.per_token
+    return measurement.headline if is_known else f"{measurement.headline}_lower"
 
 
 def upper_bound(measurement: Measurement) -> Estimate | None:
@@ -57,10 +46,10 @@ def upper_bound(measurement: Measurement) -> Estimate | None:
 
 def left_out_sentences(measurement: Measurement) -> list[str]:
     """What the measurement leaves out: a sentence for each reason, with the names of all that it applies to."""
-    names: dict[str, list[str]] = {}
-    for name, reason in measurement.left_out.items():
-        names.setdefault(reason, []).append(FIELD_LABELS.get(name) or label_of(name))
-    return [f"{', '.join(labels)}: {reason}" for reason, labels in names.items()]
+    labels = grouped(
+        (reason, FIELD_LABELS.get(name) or label_of(name)) for name, reason in measurement.left_out.items()
+    )
+    return [f"{', '.join(names)}: {reason}" for reason, names in labels.items()]
 
 
 def headline_warnings(measurement: Measurement) -> list[str]:
@@ -86,7 +75,7 @@ def all_warnings(measurement: Measurement) -> list[str]:
     the same mean".
     """
     warnings = headline_warnings(measurement)
-    rows = [(row.label, row.number) for row in statistic_rows(measurement)]
+    rows = [(label_of(name), number) for name, number in measurement.statistics().items()]
     return [*warnings, *merge_warnings([*rows, *_other_numbers(measurement)], warnings)]
 
 
@@ -131,29 +120,6 @@ def with_ranges(warnings: list[str]) -> str:
     return NUMERAL.sub(lambda _: next(ranges), warnings[0])
 
 
-@dataclass(frozen=True, kw_only=True)
-class StatisticRow:
-    """A statistic in the table of all means."""
-
-    label: str
-    explanation: str
-    number: Estimate
-    in_summary: bool
-
-
-def statistic_rows(measurement: Measurement) -> list[StatisticRow]:
-    """The reported statistics in the order of ``STATISTICS``; other means follow under their own names."""
-    return [
-        StatisticRow(
-            label=label_of(name),
-            explanation=ALL_STATISTICS[name].explanation if name in ALL_STATISTICS else "",
-            number=number,
-            in_summary=name not in ALL_STATISTICS or ALL_STATISTICS[name].in_summary,
-        )
-        for name, number in measurement.statistics().items()
-    ]
-
-
 def source_nouns(measurement: Measurement) -> Mapping[str, str]:
     """The nouns for this run's prompts and sequences: "prompt" and "response", or "document" and "window"."""
     if measurement.source_kind == "text":
@@ -179,7 +145,11 @@ def summary_numbers(measurement: Measurement) -> list[tuple[str, Estimate]]:
     """The labels and values of the numbers in a summary: statistics, KL per sequence, rounding, estimators."""
     per_sequence = measurement.per_sequence
     kl = [] if per_sequence is None else [("KL per sequence", per_sequence.kl_policy_reference)]
-    rows = [(row.label, row.number) for row in statistic_rows(measurement) if row.in_summary]
+    rows = [
+        (label_of(name), number)
+        for name, number in measurement.statistics().items()
+        if name not in ALL_STATISTICS or ALL_STATISTICS[name].in_summary
+    ]
     return [*rows, *kl, *_other_numbers(measurement)]
 
 

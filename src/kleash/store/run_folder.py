@@ -159,10 +159,8 @@ class RunFolder(JobFolder):
         Raises:
             RunFolderError: if the record of it is damaged or lost.
         """
-        checksums, path = self.checksums(), self.root / STOP
-        if not path.exists() and not checksums.expects(path):
-            return None
-        return checksums.read_record(RunStop, path, "the end of a run").shards
+        stop = Checksums.read(self.root).read_if_written(RunStop, self.root / STOP, "the end of a run")
+        return None if stop is None else stop.shards
 
     def write_stop(self, shards: int) -> None:
         """Record that the run ends after so many shards."""
@@ -191,7 +189,7 @@ class RunFolder(JobFolder):
 
     def _whole_shards(self) -> list[int]:
         """``finished_shards`` without regard to the ``stop``."""
-        expected = self.checksums().names
+        expected = Checksums.read(self.root).names
         on_disk = {_part_name(kind, index) for kind in KINDS for index in self._indices(kind)}
         whole: list[int] = []
         for index in self._indices("sequences"):
@@ -213,7 +211,7 @@ class RunFolder(JobFolder):
         finished = set(self.finished_shards())
         missing = [index for index in range(count) if index not in finished]
         if missing:
-            checksums, paths = self.checksums(), [self._part(kind, missing[0]) for kind in KINDS]
+            checksums, paths = Checksums.read(self.root), [self._part(kind, missing[0]) for kind in KINDS]
             lost = [path for path in paths if checksums.expects(path) and not path.exists()]
             raise RunFolderError(
                 f"{(lost or paths)[0]} is missing or has no checksum, and the run is made of {count} shards; copy the "
@@ -251,7 +249,7 @@ class RunFolder(JobFolder):
 
         Not every shard has a file of alternatives.
         """
-        checksums = self.checksums()
+        checksums = Checksums.read(self.root)
         for index in self.finished_shards():
             path = self._part(kind, index)
             if kind in COUNTED_KINDS or path.exists() or checksums.expects(path):
@@ -260,17 +258,18 @@ class RunFolder(JobFolder):
     def token_columns(self) -> frozenset[str]:
         """The names of the columns of ``tokens/``; an older folder has fewer. All shards have those of the first."""
         first = self._part("tokens", self.finished_shards()[0])
-        return column_names(first, self.checksums().read_bytes)
+        return column_names(first, Checksums.read(self.root).read_bytes)
 
     def alternatives(self) -> dict[str, Any]:
         """The columns of ``alternatives.parquet``, verified."""
-        return read_columns(self.root / ALTERNATIVES, list(ALTERNATIVE_COLUMNS), self.checksums().read_bytes)
+        return read_columns(
+            self.root / ALTERNATIVES, list(ALTERNATIVE_COLUMNS), Checksums.read(self.root).read_bytes
+        )
 
     def _indices(self, kind: str) -> list[int]:
         """The numbers of the shards that have a file of this kind, in rising order."""
-        matches = (PART.fullmatch(path.name) for path in (self.root / kind).glob("part-*.parquet"))
-        indices = (int(match.group(1)) for match in matches if match is not None)
-        return sorted(set(indices))
+        names = (path.name for path in (self.root / kind).glob("part-*.parquet"))
+        return sorted(int(match[1]) for name in names if (match := PART.fullmatch(name)))
 
     def _write(self, path: Path, content: str | bytes) -> None:
         write_checked(self.root, path, content, writer=self.writer)

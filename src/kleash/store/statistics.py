@@ -261,6 +261,10 @@ STATISTICS: Mapping[str, Statistic] = MappingProxyType(
 )
 """Name -> statistic, in the order in which they are shown."""
 KL_DIRECTIONS = ("kl_policy_reference", "kl_reference_policy")
+DIVERGENCE_COLUMNS = tuple(
+    name for name, each in STATISTICS.items() if each.function is stored_column and len(each.models) == 2
+)
+"""Columns of ``tokens/`` that need the whole distributions of both models; entropies need that of one."""
 
 
 def _bounds_of(name: str, exact: Statistic) -> dict[str, Statistic]:

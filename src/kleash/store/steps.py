@@ -14,8 +14,9 @@ from statistics import fmean
 from typing import TypeVar
 
 from kleash.errors import RunFolderError
+from kleash.registry import grouped
 from kleash.store.atomic import append_lines, cannot_write
-from kleash.store.checksums import Checksums, record_checksums, write_checked
+from kleash.store.checksums import Checksums, reading, record_checksums, write_checked
 from kleash.store.codec import decode, encode, parse_json
 
 STEPS, SAMPLES, PROMPTS = "steps.jsonl", "samples.jsonl", "prompts.jsonl"
@@ -127,14 +128,15 @@ def means_by_prompt(samples: Sequence[Sample], held_out: Sequence[Sample]) -> di
     }
     means: dict[str, dict[str, float]] = {}
     for metric, pairs in numbers.items():
-        values: dict[str, list[float]] = {}
-        for prompt, value in pairs:
-            if not math.isnan(value):
-                hashed = sha256(prompt.encode("utf-8", "backslashreplace")).hexdigest()[:16]
-                values.setdefault(hashed, []).append(value)
+        values = grouped((_hash_of(prompt), value) for prompt, value in pairs if not math.isnan(value))
         if values:
             means[metric] = {prompt: fmean(each) for prompt, each in values.items()}
     return means
+
+
+def _hash_of(prompt: str) -> str:
+    """16 hex digits that stand for the text of a prompt."""
+    return sha256(prompt.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
 def held_out(history: Sequence[StepRecord]) -> dict[str, float]:
@@ -205,10 +207,8 @@ def _lines(path: Path) -> list[bytes]:
     Raises:
         RunFolderError: if the file cannot be read, or does not begin with the lines that were written.
     """
-    try:
+    with reading(path, BROKEN):
         content = path.read_bytes() if path.exists() else b""
-    except OSError as error:
-        raise RunFolderError(f"{path} cannot be read: {error.strerror or error}") from error
     Checksums.read(path.parent).require_beginning(path, content, BROKEN)
     whole = content[: content.rfind(b"\n") + 1]
     return [line + b"\n" for line in whole.split(b"\n")[:-1]]

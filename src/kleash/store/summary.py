@@ -9,7 +9,6 @@ from html import escape
 from importlib import import_module
 from typing import Any
 
-from kleash.errors import KleashError
 from kleash.estimate import Estimate
 from kleash.store.codec import encode, to_json
 
@@ -119,8 +118,8 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-class Result:
-    """A result as it stands in JSON, and as a notebook shows it: headline, facts, tables and warnings."""
+class JSONRecord:
+    """A record as it stands in JSON."""
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
@@ -130,12 +129,13 @@ class Result:
         """As JSON text; non-finite numbers are strings."""
         return to_json(self)
 
-    def _repr_html_(self) -> str | None:
-        """The summary as HTML; None, and then a notebook shows the ``repr``, if the record has no headline."""
-        try:
-            return to_html(summarize(self))
-        except KleashError:
-            return None
+
+class Result(JSONRecord):
+    """A result in JSON, and as a notebook shows it: headline, facts, tables and warnings."""
+
+    def _repr_html_(self) -> str:
+        """The summary as HTML, which a notebook shows."""
+        return to_html(summarize(self))
 
 
 class MeasuredResult(Result):
@@ -165,10 +165,7 @@ class MeasuredResult(Result):
 
     def __repr__(self) -> str:
         """The first lines of the summary, and what says more."""
-        try:
-            summary = summarize(self)
-        except KleashError:
-            return object.__repr__(self)
+        summary = summarize(self)
         lines = to_text(summary).split("\n")[: REPR_LINES - 1]
         notes = sum(label == "note" for label, _ in summary.facts)
         more = f"{counted(len(summary.warnings), 'warning')}, {counted(notes, 'note')}"
@@ -208,7 +205,7 @@ def to_html(summary: Summary) -> str:
     )
     details = "".join(f"<div>{_text(text)}</div>" for label, text in summary.facts if label == "estimand")
     warnings = "".join(f"<li>{_text(warning)}</li>" for warning in summary.warnings)
-    count = f"{len(summary.warnings)} warning{'' if len(summary.warnings) == 1 else 's'}"
+    count = counted(len(summary.warnings), "warning")
     parts = (
         f'<div style="font-weight:600;margin-bottom:.3em">{_text(summary.headline)}</div>',
         f'<div style="opacity:.8;font-size:92%">{facts}</div>' if facts else "",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kleash.estimate import Estimate
+from kleash.registry import grouped
 from kleash.store.checksums import read_result, require_sha256, write_checked
 from kleash.store.measurement import Gate, SweepGate
 from kleash.store.statistics import kl_directions
@@ -189,10 +190,7 @@ class Sweep(MeasuredResult):
     @property
     def notes(self) -> list[str]:
         """The notes on the candidates that were measured, each once with the names of those that have it."""
-        names: dict[str, list[str]] = {}
-        for candidate in self.ranking:
-            for note in candidate.notes:
-                names.setdefault(note, []).append(candidate.name)
+        names = grouped((note, candidate.name) for candidate in self.ranking for note in candidate.notes)
         return [
             note if len(owners) == len(self.ranking) else f"{', '.join(owners)}: {note}"
             for note, owners in names.items()

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from kleash.errors import RunFolderError
 from kleash.store.atomic import remove_file, require_utf8
-from kleash.store.checksums import CHECKSUMS, record_removal, write_checked
+from kleash.store.checksums import CHECKSUMS, Checksums, record_removal, write_checked
 from kleash.store.job_folder import JobFolder
 from kleash.store.steps import STEPS, StepRecord, read_steps
 from kleash.store.summary import MeasuredResult
@@ -128,18 +128,9 @@ class TrainingFolder(JobFolder):
         Raises:
             RunFolderError: if that is damaged, or gone.
         """
-        path = self.root / RESULT
-        checksums = self.checksums()
-        if not path.exists():
-            if checksums.expects(path):
-                raise RunFolderError(
-                    f"{path} is missing, and the run wrote it; run again with --resume to make it anew, or copy the "
-                    "whole folder again"
-                )
-            return None
-        return checksums.read_record(
+        return Checksums.read(self.root).read_if_written(
             TrainingResult,
-            path,
+            self.root / RESULT,
             "the result of a training run",
-            "delete it and run again with --resume to make it anew",
+            "delete it, if it is there, and run again with --resume to make it anew",
         )

@@ -15,7 +15,6 @@ from single_loads import load_one_at_a_time
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kleash.cli import main
-from kleash.engines.base import WHOLE_DISTRIBUTION_COLUMNS
 from kleash.engines.endpoints import engine as engine_module
 from kleash.errors import OptionError
 from kleash.jobs import MeasureJob
@@ -27,7 +26,7 @@ from kleash.reports.measurement import write_report
 from kleash.shipped import shipped_folder
 from kleash.store import Measurement
 from kleash.store.measurement_summary import left_out_sentences
-from kleash.store.statistics import known_statistics
+from kleash.store.statistics import DIVERGENCE_COLUMNS, known_statistics
 from kleash.store.tables import BOUND_COLUMNS
 
 TEXT = """She was not unhappy, and had the evening been fine she would have gone out.
@@ -266,7 +265,7 @@ def test_the_listed_terms_with_a_sampled_tail_are_unbiased():
     }
     for weighting, drawn_from in (("unweighted", logp), ("importance", mu)):
         quantities = token_quantities(
-            columns, weighting, known_statistics(columns, [*WHOLE_DISTRIBUTION_COLUMNS, "entropy_policy"])
+            columns, weighting, known_statistics(columns, [*DIVERGENCE_COLUMNS, "entropy_policy"])
         )
         estimates = quantities[SumKey(LISTED_AND_SAMPLED)]
         assert float((drawn_from.exp().numpy() * estimates).sum()) == pytest.approx(exact, abs=1e-12)

@@ -1,6 +1,6 @@
 """The engine of a model behind an inference server, compared with a local one."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,9 +9,8 @@ import numpy as np
 import torch
 
 from kleash.engines.base import (
-    WHOLE_DISTRIBUTION_COLUMNS,
-    Engine,
     EngineTraits,
+    JobEngine,
     Shard,
     ShardResult,
     find_padding,
@@ -22,14 +21,14 @@ from kleash.engines.base import (
 from kleash.engines.endpoints.divergence_bounds import divergence_bounds
 from kleash.engines.endpoints.listed_logprobs import ListedLogprobs
 from kleash.engines.endpoints.server import Endpoint
-from kleash.engines.local import CPU_BUFFER_BYTES, ignore
+from kleash.engines.local import CPU_BUFFER_BYTES
 from kleash.errors import EndpointError
 from kleash.extras import suppress_library_output
-from kleash.jobs import MeasureJob
 from kleash.linear import LinearOptions, token_statistics
-from kleash.models import Model, Pair, TokenSequence
+from kleash.models import Model, TokenSequence
 from kleash.models.scoring import ROUNDING, RoundingKind, columns_in_batches, read_hidden_states
 from kleash.store.measurement import ModelRecord
+from kleash.store.statistics import DIVERGENCE_COLUMNS
 from kleash.store.tables import BOUND_COLUMNS
 
 GPU_BUFFER_BYTES = 2**30
@@ -69,20 +68,15 @@ def served_model(endpoint: Endpoint, role: str, local: Model) -> ServedModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EndpointEngine(Engine):
+class EndpointEngine(JobEngine):
     """Scores sequences by a server, which lists the likeliest tokens, and by a local model, which is known exactly.
 
     Several requests are in flight at once, while the local model scores the same sequences.
     """
 
-    pair: Pair
-    """The server's model and the local one."""
-    job: MeasureJob
     endpoint: Endpoint
     endpoint_role: str
     """"policy" or "reference"."""
-    on_scored: Callable[[int, int], None] = ignore
-    """Called after each shard with the number of its sequences and of their tokens."""
 
     @property
     def local_model(self) -> Model:
@@ -98,9 +92,7 @@ class EndpointEngine(Engine):
         )
         is_float32 = self.local_model.dtype in (torch.float32, torch.float64)
         return EngineTraits(
-            unknown_columns=dict.fromkeys(
-                (*WHOLE_DISTRIBUTION_COLUMNS, f"entropy_{self.endpoint_role}"), reason
-            ),
+            unknown_columns=dict.fromkeys((*DIVERGENCE_COLUMNS, f"entropy_{self.endpoint_role}"), reason),
             float32_gap_reloads=self.endpoint_role == "policy" and not is_float32,
             no_noise_floor="the reference is behind a server, which scores a sequence in batches of its own choice",
         )

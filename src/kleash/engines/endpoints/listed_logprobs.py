@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ ROUNDING_NATS = 1e-3
 """Largest log-probability above 0 that is taken for a rounding error and replaced by 0."""
 ZERO_PROBABILITY = -9999.0
 """The number by which vLLM writes a log-probability of -inf, which JSON cannot hold."""
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 FLOAT32_EPS = 2.0**-23
 DECIMALS = range(1, 6)
 """To which proxies may round; more are finer than the rounding of float32."""
@@ -179,28 +177,3 @@ def check_totals(answer: ListedLogprobs, vocab_size: int) -> None:
             raise AnswerError(
                 f"lists probabilities that sum to {limit} {total[position]:.4g} at scored token {position}"
             )
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class VocabularyTexts:
-    """The texts of a tokenizer's tokens, by which a server's tokens are checked."""
-
-    tokenizer: Any
-
-    def text_of(self, token_id: int) -> str:
-        """The text of a token decoded by itself; "" beyond the tokenizer."""
-        if token_id >= self._token_count:
-            return ""
-        return self.tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
-
-    def matches(self, token_id: int, text: str) -> bool:
-        """Whether ``text`` is how a server may write a token: leading spaces and parts of characters may differ."""
-        local_text = self.text_of(token_id)
-        if not text or REPLACEMENT in local_text or REPLACEMENT in text:
-            return True
-        return local_text.strip() == text.replace("\u2581", " ").strip()
-
-    @cached_property
-    def _token_count(self) -> int:
-        """Ids of the tokenizer."""
-        return max(self.tokenizer.get_vocab().values()) + 1

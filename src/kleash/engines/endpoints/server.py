@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,16 +12,17 @@ from kleash.engines.endpoints.http_client import JSONClient
 from kleash.engines.endpoints.listed_logprobs import (
     AnswerError,
     ListedLogprobs,
-    VocabularyTexts,
     check_totals,
     require_float32,
 )
 from kleash.errors import EndpointError, NonFiniteError
 from kleash.models import TokenizerMismatchError, TokenSequence
+from kleash.models.tokenizers import token_count
 from kleash.store.job_folder import PROBE_NATS, probe_change
 
 PROBE = "The quick brown fox isn't quick; it jumps over 12 lazy dogs, and they sleep."
 """A text that every server scores before the run, to check its tokens and their order."""
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 ADVICE = (
     "serve the model by vLLM or SGLang with the tokenizer of the local one, returning natural logarithms of "
     "probabilities in float32"
@@ -74,7 +76,7 @@ class Endpoint:
 
     client: JSONClient
     dialect: Dialect
-    vocabulary: VocabularyTexts
+    tokenizer: Any
     """The local model's."""
     context_length: int | None
     """Largest number of tokens that the server reads; None if it does not say."""
@@ -123,9 +125,7 @@ class Endpoint:
         token_ids = (*sequence.prompt_ids, *sequence.response_ids)
         query = replace(self.probe, token_ids=token_ids, scored=len(sequence.response_ids))
         answer = ask(self.client, self.dialect, query, sequence.name)
-        texts = [text for text in answer.texts.items() if text not in self.checked_texts]
-        check_texts(self.client, self.vocabulary, dict(texts))
-        self.checked_texts.update(texts)
+        self.check_texts(answer.texts)
         if np.isneginf(answer.token_logp).any():
             raise NonFiniteError(
                 f"{self.client.subject} gives response token {np.argmin(answer.token_logp)} of {sequence.name} a "
@@ -133,8 +133,46 @@ class Endpoint:
             )
         return answer
 
+    def check_texts(self, texts: Mapping[int, str]) -> None:
+        """Check that the server's tokens, texts by ids, have the texts of the local tokenizer.
 
-def ask(client: JSONClient, dialect: Dialect, query: Query, name: str) -> ListedLogprobs:
+        Raises:
+            TokenizerMismatchError: with the first that differ.
+        """
+        unchecked = dict(text for text in texts.items() if text not in self.checked_texts)
+        different = {token: text for token, text in unchecked.items() if not self._has_text(token, text)}
+        if different:
+            examples = "; ".join(
+                f"token {token} is {text[:40]!r} there and {self._text_of(token)!r} here"
+                for token, text in list(different.items())[:3]
+            )
+            raise TokenizerMismatchError(
+                f"{self.client.subject} has another tokenizer: {len(different)} of {len(unchecked)} tokens differ "
+                f"({examples}); compare models of one tokenizer"
+            )
+        self.checked_texts.update(unchecked.items())
+
+    def _has_text(self, token: int, text: str) -> bool:
+        """Whether ``text`` is how a server may write a token: leading spaces and parts of characters may differ."""
+        local_text = self._text_of(token)
+        if not text or REPLACEMENT in local_text or REPLACEMENT in text:
+            return True
+        return local_text.strip() == text.replace("\u2581", " ").strip()
+
+    def _text_of(self, token: int) -> str:
+        """The text of a token decoded by itself; "" beyond the tokenizer."""
+        if token >= self._token_count:
+            return ""
+        return self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
+
+    @cached_property
+    def _token_count(self) -> int:
+        return token_count(self.tokenizer)
+
+
+def ask(
+    client: JSONClient, dialect: Dialect, query: Query, name: str, *, is_first: bool = False
+) -> ListedLogprobs:
     """Send a query, and read and check the answer.
 
     Args:
@@ -142,14 +180,18 @@ def ask(client: JSONClient, dialect: Dialect, query: Query, name: str) -> Listed
         dialect: its own.
         query: the sequence.
         name: of the sequence, for errors.
+        is_first: whether the rounding of the server's numbers is checked, too.
 
     Raises:
-        EndpointError: if the server cannot be reached or refuses, or its answer has no log-probabilities.
+        EndpointError: if the server cannot be reached or refuses, or its answer has no log-probabilities, or rounded
+            ones.
     """
     answer = client.request(dialect.path, dialect.request(query))
     try:
         listed = dialect.read(answer, query)
         check_totals(listed, query.vocab_size)
+        if is_first:
+            require_float32(listed)
     except AnswerError as error:
         raise EndpointError(f"{client.subject}: its answer for {name} {error}; {ADVICE}") from error
     return listed
@@ -183,36 +225,14 @@ def connect(
         vocab_size=vocab_size,
         is_adapter=is_adapter,
     )
-    answer = ask(client, dialect, query, "the probe")
-    try:
-        require_float32(answer)
-    except AnswerError as error:
-        raise EndpointError(f"{client.subject}: its answer for the probe {error}; {ADVICE}") from error
-    vocabulary = VocabularyTexts(tokenizer=tokenizer)
-    check_texts(client, vocabulary, answer.texts)
-    return Endpoint(
+    answer = ask(client, dialect, query, "the probe", is_first=True)
+    endpoint = Endpoint(
         client=client,
         dialect=dialect,
-        vocabulary=vocabulary,
+        tokenizer=tokenizer,
         context_length=context_length,
         probe=query,
         probe_logps=tuple(answer.token_logp.tolist()),
     )
-
-
-def check_texts(client: JSONClient, vocabulary: VocabularyTexts, texts: Mapping[int, str]) -> None:
-    """Check that the server's tokens, texts by ids, have the texts of the local tokenizer.
-
-    Raises:
-        TokenizerMismatchError: with the first that differ.
-    """
-    different = {token_id: text for token_id, text in texts.items() if not vocabulary.matches(token_id, text)}
-    if different:
-        examples = "; ".join(
-            f"token {token_id} is {text[:40]!r} there and {vocabulary.text_of(token_id)!r} here"
-            for token_id, text in list(different.items())[:3]
-        )
-        raise TokenizerMismatchError(
-            f"{client.subject} has another tokenizer: {len(different)} of {len(texts)} tokens differ "
-            f"({examples}); compare models of one tokenizer"
-        )
+    endpoint.check_texts(answer.texts)
+    return endpoint
