@@ -115,7 +115,7 @@ def test_the_folder_of_a_sweep_has_its_page_again_and_formats(tmp_path, capsys):
     assert len(read_csv(printed(capsys, "report", tmp_path, "--format", "csv"))) > 20
     for option, value in (("--format", "model-card"), ("--format", "llama.cpp")):
         assert main(["report", str(tmp_path), option, value]) == 2
-        assert "is for one measurement, and" in capsys.readouterr().err
+        assert f"{option} {value} is for one measurement; of a sweep" in capsys.readouterr().err
     (tmp_path / "sweep.json").write_text("{")
     assert main(["report", str(tmp_path)]) == 2
     assert "sweep.json is damaged" in capsys.readouterr().err
@@ -124,7 +124,10 @@ def test_the_folder_of_a_sweep_has_its_page_again_and_formats(tmp_path, capsys):
 def test_a_training_folder_has_no_format(tmp_path, capsys):
     (tmp_path / "steps.jsonl").write_text("")
     assert main(["report", str(tmp_path), "--format", "csv"]) == 2
-    assert "--format csv is for measurements and sweeps" in capsys.readouterr().err
+    assert (
+        "training run, and --at-most, --format, --json, --picture and --report-to are"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from synthetic_run import write_sweep_folder, write_synthetic_run
+from synthetic_run import write_sweep_folder
 from synthetic_sweep import synthetic_sweep
 from tracker_service import Service
 
@@ -18,7 +18,6 @@ from kleash.jobs import SweepJob
 from kleash.jobs.reading_jobs import ReportJob
 from kleash.measuring import sweep
 from kleash.records import Measurement, Number
-from kleash.reports import write_report
 from kleash.reports.trackers import scalars_of, send_result, sweep_scalars
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -109,15 +108,6 @@ def test_a_tracker_that_fails_is_a_sentence_and_the_others_get_the_numbers(part,
     assert len(working.logged) == working.finished == 1
 
 
-def write_run(job, *_):
-    """Write a small run in place of measuring one."""
-    measurement = write_synthetic_run(
-        Path(str(job.out)), prompts=2, samples=1, tokens=40, hostile=False, shards=1
-    )
-    write_report(Path(str(job.out)))
-    return measurement, True
-
-
 def test_a_measurement_is_on_disk_whatever_a_tracker_does(tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
     service = Service()
@@ -128,8 +118,8 @@ def test_a_measurement_is_on_disk_whatever_a_tracker_does(tmp_path, monkeypatch,
 
     monkeypatch.setattr(service, "init", refuse)
     monkeypatch.setitem(sys.modules, "wandb", service.as_module("wandb"))
-    monkeypatch.setattr("kleash.measuring.run._measure", write_run)
-    assert main(["measure", "--quiet", "--out", str(out), "--report-to", "wandb"]) == 0
+    line = ["measure", "--limit", "2", "--max-new-tokens", "8", "--quiet", "--out", str(out)]
+    assert main([*line, "--report-to", "wandb"]) == 0
     error = capsys.readouterr().err
     assert error.startswith(
         "kleash: warning: the tracker wandb did not get the measurement (the tracker wandb"
@@ -144,9 +134,9 @@ def test_a_measurement_is_on_disk_whatever_a_tracker_does(tmp_path, monkeypatch,
 
 
 def test_measure_warns_of_a_tracker_and_returns_the_measurement(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("kleash.measuring.run._measure", lambda *_: (run[1], True))
+    monkeypatch.setattr("kleash.measuring.run._measurement_of", lambda _: run[1])
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.warns(TrackerWarning, match="the tracker wandb is not installed"):
+    with pytest.warns(TrackerWarning, match="wandb did not get the measurement"):
         assert measure(report_to=("wandb",), out=tmp_path) is run[1]
 
 
@@ -155,7 +145,7 @@ def test_measure_warns_of_a_tracker_and_returns_the_measurement(run, tmp_path, m
     [(measure, {}), (sweep, {"candidates": ("q8",), "reference": "base", "text": "t"})],
 )
 def test_a_missing_tracker_is_noticed_before_anything_is_loaded(run_job, options, tmp_path, monkeypatch):
-    monkeypatch.setattr("kleash.reports.trackers.is_installed", lambda name: False)
+    monkeypatch.setattr("kleash.extras.is_installed", lambda name: False)
     with pytest.raises(MissingExtraError, match="mlflow is not installed; run: pip install mlflow"):
         run_job(report_to=("mlflow",), out=tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
@@ -168,7 +158,7 @@ def test_trackers_of_what_is_no_whole_measurement_are_refused(tmp_path, capsys):
         SweepJob(candidates=("q8",), text="t", reference="base", report_to=("w",))
     (tmp_path / "steps.jsonl").write_text("")
     assert main(["report", str(tmp_path), "--report-to", "tensorboard"]) == 2
-    assert "--report-to is for measurements and sweeps; " in capsys.readouterr().err
+    assert "--report-to are for measurements and sweeps" in capsys.readouterr().err
 
 
 def test_a_tracker_changes_no_setting_of_a_run():
