@@ -135,14 +135,17 @@ def test_a_training_folder_has_no_format(tmp_path, capsys):
     [
         (
             "report x --format xml",
-            "--format must be one of csv, markdown, model-card, llama.cpp; it is 'xml'",
+            "--format must be one of csv, markdown, model-card, llama.cpp, or else --json; it is 'xml'",
         ),
         (
             "compare a b --format model-card",
-            "--format must be one of csv, markdown; it is 'model-card'",
+            "--format must be one of csv, markdown, or else --json; it is 'model-card'",
         ),
         ("report x --json --format csv", "--json prints JSON; give it or --format csv, not both"),
-        ("report x --format json", "--format json is --json now; give that"),
+        (
+            "report x --format json",
+            "--format must be one of csv, markdown, model-card, llama.cpp, or else --json; it is 'json'",
+        ),
         ("measure --json --format markdown", "not both"),
         ("sweep --json --format csv --candidates a", "not both"),
         ("mismatch x --json --format csv", "not both"),
