@@ -1,8 +1,8 @@
-"""Looking up by name: entries of a table, and names of a package that were changed."""
+"""Looking up the entries of a table by name."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kleash.errors import UnknownNameError
 
@@ -28,19 +28,3 @@ def look_up(table: Mapping[str, T], name: str, kind: str) -> T:
     listed = f"; there are {', '.join(table)}" if len(table) <= MOST_LISTED else ""
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise UnknownNameError(f"no {kind} is called {name!r}{listed}{hint}")
-
-
-def refuse_former(package: str, former: Mapping[str, str]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a package whose former names are refused with what to use instead.
-
-    Args:
-        package: its name.
-        former: names that are gone, each with what to use instead.
-    """
-
-    def get(name: str) -> Any:
-        if name in former:
-            raise ImportError(f"{package}.{name} is gone: {former[name]}")
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
-
-    return get

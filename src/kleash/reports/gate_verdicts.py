@@ -13,7 +13,7 @@ from kleash.store.measurement_summary import headline
 from kleash.store.sweep import Sweep, SweepCandidate
 from kleash.uncertainty.gate_decision import decide_gate
 
-ResultT = TypeVar("ResultT", Measurement, Sweep, Measurement | Sweep)
+ResultT = TypeVar("ResultT", Measurement, Sweep)
 
 
 def gate_of_number(
