@@ -131,7 +131,7 @@ def kinds_of(texts: Iterable[str]) -> tuple[str, ...]:
     """The kinds of findings in ``--fail-on``, of which a text may hold several, separated by commas.
 
     Raises:
-        UnknownNameError: if one is neither a key of ``FINDINGS`` nor in ``SEVERITIES``: a check for it could never fail.
+        UnknownNameError: if one is neither in ``FINDINGS`` nor in ``SEVERITIES``: a check for it could never fail.
     """
     kinds = tuple(kind.strip() for text in texts for kind in text.split(",") if kind.strip())
     for kind in kinds:

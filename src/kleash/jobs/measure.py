@@ -20,7 +20,7 @@ from kleash.jobs.option_groups import (
     shown_endpoint,
 )
 from kleash.jobs.options import Allowed, Count, NotNegative, Refusal, Refusals, Share, changed_options, flag
-from kleash.jobs.output_options import GateOptions, MeasurementFormatOption, TrackerOption, headline_of
+from kleash.jobs.output_options import DIRECTIONS, GateOptions, MeasurementFormatOption, TrackerOption
 from kleash.jobs.reading import SourceKind
 
 Probability = Annotated[float, Allowed("above 0 and at most 1", lambda x: 0 < x <= 1)]
@@ -195,8 +195,12 @@ class MeasureJob(
 
     @property
     def headline(self) -> str:
-        """The name in ``STATISTICS`` of the KL that is the headline of the measurement."""
-        return headline_of(self.source[0])
+        """The name in ``STATISTICS`` of the KL that is the headline of the measurement.
+
+        On text, where a quantised or merged model is compared with the original, it averages over the reference's next
+        tokens, as the KLD of llama.cpp; on responses, over those of the policy, as the KL that training penalises.
+        """
+        return DIRECTIONS["reference-policy" if self.source[0] == "text" else "policy-reference"]
 
     def without_effect(self) -> tuple[str, ...]:
         """A sentence for each option that is set and does nothing in this job."""

@@ -6,7 +6,6 @@ from types import MappingProxyType
 from typing import Annotated
 
 from kleash.jobs.options import Allowed, JsonOption, Limit, Options, Refusal, Refusals, one_of
-from kleash.jobs.reading import SourceKind
 
 FORMATS = ("csv", "markdown")
 """Formats of every result, besides ``--json``."""
@@ -64,18 +63,6 @@ class TrackerOption(Options):
 
     report_to: tuple[Tracker, ...] = ()
     """Where the numbers are sent as well, with intervals and settings: tensorboard, wandb, trackio, mlflow."""
-
-
-def headline_of(source: SourceKind) -> str:
-    """The name in ``STATISTICS`` of the KL that is the headline of a measurement.
-
-    On text, where a quantised or merged model is compared with the original, it averages over the reference's next
-    tokens, as the KLD of llama.cpp; on responses, over those of the policy, as the KL that training penalises.
-
-    Args:
-        source: kind of the measurement's source.
-    """
-    return DIRECTIONS["reference-policy" if source == "text" else "policy-reference"]
 
 
 @dataclass(frozen=True, kw_only=True)

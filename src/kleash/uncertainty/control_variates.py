@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Real, Shaped
 
-from kleash.errors import ShapeError
 from kleash.estimate import Estimate
+from kleash.uncertainty.clusters import require_one_each, sums_by_cluster
 from kleash.uncertainty.intervals import estimate_of
 from kleash.uncertainty.linearisation import FloatArray, RatioTerm, linearise
 
@@ -57,13 +57,8 @@ def controlled_total(
     Raises:
         ShapeError: if the three differ in length.
     """
-    shapes = [array.shape for array in (monte_carlo, exact, clusters)]
-    if len(set(shapes)) > 1 or len(shapes[0]) != 1:
-        raise ShapeError(f"monte_carlo, exact and clusters are {shapes}; give one of each per sequence")
-    names, index = np.unique(clusters, return_inverse=True)
-    num_sequences = np.bincount(index, minlength=len(names)).astype(np.float64)
-    u = np.bincount(index, weights=monte_carlo, minlength=len(names)).astype(np.float64)
-    c = np.bincount(index, weights=exact, minlength=len(names)).astype(np.float64)
+    require_one_each("sequence", monte_carlo=monte_carlo, exact=exact, clusters=clusters)
+    u, c, num_sequences = sums_by_cluster(clusters, monte_carlo, exact)
     weight, num_fitted = _fit_weight(u, c, num_sequences)
     combination = c if weight == 1 else u - weight * (u - c)
     linear_u, linear_c, linear_total = (

@@ -7,8 +7,9 @@ from fractions import Fraction
 import numpy as np
 from jaxtyping import Float, Integer
 
-from kleash.errors import OptionError, ShapeError
+from kleash.errors import OptionError
 from kleash.estimate import Estimate
+from kleash.uncertainty.clusters import require_one_each
 from kleash.uncertainty.diagnostics import few_clusters, unseen_share
 from kleash.uncertainty.intervals import Interval, clip_interval, standard_error
 from kleash.uncertainty.linearisation import FloatArray, RatioTerm, linearise
@@ -51,8 +52,7 @@ def quantiles(
     References:
         Woodruff (1952), "Confidence Intervals for Medians and Other Position Measures".
     """
-    if values.ndim != 1 or values.shape != clusters.shape:
-        raise ShapeError(f"values are {values.shape} and clusters {clusters.shape}; give one for each value")
+    require_one_each("value", values=values, clusters=clusters)
     invalid = [level for level in levels if not 0 < level <= 1]
     if invalid:
         raise OptionError(f"there is no quantile at {invalid[0]}; give levels above 0 and up to 1")
