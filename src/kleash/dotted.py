@@ -33,12 +33,14 @@ def resolve_function(
         UnknownNameError: if the package has no such module, or the module no such name.
         CannotRunError: if importing the module raises an exception.
     """
-    module_name, colon, name = path.partition(":")
-    identifiers = [*module_name.split("."), *name.split(".")]
-    if not colon or not all(part.isidentifier() for part in identifiers):
+    if not _is_dotted(path):
+        dotted = path.removeprefix("./").replace(".py:", ":").replace("/", ".")
+        hint = f"; take {dotted}" if _is_dotted(dotted) else ""
         raise OptionError(
             f"{kind} is written package.module:function, as folder.file:function of folder/file.py; it is {path!r}"
+            + hint
         )
+    module_name, _, name = path.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     invalidate_caches()
@@ -50,6 +52,13 @@ def resolve_function(
             f"{path} is of type {type(resolved).__name__}, which cannot be called; name a function"
         )
     return resolved
+
+
+def _is_dotted(path: str) -> bool:
+    """Whether a path is of the form package.module:function, and not of a file."""
+    module_name, colon, name = path.partition(":")
+    identifiers = [*module_name.split("."), *name.split(".")]
+    return bool(colon) and not module_name.endswith(".py") and all(map(str.isidentifier, identifiers))
 
 
 def import_by_name(name: str, installations: Mapping[str, str] = NO_INSTALLATIONS) -> ModuleType:

@@ -1,6 +1,7 @@
 """The pytest fixture ``kleash_audit``: the audit of a KL function in a project's own tests.
 
-pytest loads this module wherever kleash is installed, so it imports torch and the audit only when it is used.
+pytest loads this module wherever kleash is installed, so it imports torch and the audit only when it is used. Nothing
+else imports it, so that no extra of kleash installs pytest.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -34,13 +35,11 @@ def kleash_audit() -> "Callable[..., Audit]":
         fail_on: str | Collection[str] = ("fault",),
     ) -> "Audit":
         from kleash.auditing import audit
-        from kleash.auditing.finding_kinds import require_kinds
+        from kleash.auditing.finding_kinds import kinds_of
         from kleash.errors import KleashError
 
-        lists = (fail_on,) if isinstance(fail_on, str) else fail_on
-        kinds = tuple(kind.strip() for names in lists for kind in names.split(",") if kind.strip())
         try:
-            require_kinds(kinds)
+            kinds = kinds_of((fail_on,) if isinstance(fail_on, str) else fail_on)
             result = audit(function, convention, arguments=arguments)
         except KleashError as error:
             pytest.fail(f"kleash: {error}", pytrace=False)

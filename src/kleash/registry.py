@@ -1,8 +1,8 @@
-"""Looking up by name: entries of a table, values of one key, and names of a package that were changed."""
+"""Looking up the entries of a table by name, and the values of a key."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kleash.errors import UnknownNameError
 
@@ -39,19 +39,3 @@ def grouped(pairs: Iterable[tuple[K, T]]) -> dict[K, list[T]]:
     for key, value in pairs:
         groups.setdefault(key, []).append(value)
     return groups
-
-
-def refuse_former(package: str, former: Mapping[str, str]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a package whose former names are refused with what to use instead.
-
-    Args:
-        package: its name.
-        former: names that are gone, each with what to use instead.
-    """
-
-    def get(name: str) -> Any:
-        if name in former:
-            raise ImportError(f"{package}.{name} is gone: {former[name]}")
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
-
-    return get

@@ -78,7 +78,7 @@ WRITTEN = "a target is written package.module:function"
         ("own_kl_code:mine", ("scale",), OptionError, "is written name=value"),
         ("own_kl_code", (), UnknownNameError, f"there are {', '.join(target_names())}"),
         ("a b:c", (), OptionError, WRITTEN),
-        ("own_kl_code.py:mine", (), UnknownNameError, "there is no module own_kl_code.py"),
+        ("own_kl_code.py:mine", (), OptionError, "it is 'own_kl_code.py:mine'; take own_kl_code:mine"),
     ],
 )
 def test_errors_of_targets_and_arguments(own, target, arguments, error, words):

@@ -115,7 +115,7 @@ def test_the_folder_of_a_sweep_has_its_page_again_and_formats(tmp_path, capsys):
     assert len(read_csv(printed(capsys, "report", tmp_path, "--format", "csv"))) > 20
     for option, value in (("--format", "model-card"), ("--format", "llama.cpp")):
         assert main(["report", str(tmp_path), option, value]) == 2
-        assert "is for one measurement, and" in capsys.readouterr().err
+        assert f"{option} {value} is for one measurement; of a sweep" in capsys.readouterr().err
     (tmp_path / "sweep.json").write_text("{")
     assert main(["report", str(tmp_path)]) == 2
     assert "sweep.json is damaged" in capsys.readouterr().err
@@ -124,7 +124,10 @@ def test_the_folder_of_a_sweep_has_its_page_again_and_formats(tmp_path, capsys):
 def test_a_training_folder_has_no_format(tmp_path, capsys):
     (tmp_path / "steps.jsonl").write_text("")
     assert main(["report", str(tmp_path), "--format", "csv"]) == 2
-    assert "--format csv is for measurements and sweeps" in capsys.readouterr().err
+    assert (
+        "training run, and --at-most, --format, --json, --picture and --report-to are"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,14 +135,17 @@ def test_a_training_folder_has_no_format(tmp_path, capsys):
     [
         (
             "report x --format xml",
-            "--format must be one of csv, markdown, model-card, llama.cpp; it is 'xml'",
+            "--format must be one of csv, markdown, model-card, llama.cpp, or else --json; it is 'xml'",
         ),
         (
             "compare a b --format model-card",
-            "--format must be one of csv, markdown; it is 'model-card'",
+            "--format must be one of csv, markdown, or else --json; it is 'model-card'",
         ),
         ("report x --json --format csv", "--json prints JSON; give it or --format csv, not both"),
-        ("report x --format json", "--format json is --json now; give that"),
+        (
+            "report x --format json",
+            "--format must be one of csv, markdown, model-card, llama.cpp, or else --json; it is 'json'",
+        ),
         ("measure --json --format markdown", "not both"),
         ("sweep --json --format csv --candidates a", "not both"),
         ("mismatch x --json --format csv", "not both"),

@@ -98,4 +98,4 @@ def test_a_limit_that_means_nothing_is_refused(limit, run, capsys):
 def test_a_training_folder_has_no_gate(tmp_path, capsys):
     folder = write_hostile_run(tmp_path / "trained")
     assert main(["report", str(folder), "--at-most", "1"]) == 2
-    assert "--at-most is for measurements" in capsys.readouterr().err
+    assert "is the folder of a training run, and --at-most, " in capsys.readouterr().err

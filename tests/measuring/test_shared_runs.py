@@ -16,7 +16,6 @@ from command_words import words
 from run_files import require_same_parts, untimed
 from single_loads import load_one_at_a_time
 
-from kleash.cli import main
 from kleash.engines import LocalEngine
 from kleash.errors import CannotRunError, OptionError, RunFolderError
 from kleash.measuring import Measurement, measure, model_pair, shard_scoring
@@ -239,12 +238,6 @@ def test_several_launched_processes_need_the_name_of_a_folder(job, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(OptionError, match="give --out"):
         measure(replace(job, out=None))
-
-
-@pytest.mark.parametrize("words", [["measure", "--shard", "3/8"], ["merge", "run"]])
-def test_what_is_gone_is_refused_with_what_to_use_instead(words, capsys):
-    assert main(words) == 2
-    assert "in every array task" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -252,11 +252,11 @@ def test_a_prompt_in_only_one_measurement_counts_in_that_measurement():
 
 
 def test_inputs_of_different_shapes_raise(unhooked):
-    with pytest.raises(ShapeError, match=r"sums \(3,\), counts \(2,\); give vectors"):
+    with pytest.raises(ShapeError, match=r"sums \(3,\), counts \(2,\); give one of each per cluster"):
         ratio_of_sums(np.ones(3), np.ones(2))
     with pytest.raises(ShapeError, match=r"sums are \(3, 2\) and counts \(3, 1\); give \[cluster, column\]"):
         ratio_of_many(np.ones((3, 2)), np.ones((3, 1)))
-    with pytest.raises(ShapeError, match=r"values \(3,\), clusters \(4,\)"):
+    with pytest.raises(ShapeError, match=r"values \(3,\), clusters \(4,\); give one of each per value"):
         clustered_mean(np.ones(3), np.ones(4))
     with pytest.raises(ShapeError, match=r"sums_a"):
         paired_difference(np.ones(3), np.ones(3), np.ones(3), np.ones(4))

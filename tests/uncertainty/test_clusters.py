@@ -66,7 +66,7 @@ def test_no_block_spans_two_documents_and_labels_have_no_gaps(pairs, block):
 
 
 def test_ids_of_different_lengths_raise(unhooked):
-    with pytest.raises(ShapeError, match=r"document_ids \(3,\), window_ids \(2,\)"):
+    with pytest.raises(ShapeError, match=r"document_ids \(3,\), window_ids \(2,\); give one of each per"):
         cluster_labels(np.zeros(3, int), np.zeros(2, int))
 
 

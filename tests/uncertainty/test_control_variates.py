@@ -113,5 +113,7 @@ def test_the_total_is_bounded_below_and_its_monte_carlo_component_is_not():
 
 
 def test_inputs_of_different_lengths_raise(unhooked):
-    with pytest.raises(ShapeError, match=r"monte_carlo \(3,\), exact \(2,\), clusters \(3,\)"):
+    with pytest.raises(
+        ShapeError, match=r"monte_carlo \(3,\), exact \(2,\), clusters \(3,\); give one of each per sequence"
+    ):
         controlled_total(np.ones(3), np.ones(2), np.ones(3))

@@ -97,5 +97,5 @@ def test_the_running_mean_of_nearly_constant_clusters_keeps_its_error():
 
 
 def test_sums_and_counts_of_different_lengths_raise(unhooked):
-    with pytest.raises(ShapeError, match=r"sums \(3,\), counts \(2,\); give vectors"):
+    with pytest.raises(ShapeError, match=r"sums \(3,\), counts \(2,\); give one of each per cluster"):
         running_mean(np.ones(3), np.ones(2))

@@ -1,6 +1,6 @@
 """The kinds of findings with their meanings and remedies; ``--fail-on`` takes kinds."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from kleash.registry import look_up
@@ -127,11 +127,13 @@ def remedy_of(kind: str, sees: str, claims: str) -> str:
     return DENSE_REMEDIES[kind].format(function="kleash.linear_kl" if sees == "hidden" else call)
 
 
-def require_kinds(kinds: Collection[str]) -> None:
-    """Check that all ``kinds`` exist, since a check for an unknown kind could never fail.
+def kinds_of(texts: Iterable[str]) -> tuple[str, ...]:
+    """The kinds of findings in ``--fail-on``, of which a text may hold several, separated by commas.
 
     Raises:
-        UnknownNameError: if one is neither a key of ``FINDINGS`` nor in ``SEVERITIES``.
+        UnknownNameError: if one is neither in ``FINDINGS`` nor in ``SEVERITIES``: a check for it could never fail.
     """
+    kinds = tuple(kind.strip() for text in texts for kind in text.split(",") if kind.strip())
     for kind in kinds:
         look_up({**FINDINGS, **dict.fromkeys(SEVERITIES, "")}, kind, "kind of finding")
+    return kinds

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from kleash.auditing import audits_of, cases_of
-from kleash.auditing.finding_kinds import require_kinds
+from kleash.auditing.finding_kinds import kinds_of
 from kleash.errors import MissingExtraError, OptionError
 from kleash.jobs.reading_jobs import AuditJob
 from kleash.reports import write_audits
@@ -24,8 +24,7 @@ REPEATED = ("source", "convention", "set")
 
 def run(command: AuditJob) -> int:
     """Run ``kleash audit`` and return its exit code: 1 if a finding is in ``fail_on``."""
-    fail_on = [kind for words in command.fail_on for kind in words.split(",") if kind]
-    require_kinds(fail_on)
+    fail_on = kinds_of(command.fail_on)
     if command.source is not None and not command.trust_source:
         require_consent(f"this runs code of {command.target} in {command.source}")
     source = None if command.source is None else Path(command.source)

@@ -15,7 +15,6 @@ from kleash.cli.terminal import trackers_as_sentences
 from kleash.errors import CannotRunError, OptionError
 from kleash.jobs import CacheJob, MeasureJob, SweepJob, TrainJob
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE
-from kleash.jobs.output_options import FORMATS
 from kleash.jobs.reading_jobs import CompareJob, DoctorJob, MismatchJob, ReportJob
 from kleash.launch_environment import launched_rank, require_one_process
 from kleash.reports.formatting import format_bytes, measure_command
@@ -108,33 +107,26 @@ def _report(job: ReportJob) -> int:
         OptionError: if an option is not for what the folder holds, before anything is written.
         CannotRunError: if a tracker failed.
     """
-    from kleash.reports.folder_report import read_result, require_measurement, with_gate, write_report_of
+    from kleash.reports.folder_report import read_result, write_report_of
+    from kleash.reports.gate_verdicts import with_gate
     from kleash.reports.pictures import write_picture
     from kleash.reports.trackers import send_result
 
-    folder, is_printed = job.folder.expanduser(), job.output_format is None
-    if not is_printed:
-        option = "--json" if job.json else f"--format {job.output_format}"
-        require_measurement(folder, option, or_sweep=job.json or job.output_format in FORMATS)
-    for option, value in (("--picture", job.picture), ("--report-to", job.report_to)):
-        if value:
-            require_measurement(folder, option, or_sweep=True)
-    page = write_report_of(folder, job.at_most, job.gated_statistic)
-    if is_printed:
-        print(page)
-    if is_printed and job.at_most is None and job.picture is None and not job.report_to:
-        return 0  # a training run has no other outputs
-    result = read_result(folder)
-    if job.at_most is not None:
-        result = with_gate(result, job.at_most, job.gated_statistic)
-    if job.picture is not None:
-        path = write_picture(job.picture.expanduser(), result)
-        if is_printed:
-            print(path)
+    folder = job.folder.expanduser()
+    if job.output_format is job.at_most is job.picture is None and not job.report_to:
+        print(write_report_of(folder))  # of a training run, too, which has no other outputs
+        return 0
+    result: Any = read_result(folder)
+    result = with_gate(result, job.at_most, job.gated_statistic)
     if job.output_format is not None:
         print_formatted(result, job.output_format)
-    elif job.at_most is not None:
-        print_gates(result)
+    paths = [write_report_of(folder, job.at_most, job.gated_statistic)]
+    if job.picture is not None:
+        paths.append(write_picture(job.picture.expanduser(), result))
+    if job.output_format is None:
+        print(*paths, sep="\n")
+        if job.at_most is not None:
+            print_gates(result)
     failures = send_result(job.report_to, result, folder)
     if failures:
         raise CannotRunError("; ".join(failures))

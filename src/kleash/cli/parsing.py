@@ -123,24 +123,8 @@ SYNONYMS = {
     "--kl-coef": "--beta",
 }
 """Names of options in other programs, and kleash's names for them."""
-LOST = {
-    "demonstration": "the demonstration is now an example: python examples/leash_demonstration.py",
-    "merge": "kleash merge is gone, since nothing is left to merge: start kleash measure with the same options and one "
-    "--out in every array task, and the last one makes the measurement",
-    "logits": "kleash logits is now kleash measure --policy MODEL --reference-cache FILE (with --format llama.cpp for "
-    "its statistics alone); kleash cache --format llama.cpp --reference MODEL --text FILE --out FILE writes the file",
-    "measure --shard": "--shard is gone: start the same command with one --out in every array task, and each scores "
-    "shards that no other has",
-    **dict.fromkeys(
-        (f"train {name} --clip-range" for name in ("grpo", "rloo")),
-        "--clip-range is TRL's epsilon here: --set epsilon=0.2",
-    ),
-    **dict.fromkeys(
-        (f"train {name} --max-gradient-norm" for name in ("grpo", "rloo", "dpo", "distill")),
-        "--max-gradient-norm is TRL's max_grad_norm here: --set max_grad_norm=1",
-    ),
-}
-"""Former commands, and options with their command, and what to use instead."""
+TRL_FIELDS = {"--clip-range": "epsilon", "--max-gradient-norm": "max_grad_norm"}
+"""Options of ppo -> the fields of TRL's configuration that say the same."""
 COMPINIT = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }"
 """First line of a zsh script, which starts the completion system if it is not running."""
 NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)")
@@ -291,13 +275,12 @@ class CommandParser(ArgumentParser):
         """The message about an unknown option, with the nearest known one."""
         if self.name in SUBCOMMANDS:
             return f"there is no option {option} here; a command and its algorithm come first, and their options after"
-        if f"{self.name} {option}" in LOST:
-            return LOST[f"{self.name} {option}"]
         synonym = SYNONYMS.get(option)
         nearest = synonym if synonym in self.options else _nearest(option, self.options)
         hint = f"; did you mean {nearest}?" if nearest else ""
-        if not nearest and self.name.startswith("train "):
-            hint = f"; a field of TRL's configuration is given by --set {option[2:].replace('-', '_')}=VALUE"
+        if self.name.startswith("train ") and (option in TRL_FIELDS or not nearest):
+            field = TRL_FIELDS.get(option, option[2:].replace("-", "_"))
+            hint = f"; a field of TRL's configuration is given by --set {field}=VALUE"
         return f"{self.name} has no option {option}{hint}"
 
     def _print_message(self, message: str, file: Any = None) -> None:
@@ -363,8 +346,6 @@ def _subcommand(name: str, word: str) -> str:
     words = SUBCOMMANDS[name]
     if word in words:
         return f"{name} {word}".strip()
-    if word in LOST:
-        raise OptionError(LOST[word])
     if not name and word in ALGORITHMS:
         raise OptionError(f"{word} is a way to train: kleash train {word}")
     nearest = _nearest(word, words)

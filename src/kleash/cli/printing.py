@@ -119,7 +119,8 @@ def formatted(result: NumericResult | TrainingResult, output_format: str) -> str
 
             return llama_cpp_text(result.folder)
         case _:
-            raise OptionError(f"this result has no format {output_format}")
+            where = "; of a sweep, name the folder of a candidate" if isinstance(result, Sweep) else ""
+            raise OptionError(f"--format {output_format} is for one measurement{where}")
 
 
 def _summary_with_command(result: NumericResult) -> Summary:

@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from kleash.errors import OptionError
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE
 from kleash.jobs.options import (
     Allowed,
     Count,
     NotNegative,
     Positive,
+    Refusal,
+    Refusals,
     Share,
     changed_options,
     flag,
@@ -66,14 +67,13 @@ class PPOJob(RewardJob):
     early_stop_nats: Positive | None = None
     """A step's updates end once KL(before ‖ now) per token is above it."""
 
-    def __post_init__(self) -> None:
-        """Check types and values; raises OptionError."""
-        super().__post_init__()
+    def _refusals(self) -> Refusals:
+        yield from super()._refusals()
         responses = self.prompts_per_step * self.samples_per_prompt
-        if self.minibatches > responses:
-            raise OptionError(
-                f"--minibatches {self.minibatches} cannot be made of {responses} responses; draw more, or take fewer"
-            )
+        yield Refusal(
+            self.minibatches > responses,
+            f"--minibatches {self.minibatches} cannot be made of {responses} responses; draw more, or take fewer",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,14 +135,11 @@ class DPOJob(TrainJob, DatasetOptions):
     max_tokens: Count = 1024
     """Longer pairs are cut off."""
 
-    def __post_init__(self) -> None:
-        """Check types and values; raises OptionError."""
-        super().__post_init__()
-        if self.pairs is None:
-            raise OptionError(
-                "say what is preferred to what: --pairs, JSONL with prompt, chosen and rejected"
-            )
-        refuse_tighten_on_hacking(self)
+    def _refusals(self) -> Refusals:
+        yield from super()._refusals()
+        reason = "say what is preferred to what: --pairs, JSONL with prompt, chosen and rejected"
+        yield Refusal(self.pairs is None, reason)
+        yield no_tightening(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,36 +175,32 @@ class DistillJob(OnlineJob):
     """Tokens that the teacher's lists leave out: bucket, one token with all their probability, a lower bound; or
     sampled, unbiased, for responses that the teacher drew, with its "logprobs" of their tokens."""
 
-    def __post_init__(self) -> None:
-        """Check types and values; raises OptionError."""
-        super().__post_init__()
-        if self.teacher is not None and self.teacher_cache is not None:
-            raise OptionError(
-                "--teacher-cache stands for the teacher, which is not loaded; leave --teacher out"
+    def _refusals(self) -> Refusals:
+        yield from super()._refusals()
+        draws, has_cache = self.responses is None, self.teacher_cache is not None
+        yield Refusal(
+            self.teacher is not None and has_cache,
+            "--teacher-cache stands for the teacher, which is not loaded; leave --teacher out",
+        )
+        yield Refusal(
+            draws and has_cache,
+            "--teacher-cache holds hidden states of responses that were given, and the policy draws new ones; give "
+            "those as --responses, or a --teacher",
+        )
+        yield Refusal(
+            draws and self.teacher is None and self.policy != SHIPPED_REFERENCE,
+            f"say which model {self.policy} learns from: --teacher",
+        )
+        for name in changed_options(self, ("prompts", "samples_per_prompt", "max_new_tokens")):
+            yield Refusal(
+                not draws,
+                f"{flag(name)} is for responses that the policy draws, and --responses are given; leave it out",
             )
-        if self.responses is None:
-            self._check_on_policy()
-        else:
-            unused = changed_options(self, ("prompts", "samples_per_prompt", "max_new_tokens"))
-            if unused:
-                raise OptionError(
-                    f"{flag(unused[0])} is for responses that the policy draws, and --responses are given; leave it out"
-                )
-        if self.tail == "sampled" and not self.reads_lists:
-            raise OptionError(
-                "--tail sampled is for lists of the teacher's likeliest tokens; its distributions are whole here"
-            )
-        refuse_tighten_on_hacking(self)
-
-    def _check_on_policy(self) -> None:
-        """Check the options without ``responses``; raises OptionError."""
-        if self.teacher_cache is not None:
-            raise OptionError(
-                "--teacher-cache holds hidden states of responses that were given, and the policy draws new ones; give "
-                "those as --responses, or a --teacher"
-            )
-        if self.teacher is None and self.policy != SHIPPED_REFERENCE:
-            raise OptionError(f"say which model {self.policy} learns from: --teacher")
+        yield Refusal(
+            self.tail == "sampled" and not self.reads_lists,
+            "--tail sampled is for lists of the teacher's likeliest tokens; its distributions are whole here",
+        )
+        yield no_tightening(self)
 
     @property
     def given_source(self) -> str | None:
@@ -239,16 +232,12 @@ class DistillJob(OnlineJob):
         return (*sentences, f"--mix does nothing with --divergence {self.divergence}, which has no mixture")
 
 
-def refuse_tighten_on_hacking(job: TrainJob) -> None:
-    """Refuse ``--on-hacking tighten`` for an algorithm that has no beta during training.
-
-    Raises:
-        OptionError: if it is set.
-    """
-    if job.on_hacking == "tighten":
-        raise OptionError(
-            f"{job.algorithm} has no beta that could be tightened during training; take another --on-hacking"
-        )
+def no_tightening(job: TrainJob) -> Refusal:
+    """The refusal of ``--on-hacking tighten`` for an algorithm that has no beta during training."""
+    return Refusal(
+        job.on_hacking == "tighten",
+        f"{job.algorithm} has no beta that could be tightened during training; take another --on-hacking",
+    )
 
 
 ALGORITHMS: Mapping[str, type[TrainJob]] = {

@@ -13,7 +13,7 @@ from kleash.jobs.option_groups import (
     is_endpoint,
     shown_endpoint,
 )
-from kleash.jobs.options import Count, changed_options, flag, one_of
+from kleash.jobs.options import Count, Refusal, Refusals, changed_options, flag, one_of
 
 IMPORT_OPTIONS = ("from_hidden_states", "layers")
 """Options of hidden states that an engine saved; they do not change what is read."""
@@ -51,49 +51,34 @@ class CacheJob(ScoringOptions):
     out: str | None = None
     """Folder for the cache; kleash-caches/<date-time> if not given."""
 
-    def __post_init__(self) -> None:
-        """Check types and values.
-
-        Raises:
-            OptionError: naming the option, its value and what it may be.
-        """
-        super().__post_init__()
-        if is_endpoint(self.reference):
-            raise OptionError(
-                f"--reference {shown_endpoint(self.reference)} is a server, which gives no hidden states; name the "
-                "model itself"
-            )
-        if self.text is None and self.responses is None and self.reference != SHIPPED_REFERENCE:
-            raise OptionError("say what the reference should read: --text or --responses")
-        if self.layers is not None and self.from_hidden_states is None:
-            raise OptionError(
-                "--layers says what the files of --from-hidden-states hold; give that folder as well"
-            )
+    def _refusals(self) -> Refusals:
+        yield from super()._refusals()
+        yield Refusal(
+            is_endpoint(self.reference),
+            f"--reference {shown_endpoint(self.reference)} is a server, which gives no hidden states; name the model "
+            "itself",
+        )
+        yield Refusal(
+            self.text is None and self.responses is None and self.reference != SHIPPED_REFERENCE,
+            "say what the reference should read: --text or --responses",
+        )
+        yield Refusal(
+            self.layers is not None and self.from_hidden_states is None,
+            "--layers says what the files of --from-hidden-states hold; give that folder as well",
+        )
         self.layer_ids()
-        self._check_base_logits()
+        if self.format == "llama.cpp":
+            for name in changed_options(self, ("responses", "stride", "from_hidden_states", "temperature")):
+                yield Refusal(True, f"{flag(name)} is not for --format llama.cpp; leave it out")
+            yield Refusal(self.out is None, "--format llama.cpp writes one file; give its name as --out")
+            reason = f"--window must be at least 4 for --format llama.cpp; it is {self.window}"
+            yield Refusal(self.chunk_tokens < 4, reason)
         self.measurement()
-
-    @property
-    def writes_base_logits(self) -> bool:
-        """Whether a file of llama.cpp's base logits is written."""
-        return self.format is not None
 
     @property
     def chunk_tokens(self) -> int:
         """Tokens in a chunk of base logits."""
         return CHUNK_TOKENS if self.window is None else self.window
-
-    def _check_base_logits(self) -> None:
-        """Check the options of ``--format llama.cpp``; raises OptionError."""
-        if self.format is None:
-            return
-        unused = changed_options(self, ("responses", "stride", "from_hidden_states", "temperature"))
-        if unused:
-            raise OptionError(f"{flag(unused[0])} is not for --format llama.cpp; leave it out")
-        if self.out is None:
-            raise OptionError("--format llama.cpp writes one file; give its name as --out")
-        if self.chunk_tokens < 4:
-            raise OptionError(f"--window must be at least 4 for --format llama.cpp; it is {self.window}")
 
     def layer_ids(self) -> tuple[int, ...] | None:
         """The numbers of ``--layers``; None without it.

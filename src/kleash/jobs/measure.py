@@ -1,10 +1,9 @@
 """The job of ``kleash measure``."""
 
+import os.path
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Annotated
 
-from kleash.errors import OptionError
 from kleash.jobs.option_groups import (
     DEALING_OPTIONS,
     OUTPUT_OPTIONS,
@@ -20,8 +19,8 @@ from kleash.jobs.option_groups import (
     is_gguf,
     shown_endpoint,
 )
-from kleash.jobs.options import Allowed, Count, NotNegative, Share, changed_options, flag
-from kleash.jobs.output_options import GateOptions, MeasurementFormatOption, TrackerOption, headline_of
+from kleash.jobs.options import Allowed, Count, NotNegative, Refusal, Refusals, Share, changed_options, flag
+from kleash.jobs.output_options import DIRECTIONS, GateOptions, MeasurementFormatOption, TrackerOption
 from kleash.jobs.reading import SourceKind
 
 Probability = Annotated[float, Allowed("above 0 and at most 1", lambda x: 0 < x <= 1)]
@@ -86,108 +85,94 @@ class MeasureJob(
     """Go on with an interrupted run in --out. A run that other processes work on is joined without it."""
 
     def __post_init__(self) -> None:
-        """Check types and values.
+        """Make a file of base logits the text as well, which is in it; then check types and values.
 
         Raises:
             OptionError: naming the option, its value and what it may be.
         """
+        if self.text is None and _is_file(self.reference_cache):
+            object.__setattr__(self, "text", self.reference_cache)
         super().__post_init__()
-        self._read_stored_text()
-        self._check_sources()
-        if self.temperature == 0 and self.samples_per_prompt > 1:
-            raise OptionError(
-                f"at --temperature 0 all {self.samples_per_prompt} samples of a prompt would be the same; draw one"
-            )
-        self._check_endpoint()
-        self._check_base_logits()
-        self._check_shown()
 
-    def _read_stored_text(self) -> None:
-        """Make a file of base logits the text as well, which is in it."""
-        file = self.reference_cache
-        if file is None or not _is_file(file):
-            return
-        for name, path in (("prompts", self.prompts), ("text", self.text), ("responses", self.responses)):
-            if path is not None and (name, path) != ("text", file):
-                raise OptionError(
-                    f"--reference-cache {file} is a file, and so one of base logits, which has its text in it; leave "
-                    f"--{name} out, or give the folder of kleash cache"
-                )
-        object.__setattr__(self, "text", file)
-
-    def _check_sources(self) -> None:
+    def _refusals(self) -> Refusals:
+        yield from super()._refusals()
         sources = [name for name in ("prompts", "text", "responses") if getattr(self, name) is not None]
-        if len(sources) > 1:
-            raise OptionError(
-                f"give one of --prompts, --text and --responses, not {' and '.join(map(flag, sources))}"
+        for name in sources if _is_file(self.reference_cache) else ():
+            yield Refusal(
+                (name, getattr(self, name)) != ("text", self.reference_cache),
+                f"--reference-cache {self.reference_cache} is a file, and so one of base logits, which has its text in "
+                f"it; leave --{name} out, or give the folder of kleash cache",
             )
-        if not sources and self.policy != SHIPPED_POLICY:
-            raise OptionError("say what the models should read: --prompts, --text or --responses")
-
-    def _check_endpoint(self) -> None:
-        """Check that a model behind a server is measured as far as servers allow."""
-        role = self.endpoint_role
-        for named in ("policy", "reference"):
-            if getattr(self, f"{named}_model") is not None and not is_endpoint(getattr(self, named)):
-                raise OptionError(
-                    f"--{named}-model is a model's name on a server, and --{named} {getattr(self, named)} is no "
-                    f"server; name a model by --{named}"
-                )
-        if role is None:
-            return
-        if is_endpoint(self.policy) and is_endpoint(self.reference):
-            raise OptionError(
-                "--policy and --reference are both behind servers, and a bound needs one whole distribution; load "
-                "one of them here"
-            )
-        if self.source[0] == "prompts":
-            raise OptionError(
-                f"--{role} {shown_endpoint(getattr(self, role))} is a server, which scores given tokens: draw "
-                "responses with its own client first, keep their token ids, and give them with --responses; or give "
-                "--text"
-            )
-        if self.temperature != 1:
-            raise OptionError(
-                f"--temperature is {self.temperature:g}, and servers give log-probabilities of prompts at 1; "
-                "leave it out"
-            )
-        if self.engine != "local":
-            raise OptionError(
-                f"--{role} is a server, which --endpoint-concurrency requests reach at once from one process; leave "
-                f"--engine {self.engine} out"
-            )
-        for name, reason in (
-            ("reference_cache", "holds a loaded reference's hidden states"),
-            ("until_relative_error", "needs the exact KL, of which a server allows bounds"),
+        yield Refusal(
+            len(sources) > 1,
+            f"give one of --prompts, --text and --responses, not {' and '.join(map(flag, sources))}",
+        )
+        yield Refusal(
+            not sources and self.policy != SHIPPED_POLICY,
+            "say what the models should read: --prompts, --text or --responses",
+        )
+        yield Refusal(
+            self.temperature == 0 and self.samples_per_prompt > 1,
+            f"at --temperature 0 all {self.samples_per_prompt} samples of a prompt would be the same; draw one",
+        )
+        yield from self._refusals_of_servers()
+        for is_set, reason in (
+            (self.temperature != 1, f"--temperature is {self.temperature:g}, and base logits are of 1"),
+            (self.engine != "local", f"--engine {self.engine} has workers, and base logits are read here"),
+            (self.device_map in RANK_MAPS, f"--device-map {self.device_map} divides the policy's head"),
+            (self.until_relative_error, "--until-relative-error needs the exact KL, which base logits bound"),
         ):
-            if getattr(self, name) is not None:
-                raise OptionError(f"{flag(name)} {reason}; leave it out where --{role} is a server")
-
-    def _check_shown(self) -> None:
-        """Check that the reference can draw what ``show_reference`` shows."""
+            yield Refusal(
+                self.has_base_logits and is_set,
+                f"{reason}; leave it out where --reference-cache is a file of base logits",
+            )
         for is_set, reason in (
             (self.source[0] != "prompts", f"--{self.source[0]} asks for none"),
             (self.engine != "local", f"with --engine {self.engine} it is in the workers"),
             (self.device_map in RANK_MAPS, f"--device-map {self.device_map} divides it over processes"),
             (self.reference_cache is not None, "--reference-cache stands for it"),
         ):
-            if self.show_reference and is_set:
-                raise OptionError(
-                    f"--show-reference has the reference answer --prompts, and {reason}; leave it out"
-                )
+            yield Refusal(
+                self.show_reference and is_set,
+                f"--show-reference has the reference answer --prompts, and {reason}; leave it out",
+            )
 
-    def _check_base_logits(self) -> None:
-        """Check that a file of base logits is measured against as far as such files allow."""
-        if not self.has_base_logits:
+    def _refusals_of_servers(self) -> Refusals:
+        """The combinations that are refused where a model is behind a server, or might be."""
+        for named in ("policy", "reference"):
+            yield Refusal(
+                getattr(self, f"{named}_model") is not None and not is_endpoint(getattr(self, named)),
+                f"--{named}-model is a model's name on a server, and --{named} {getattr(self, named)} is no server; "
+                f"name a model by --{named}",
+            )
+        role = self.endpoint_role
+        if role is None:
             return
-        for is_set, problem in (
-            (self.temperature != 1, f"--temperature is {self.temperature:g}, and base logits are of 1"),
-            (self.engine != "local", f"--engine {self.engine} has workers, and base logits are read here"),
-            (self.device_map in RANK_MAPS, f"--device-map {self.device_map} divides the policy's head"),
-            (self.until_relative_error, "--until-relative-error needs the exact KL, which base logits bound"),
+        yield Refusal(
+            is_endpoint(self.policy) and is_endpoint(self.reference),
+            "--policy and --reference are both behind servers, and a bound needs one whole distribution; load one of "
+            "them here",
+        )
+        yield Refusal(
+            self.source[0] == "prompts",
+            f"--{role} {shown_endpoint(getattr(self, role))} is a server, which scores given tokens: draw responses "
+            "with its own client first, keep their token ids, and give them with --responses; or give --text",
+        )
+        yield Refusal(
+            self.temperature != 1,
+            f"--temperature is {self.temperature:g}, and servers give log-probabilities of prompts at 1; leave it out",
+        )
+        yield Refusal(
+            self.engine != "local",
+            f"--{role} is a server, which --endpoint-concurrency requests reach at once from one process; leave "
+            f"--engine {self.engine} out",
+        )
+        for name, reason in (
+            ("reference_cache", "holds a loaded reference's hidden states"),
+            ("until_relative_error", "needs the exact KL, of which a server allows bounds"),
         ):
-            if is_set:
-                raise OptionError(f"{problem}; leave it out where --reference-cache is a file of base logits")
+            is_set = getattr(self, name) is not None
+            yield Refusal(is_set, f"{flag(name)} {reason}; leave it out where --{role} is a server")
 
     @property
     def has_base_logits(self) -> bool:
@@ -210,8 +195,12 @@ class MeasureJob(
 
     @property
     def headline(self) -> str:
-        """The name in ``STATISTICS`` of the KL that is the headline of the measurement."""
-        return headline_of(self.source[0])
+        """The name in ``STATISTICS`` of the KL that is the headline of the measurement.
+
+        On text, where a quantised or merged model is compared with the original, it averages over the reference's next
+        tokens, as the KLD of llama.cpp; on responses, over those of the policy, as the KL that training penalises.
+        """
+        return DIRECTIONS["reference-policy" if self.source[0] == "text" else "policy-reference"]
 
     def without_effect(self) -> tuple[str, ...]:
         """A sentence for each option that is set and does nothing in this job."""
@@ -262,9 +251,6 @@ class MeasureJob(
         }
 
 
-def _is_file(name: str) -> bool:
-    """Whether there is a file of this name."""
-    try:
-        return Path(name).expanduser().is_file()
-    except (OSError, RuntimeError):  # a name that is too long, or a user that is unknown
-        return False
+def _is_file(name: object) -> bool:
+    """Whether there is a file of this name; no name is too long to ask, and no user unknown."""
+    return name is not None and os.path.isfile(os.path.expanduser(str(name)))  # noqa: PTH111, PTH113

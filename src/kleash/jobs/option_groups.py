@@ -16,6 +16,8 @@ from kleash.jobs.options import (
     JsonOption,
     Options,
     Positive,
+    Refusal,
+    Refusals,
     changed_options,
     flag,
     one_of,
@@ -121,18 +123,18 @@ class ScoringOptions(LoadingOptions, OutputOptions, ReadOptions):
     stride: Count | None = None
     """Tokens from one window to the next, for --text; less than the window gives each token more context."""
 
-    def __post_init__(self) -> None:
-        """Check types and values; raises OptionError."""
-        super().__post_init__()
-        if self.tokenizer is not None and "://" in self.tokenizer:
-            raise OptionError(
-                f"--tokenizer {shown_endpoint(self.tokenizer)} is an address; give the tokenizer's folder, or its name "
-                "on the hub (owner/name)"
-            )
-        if self.stride is not None and self.stride > (self.window or self.stride):
-            raise OptionError(
-                f"--stride {self.stride} would leave tokens out between windows of {self.window}"
-            )
+    def _refusals(self) -> Refusals:
+        yield from super()._refusals()
+        tokenizer = self.tokenizer or ""
+        yield Refusal(
+            "://" in tokenizer,
+            f"--tokenizer {shown_endpoint(tokenizer)} is an address; give the tokenizer's folder, or its name on the "
+            "hub (owner/name)",
+        )
+        yield Refusal(
+            self.stride is not None and self.stride > (self.window or self.stride),
+            f"--stride {self.stride} would leave tokens out between windows of {self.window}",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,12 +171,11 @@ class WorkerOptions(Options):
     """What a worker reserves on its node of the Ray cluster, such as gpu=1 or cpu=8,memory=64e9; gpu=1 if not given
     and there are GPUs, otherwise cpu=1."""
 
-    def __post_init__(self) -> None:
-        """Check types and values; raises OptionError."""
-        super().__post_init__()
-        if self.engine != "ray":
-            for name in changed_options(self, ("address", "workers", "resources_per_worker")):
-                raise OptionError(f"{flag(name)} is for --engine ray; add that, or leave {flag(name)} out")
+    def _refusals(self) -> Refusals:
+        yield from super()._refusals()
+        for name in changed_options(self, ("address", "workers", "resources_per_worker")):
+            reason = f"{flag(name)} is for --engine ray; add that, or leave {flag(name)} out"
+            yield Refusal(self.engine != "ray", reason)
         if self.resources_per_worker is not None:
             parse_resources(self.resources_per_worker)
 

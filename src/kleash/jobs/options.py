@@ -2,12 +2,12 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import index
 from pathlib import Path, PurePath
 from types import NoneType
-from typing import Annotated, Any, SupportsFloat, SupportsIndex, TypeVar, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, SupportsFloat, SupportsIndex, TypeVar, get_args, get_origin
 
 from kleash.errors import OptionError
 from kleash.registry import look_up
@@ -49,12 +49,24 @@ Limit = Annotated[float, Allowed("a number of nats, at least 0", lambda x: 0 <= 
 Name = Annotated[str, Allowed("a name; give one, or leave it out", bool)]
 
 
+class Refusal(NamedTuple):
+    """A combination of options that is refused."""
+
+    applies: object
+    """Whether the options are such a combination."""
+    reason: str
+    """What is wrong, then what to do."""
+
+
+Refusals = Iterator[Refusal]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """A group of options, or a job, which consists of several groups."""
 
     def __post_init__(self) -> None:
-        """Give each option the type that its annotation says.
+        """Give each option the type that its annotation says, and refuse options that do not go together.
 
         A ``Path`` becomes the text that it is on the command line and in records, a list a tuple, a NumPy integer an
         int.
@@ -65,6 +77,13 @@ class Options:
         for field in fields(self):
             value = getattr(self, field.name)
             object.__setattr__(self, field.name, checked_option(field.name, value, field.type))
+        for refusal in self._refusals():
+            if refusal.applies:
+                raise OptionError(refusal.reason)
+
+    def _refusals(self) -> Refusals:
+        """The combinations of options that are refused, in the order in which they are checked."""
+        yield from ()
 
 
 @dataclass(frozen=True, kw_only=True)

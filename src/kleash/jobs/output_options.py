@@ -1,13 +1,11 @@
 """The options of what is done with a result: printed in a format, sent to trackers, held against a limit."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated
 
-from kleash.errors import OptionError
-from kleash.jobs.options import JsonOption, Limit, Options, one_of
-from kleash.jobs.reading import SourceKind
+from kleash.jobs.options import Allowed, JsonOption, Limit, Options, Refusal, Refusals, one_of
 
 FORMATS = ("csv", "markdown")
 """Formats of every result, besides ``--json``."""
@@ -25,21 +23,23 @@ Tracker = Annotated[str, one_of(TRACKERS)]
 Direction = Annotated[str, one_of(tuple(DIRECTIONS))]
 
 
+def format_of(words: Sequence[str]) -> Allowed:
+    """One of these formats, which JSON is not."""
+    return Allowed(f"one of {', '.join(words)}, or else --json", words.__contains__)
+
+
 @dataclass(frozen=True, kw_only=True)
 class FormatOption(JsonOption):
     """In which format a result is printed."""
 
-    format: Annotated[str, one_of(FORMATS)] | None = None
+    format: Annotated[str, format_of(FORMATS)] | None = None
     """Print the result in this format instead of a summary: csv, a row for each number; or markdown, tables for
     an issue or a page."""
 
-    def __post_init__(self) -> None:
-        """Check types and values; raises OptionError."""
-        if self.format == "json":
-            raise OptionError("--format json is --json now; give that")
-        super().__post_init__()
-        if self.json and self.format is not None:
-            raise OptionError(f"--json prints JSON; give it or --format {self.format}, not both")
+    def _refusals(self) -> Refusals:
+        yield from super()._refusals()
+        has_both = self.json and self.format is not None
+        yield Refusal(has_both, f"--json prints JSON; give it or --format {self.format}, not both")
 
     @property
     def output_format(self) -> str | None:
@@ -51,7 +51,7 @@ class FormatOption(JsonOption):
 class MeasurementFormatOption(FormatOption):
     """In which format a measurement is printed."""
 
-    format: Annotated[str, one_of(MEASUREMENT_FORMATS)] | None = None
+    format: Annotated[str, format_of(MEASUREMENT_FORMATS)] | None = None
     """Print the result in this format instead of a summary: csv, a row for each number; markdown, tables for an
     issue or a page; model-card, metadata and a section for the README of a model on the Hugging Face hub; or
     llama.cpp, the statistics that llama-perplexity prints."""
@@ -63,18 +63,6 @@ class TrackerOption(Options):
 
     report_to: tuple[Tracker, ...] = ()
     """Where the numbers are sent as well, with intervals and settings: tensorboard, wandb, trackio, mlflow."""
-
-
-def headline_of(source: SourceKind) -> str:
-    """The name in ``STATISTICS`` of the KL that is the headline of a measurement.
-
-    On text, where a quantised or merged model is compared with the original, it averages over the reference's next
-    tokens, as the KLD of llama.cpp; on responses, over those of the policy, as the KL that training penalises.
-
-    Args:
-        source: kind of the measurement's source.
-    """
-    return DIRECTIONS["reference-policy" if source == "text" else "policy-reference"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +77,12 @@ class GateOptions(Options):
     """The KL that --at-most limits: policy-reference averages over the policy's next tokens, reference-policy over the
     reference's. If not given, that of the headline: reference-policy with --text, otherwise policy-reference."""
 
-    def __post_init__(self) -> None:
-        """Check types and values; raises OptionError."""
-        super().__post_init__()
-        if self.direction is not None and self.at_most is None:
-            raise OptionError("--direction says which KL --at-most limits; add that, or leave it out")
+    def _refusals(self) -> Refusals:
+        yield from super()._refusals()
+        yield Refusal(
+            self.direction is not None and self.at_most is None,
+            "--direction says which KL --at-most limits; add that, or leave it out",
+        )
 
     @property
     def gated_statistic(self) -> str | None:

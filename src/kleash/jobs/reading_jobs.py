@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from kleash.errors import OptionError
 from kleash.jobs.option_groups import LoadingOptions
-from kleash.jobs.options import Allowed, Count, Limit, Options, one_of
+from kleash.jobs.options import Allowed, Count, Limit, Options, Refusal, Refusals, one_of
 from kleash.jobs.output_options import (
     PICTURES,
     Direction,
@@ -97,14 +96,15 @@ class DoctorJob(FormatOption, LoadingOptions):
     device_map: str | None = None
     """Spread a model over several devices as transformers does: auto, balanced, sequential."""
 
-    def __post_init__(self) -> None:
-        """Check types and values; raises OptionError."""
-        super().__post_init__()
-        if (self.policy is None) != (self.reference is None):
-            raise OptionError("give both models, --policy and --reference, or none")
+    def _refusals(self) -> Refusals:
+        yield from super()._refusals()
+        has_models = self.policy is not None
+        yield Refusal(
+            has_models != (self.reference is not None), "give both models, --policy and --reference, or none"
+        )
         for role in ("policy", "reference"):
-            if getattr(self, f"revision_{role}") is not None and getattr(self, role) is None:
-                raise OptionError(f"--revision-{role} needs --{role}")
+            is_pinned = getattr(self, f"revision_{role}") is not None
+            yield Refusal(is_pinned and not has_models, f"--revision-{role} needs --{role}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,11 +138,10 @@ class AuditJob(Options):
     quiet: bool = False
     """Print only failures."""
 
-    def __post_init__(self) -> None:
-        """Check types and values; raises OptionError."""
-        super().__post_init__()
-        if self.trust_source and self.source is None:
-            raise OptionError("--trust-source needs --source, the folder of a checkout")
+    def _refusals(self) -> Refusals:
+        yield from super()._refusals()
+        needs_source = self.trust_source and self.source is None
+        yield Refusal(needs_source, "--trust-source needs --source, the folder of a checkout")
 
 
 @dataclass(frozen=True, kw_only=True)

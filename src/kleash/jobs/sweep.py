@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path, PurePath
 from typing import Annotated
 
-from kleash.errors import OptionError
 from kleash.jobs.cache import IMPORT_OPTIONS, CacheJob
 from kleash.jobs.measure import MeasureJob
 from kleash.jobs.option_groups import (
@@ -17,7 +16,7 @@ from kleash.jobs.option_groups import (
     is_endpoint,
     shown_endpoint,
 )
-from kleash.jobs.options import Count, Limit, changed_options, one_of
+from kleash.jobs.options import Count, Limit, Refusal, Refusals, changed_options, one_of
 from kleash.jobs.output_options import (
     DIRECTION_OF_SWEEPS,
     DIRECTIONS,
@@ -63,47 +62,40 @@ class SweepJob(FormatOption, TrackerOption, ScoringOptions, WorkerOptions):
     out: str | None = None
     """Folder for the results; kleash-sweeps/<date-time> if not given."""
 
-    def __post_init__(self) -> None:
-        """Check types and values.
-
-        Raises:
-            OptionError: naming the option, its value and what it may be.
-        """
-        super().__post_init__()
-        if not self.candidates:
-            raise OptionError("name the models to measure: --candidates q8/ q4/ ...")
-        repeated = next((name for name in self.candidates if self.candidates.count(name) > 1), None)
-        if repeated is not None:
-            raise OptionError(f"--candidates names {repeated} twice; a model is measured once")
-        served = next((name for name in self.candidates if is_endpoint(name)), None)
-        if served is not None:
-            raise OptionError(
-                f"the candidate {shown_endpoint(served)} is a server, which allows bounds and no exact KL; measure "
-                f"it alone with kleash measure --policy {shown_endpoint(served)}"
+    def _refusals(self) -> Refusals:
+        yield from super()._refusals()
+        yield Refusal(not self.candidates, "name the models to measure: --candidates q8/ q4/ ...")
+        for name in self.candidates:
+            is_repeated = self.candidates.count(name) > 1
+            yield Refusal(is_repeated, f"--candidates names {name} twice; a model is measured once")
+        for address in map(shown_endpoint, filter(is_endpoint, self.candidates)):
+            yield Refusal(
+                True,
+                f"the candidate {address} is a server, which allows bounds and no exact KL; measure it alone with "
+                f"kleash measure --policy {address}",
             )
-        if self.text is None and self.responses is None and self.reference != SHIPPED_REFERENCE:
-            raise OptionError("say what the models should read: --text or --responses")
-        self._check_attribution()
+        yield Refusal(
+            self.text is None and self.responses is None and self.reference != SHIPPED_REFERENCE,
+            "say what the models should read: --text or --responses",
+        )
+        for word in self.attribute:
+            yield Refusal(self.attribute.count(word) > 1, f"--attribute names {word} twice; name it once")
+        yield Refusal(
+            not self.attribute and changed_options(self, ["attribute_tokens"]),
+            "--attribute-tokens is for --attribute; add that, or leave it out",
+        )
+        yield Refusal(
+            self.attribute and self.engine != "local",
+            f"--attribute swaps weights in this process, and with --engine {self.engine} the models are in the "
+            "workers; sweep first, and then attribute with --resume and without --engine",
+        )
+        yield Refusal(
+            self.attribute and self.device_map in RANK_MAPS,
+            f"--attribute swaps whole modules, which --device-map {self.device_map} divides over processes; leave "
+            "one of them out",
+        )
         self.cache_job(Path())
         self.measure_job(1, Path())
-
-    def _check_attribution(self) -> None:
-        repeated = next((word for word in self.attribute if self.attribute.count(word) > 1), None)
-        if repeated is not None:
-            raise OptionError(f"--attribute names {repeated} twice; name it once")
-        if not self.attribute:
-            if changed_options(self, ["attribute_tokens"]):
-                raise OptionError("--attribute-tokens is for --attribute; add that, or leave it out")
-        elif self.engine != "local":
-            raise OptionError(
-                f"--attribute swaps weights in this process, and with --engine {self.engine} the models are in the "
-                "workers; sweep first, and then attribute with --resume and without --engine"
-            )
-        elif self.device_map in RANK_MAPS:
-            raise OptionError(
-                f"--attribute swaps whole modules, which --device-map {self.device_map} divides over processes; leave "
-                "one of them out"
-            )
 
     @property
     def statistic(self) -> str:

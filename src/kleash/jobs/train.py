@@ -3,7 +3,6 @@
 from dataclasses import dataclass, fields
 from typing import Annotated, ClassVar
 
-from kleash.errors import OptionError
 from kleash.jobs.option_groups import (
     OUTPUT_OPTIONS,
     SHIPPED_PROMPTS,
@@ -19,6 +18,8 @@ from kleash.jobs.options import (
     CountOrZero,
     NotNegative,
     Positive,
+    Refusal,
+    Refusals,
     changed_options,
     flag,
     one_of,
@@ -102,11 +103,10 @@ class OnlineJob(TrainJob, GenerationOptions, PromptOptions):
     max_new_tokens: Count = 64
     temperature: Temperature = 1.0
 
-    def __post_init__(self) -> None:
-        """Check types and values; raises OptionError."""
-        super().__post_init__()
-        if self.given_source is None and self.policy != SHIPPED_REFERENCE:
-            raise OptionError(f"say what {self.policy} should answer: --prompts")
+    def _refusals(self) -> Refusals:
+        yield from super()._refusals()
+        is_unsaid = self.given_source is None and self.policy != SHIPPED_REFERENCE
+        yield Refusal(is_unsaid, f"say what {self.policy} should answer: --prompts")
 
     @property
     def given_source(self) -> str | None:
@@ -159,9 +159,8 @@ class RewardJob(OnlineJob):
     beta_max: Positive = 10.0
     """No controller goes above."""
 
-    def __post_init__(self) -> None:
-        """Check types and values; raises OptionError."""
-        super().__post_init__()
+    def _refusals(self) -> Refusals:
+        yield from super()._refusals()
         term = term_spec(
             self.kl,
             CONTRACTS.get(self.kl),
@@ -170,36 +169,33 @@ class RewardJob(OnlineJob):
             credit=self.reward_credit,
         )
         reason = refusal(term, command_line)
-        if reason is not None:
-            raise OptionError(reason)
-        if self.horizon is not None and self.controller != "ziegler":
-            raise OptionError(
-                f"--horizon belongs to --controller ziegler, and the controller is {self.controller}; leave it out"
-            )
-        self._check_beta()
-        if not self.reward and self.policy != SHIPPED_REFERENCE:
-            raise OptionError(
-                f"say what {self.policy} is rewarded for: --reward package.module:function or a folder"
-            )
+        yield Refusal(reason, str(reason))
+        yield Refusal(
+            self.horizon is not None and self.controller != "ziegler",
+            f"--horizon belongs to --controller ziegler, and the controller is {self.controller}; leave it out",
+        )
+        yield Refusal(
+            self.beta == 0 and self.on_hacking == "tighten",
+            "--on-hacking tighten doubles beta, and --beta is 0; give a beta, or another response",
+        )
+        steers = self.controller != "fixed"
+        yield Refusal(
+            steers and self.target_nats is None,
+            f"the controller {self.controller} steers to a target; give --target-nats",
+        )
+        yield Refusal(
+            steers and not self.beta_min <= self.beta <= self.beta_max,
+            f"--beta {self.beta} does not lie between --beta-min {self.beta_min} and --beta-max {self.beta_max}",
+        )
+        yield Refusal(
+            not self.reward and self.policy != SHIPPED_REFERENCE,
+            f"say what {self.policy} is rewarded for: --reward package.module:function or a folder",
+        )
 
     def settings(self) -> dict[str, object]:
         """The settings of ``TrainJob``, with the scope that an unset ``kl_scope`` stands for."""
         scope = default_scope(self.kl_place) if self.kl_scope is None else self.kl_scope
         return {**super().settings(), "kl_scope": scope}
-
-    def _check_beta(self) -> None:
-        if self.beta == 0 and self.on_hacking == "tighten":
-            raise OptionError(
-                "--on-hacking tighten doubles beta, and --beta is 0; give a beta, or another response"
-            )
-        if self.controller == "fixed":
-            return
-        if self.target_nats is None:
-            raise OptionError(f"the controller {self.controller} steers to a target; give --target-nats")
-        if not self.beta_min <= self.beta <= self.beta_max:
-            raise OptionError(
-                f"--beta {self.beta} does not lie between --beta-min {self.beta_min} and --beta-max {self.beta_max}"
-            )
 
     def without_effect(self) -> tuple[str, ...]:
         """A sentence for each option that is set and does nothing in this job."""

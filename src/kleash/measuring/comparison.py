@@ -19,7 +19,7 @@ from kleash.measuring.sequence_clusters import (
     sequence_starts,
 )
 from kleash.measuring.training_comparison import compare_training
-from kleash.reports.folder_report import kind_of_folder, require_measurement
+from kleash.reports.folder_report import kind_of_folder
 from kleash.reports.gate_verdicts import gate_of_measurement
 from kleash.store import ComparedRun, Comparison, Measurement, RunDifference, RunFolder
 from kleash.store.comparison import TrainingComparison
@@ -87,7 +87,7 @@ def compare(
                 f"{measured} is a measurement and {trained} a training run; compare runs of one kind"
             )
         if at_most is not None:
-            require_measurement(paths[0], "--at-most")
+            raise OptionError(f"--at-most is for measurements; {paths[0]} is the folder of a training run")
         return compare_training(paths, names)
     runs = [_read(path) for path in paths]
     first = runs[0]

@@ -108,7 +108,7 @@ def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> 
         Interrupted: on Ctrl-C, with the command that resumes.
     """
     reporter = reporter if reporter is not None else ProgressReporter()
-    if job.writes_base_logits:
+    if job.format is not None:
         return write_base_logits(job, reporter)
     folder = Path(job.out if job.out is not None else default_out("kleash-caches")).expanduser()
     check_cache_folder(folder)

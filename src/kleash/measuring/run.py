@@ -29,7 +29,7 @@ from kleash.measuring.shared_weights import follow, is_first_of_weights, is_mirr
 from kleash.models import Pair, describe_source, generate, read_prompts, turns_of
 from kleash.models.threads import threads_for_scoring
 from kleash.reports import write_report
-from kleash.reports.gate_verdicts import gate_of_measurement
+from kleash.reports.gate_verdicts import with_gate
 from kleash.reports.trackers import require_trackers, send_result
 from kleash.store import Measurement, RunFolder
 from kleash.store.file_hashes import require_unchanged_files, watching_files
@@ -152,9 +152,7 @@ def _made_measurement(run: OpenRun, engine: Engine, source: ShardPlan, start: fl
             measurement = replace(measurement, prompts=_with_responses(run, measurement.prompts))
         noted = (*run.pair.notes, *run.source_notes, *source.notes, *run.job.without_effect())
         run.reporter.note_all(sentence for sentence in measurement.notes if sentence not in noted)
-        if run.job.at_most is not None:
-            gate = gate_of_measurement(measurement, run.job.at_most, run.job.gated_statistic)
-            measurement = replace(measurement, gate=gate)
+        measurement = with_gate(measurement, run.job.at_most, run.job.gated_statistic)
         require_unchanged_files()
         run.folder.write_measurement(measurement)
         write_report(run.folder.root)

@@ -1,10 +1,9 @@
 """The report of any folder: of a measurement, a sweep or a training run."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from kleash.errors import OptionError, RunFolderError
-from kleash.reports.gate_verdicts import gate_of_measurement, gate_of_sweep
+from kleash.reports.gate_verdicts import with_gate
 from kleash.reports.measurement import write_report
 from kleash.reports.sweep import PAGE, write_sweep
 from kleash.reports.training import write_training_report
@@ -39,36 +38,20 @@ def kind_of_folder(folder: Path) -> str:
     return MEASUREMENT if kind is None else kind
 
 
-def require_measurement(folder: Path, option: str, *, or_sweep: bool = False) -> None:
-    """Check that an option of ``kleash report`` is for what a folder holds.
-
-    Args:
-        folder: of a finished run.
-        option: as it is typed.
-        or_sweep: whether it is for sweeps, too.
-
-    Raises:
-        OptionError: if not.
-        RunFolderError: if the folder cannot be read.
-    """
-    kind = kind_of_folder(folder)
-    if kind == SWEEP and not or_sweep:
-        raise OptionError(
-            f"{option} is for one measurement, and {folder} is the folder of a sweep; name that of a candidate in "
-            f"{folder / 'candidates'}"
-        )
-    if kind == STEPS:
-        kinds = "measurements and sweeps" if or_sweep else "measurements"
-        raise OptionError(f"{option} is for {kinds}; {folder} is the folder of a training run")
-
-
 def read_result(folder: Path) -> Measurement | Sweep:
     """The result in the folder of a measurement or of a sweep.
 
     Raises:
-        RunFolderError: if it is missing or damaged.
+        OptionError: if it is the folder of a training run, which has no numbers but those of its steps.
+        RunFolderError: if the result is missing or damaged.
     """
-    return Sweep.read(folder) if kind_of_folder(folder) == SWEEP else Measurement.read(folder)
+    kind = kind_of_folder(folder)
+    if kind == STEPS:
+        raise OptionError(
+            f"{folder} is the folder of a training run, and --at-most, --format, --json, --picture and --report-to are "
+            "for measurements and sweeps; leave them out"
+        )
+    return Sweep.read(folder) if kind == SWEEP else Measurement.read(folder)
 
 
 def open(path: Path | str) -> Measurement | Sweep | TrainingResult | tuple[Audit, ...]:
@@ -95,15 +78,6 @@ def open(path: Path | str) -> Measurement | Sweep | TrainingResult | tuple[Audit
     return result
 
 
-def with_gate(
-    result: Measurement | Sweep, at_most: float, statistic: str | None = None
-) -> Measurement | Sweep:
-    """The result with the verdict for a limit in nats; ``statistic`` as for ``gate_of_measurement``."""
-    if isinstance(result, Sweep):
-        return gate_of_sweep(result, at_most, statistic)
-    return replace(result, gate=gate_of_measurement(result, at_most, statistic))
-
-
 def write_report_of(folder: Path, at_most: float | None = None, statistic: str | None = None) -> Path:
     """Write the page of a folder from its files: of a measurement, a sweep or a training run.
 
@@ -116,16 +90,10 @@ def write_report_of(folder: Path, at_most: float | None = None, statistic: str |
         The page's path: ``report.html``, of a sweep ``sweep.html``.
 
     Raises:
-        OptionError: if there is a limit, and the folder is that of a training run.
         RunFolderError: if the folder holds none of these, a file is damaged, or the report cannot be written.
         MissingExtraError: if a dependency of reports is not installed.
     """
-    if at_most is not None:
-        require_measurement(folder, "--at-most", or_sweep=True)
     kind = kind_of_folder(folder)
     if kind == SWEEP:
-        sweep = Sweep.read(folder)
-        return write_sweep(
-            folder / PAGE, sweep if at_most is None else gate_of_sweep(sweep, at_most, statistic)
-        )
+        return write_sweep(folder / PAGE, with_gate(Sweep.read(folder), at_most, statistic))
     return write_training_report(folder) if kind == STEPS else write_report(folder, at_most, statistic)

@@ -3,14 +3,17 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 from kleash.estimate import Estimate
 from kleash.reports.formatting import format_bytes, format_count, format_value
 from kleash.store import Gate
 from kleash.store.measurement import Measurement, SweepGate
+from kleash.store.measurement_summary import headline
 from kleash.store.sweep import Sweep, SweepCandidate
 from kleash.uncertainty.gate_decision import decide_gate
+
+ResultT = TypeVar("ResultT", Measurement, Sweep)
 
 
 def gate_of_number(
@@ -76,6 +79,25 @@ def _kl_or_range(per_token: Mapping[str, Estimate], name: str) -> Estimate:
     lower, upper = (per_token[f"{name}_{end}"] for end in ("lower", "upper"))
     high = upper.ci95[1] if math.isfinite(upper.value) else math.inf
     return Estimate(value=math.nan, unit=lower.unit, standard_error=math.nan, ci95=(lower.ci95[0], high))
+
+
+def with_gate(result: ResultT, at_most: float | None, statistic: str | None = None) -> ResultT:
+    """The result with the verdict for a limit in nats; as it is without one.
+
+    Args:
+        result: a measurement or a sweep.
+        at_most: the limit.
+        statistic: the KL's name in ``STATISTICS``; None for that of the headline, or that which ranks.
+
+    Raises:
+        RunFolderError: if a measurement has no headline.
+    """
+    if at_most is None:
+        return result
+    if isinstance(result, Sweep):
+        return gate_of_sweep(result, at_most, statistic)
+    headline(result)
+    return replace(result, gate=gate_of_measurement(result, at_most, statistic))
 
 
 def gate_of_sweep(sweep: Sweep, at_most: float, statistic: str | None = None) -> Sweep:

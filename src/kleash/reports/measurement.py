@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kleash.reports.drawing import Chart
 from kleash.reports.formatting import format_value, make_visible, measure_command, with_narrow_spaces
-from kleash.reports.gate_verdicts import describe_gate, gate_of_measurement
+from kleash.reports.gate_verdicts import describe_gate, with_gate
 from kleash.reports.heatmap import (
     SequenceKey,
     SequenceTokens,
@@ -59,9 +58,7 @@ def write_report(folder: Path, at_most: float | None = None, statistic: str | No
             written.
         MissingExtraError: if Jinja2, Matplotlib or pyarrow is not installed.
     """
-    measurement = Measurement.read(folder)
-    if at_most is not None:
-        measurement = replace(measurement, gate=gate_of_measurement(measurement, at_most, statistic))
+    measurement = with_gate(Measurement.read(folder), at_most, statistic)
     files = RunFolder(folder)
     files.require_shards(measurement.counts.shards)
     context = report_context(files, measurement)

@@ -5,11 +5,12 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, redirect_stdout
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from kleash.errors import CannotRunError, MissingExtraError
-from kleash.extras import import_extra, is_installed
+from kleash.extras import import_extra, require_installed
 from kleash.store.measurement import Measurement
 from kleash.store.number_rows import NumberRow, candidate_rows, measurement_rows
 from kleash.store.sweep import Sweep
@@ -77,10 +78,8 @@ def open_trackers(
 
 def _open(name: str, settings: Mapping[str, str], folder: Path, after: int) -> Tracker:
     """A tracker, by its own interface; trackio has that of wandb."""
-    try:
-        module: Any = import_extra(name, "train")
-    except MissingExtraError as error:
-        raise _missing(name) from error
+    require_trackers((name,))
+    module: Any = import_module(name)
     if name == TENSORBOARD:
         tensorboard = import_extra("torch.utils.tensorboard", "train")
         writer = tensorboard.SummaryWriter(
@@ -111,14 +110,7 @@ def require_trackers(names: Sequence[str]) -> None:
         MissingExtraError: if one is not.
     """
     for name in names:
-        if not is_installed(name):
-            raise _missing(name)
-
-
-def _missing(name: str) -> MissingExtraError:
-    """The error about a tracker that is not installed."""
-    package = "'kleash[train]'" if name == TENSORBOARD else name
-    return MissingExtraError(f"the tracker {name} is not installed; run: pip install {package}")
+        require_installed([name], "'kleash[train]'" if name == TENSORBOARD else name)
 
 
 def send_result(names: Sequence[str], result: Measurement | Sweep, folder: Path) -> list[str]:

@@ -1,16 +1,39 @@
-"""Cluster labels of sequences, and the effective size of a weighted sample."""
+"""Cluster labels of sequences, sums over clusters, and the effective size of a weighted sample."""
 
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int64, Integer, Real
-
-from kleash.uncertainty.linearisation import require_vectors
+from jaxtyping import Int64, Integer, Real, Shaped
+from numpy.typing import NDArray
 
 FEW_DOCUMENTS = 30
 """Below this number of documents, clusters are blocks of windows."""
 BLOCK_WINDOWS = 8
 """Neighbouring windows in one block."""
+
+
+def require_one_each(place: str, **columns: np.ndarray) -> None:
+    """Check that columns have one axis, and one length.
+
+    Args:
+        place: what each column has a value for: "cluster".
+        columns: by their names.
+
+    Raises:
+        ShapeError: if not.
+    """
+    shapes = {column.shape for column in columns.values()}
+    if len(shapes) > 1 or any(column.ndim != 1 for column in columns.values()):
+        named_shapes = ", ".join(f"{name} {column.shape}" for name, column in columns.items())
+        raise ShapeError(f"the shapes are {named_shapes}; give one of each per {place}")
+
+
+def sums_by_cluster(
+    labels: Shaped[np.ndarray, "observations"], *columns: Real[np.ndarray, "observations"]
+) -> list[NDArray[np.float64]]:
+    """The sums of each column over the observations of each label, and their number, in the order of the labels."""
+    _, cluster = np.unique(labels, return_inverse=True)
+    return [np.bincount(cluster, weights=column) for column in (*columns, np.ones(len(labels)))]
 
 
 class ClusterLabels(NamedTuple):
@@ -40,7 +63,7 @@ def cluster_labels(
     Raises:
         ShapeError: if the two differ in length.
     """
-    require_vectors(document_ids=document_ids, window_ids=window_ids)
+    require_one_each("sequence", document_ids=document_ids, window_ids=window_ids)
     documents, labels = np.unique(document_ids, return_inverse=True)
     if len(documents) >= few:
         return ClusterLabels(labels.astype(np.int64), ())

@@ -6,8 +6,9 @@ import numpy as np
 from jaxtyping import Real, Shaped
 
 from kleash.estimate import Estimate
+from kleash.uncertainty.clusters import require_one_each, sums_by_cluster
 from kleash.uncertainty.intervals import estimate_of
-from kleash.uncertainty.linearisation import FloatArray, RatioTerm, linearise, require_vectors
+from kleash.uncertainty.linearisation import FloatArray, RatioTerm, linearise
 
 MIN_CLUSTERS = 8
 """Smallest number of clusters to fit a weight to; with three, the variance of the weight and the KL is unbounded."""
@@ -56,11 +57,8 @@ def controlled_total(
     Raises:
         ShapeError: if the three differ in length.
     """
-    require_vectors(monte_carlo=monte_carlo, exact=exact, clusters=clusters)
-    names, index = np.unique(clusters, return_inverse=True)
-    num_sequences = np.bincount(index, minlength=len(names)).astype(np.float64)
-    u = np.bincount(index, weights=monte_carlo, minlength=len(names)).astype(np.float64)
-    c = np.bincount(index, weights=exact, minlength=len(names)).astype(np.float64)
+    require_one_each("sequence", monte_carlo=monte_carlo, exact=exact, clusters=clusters)
+    u, c, num_sequences = sums_by_cluster(clusters, monte_carlo, exact)
     weight, num_fitted = _fit_weight(u, c, num_sequences)
     combination = c if weight == 1 else u - weight * (u - c)
     linear_u, linear_c, linear_total = (

@@ -7,8 +7,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kleash.errors import ShapeError
-
 ROUNDING_TOLERANCE = 8 * float(np.finfo(np.float64).eps)
 MAX_SORTED_CLUSTERS = 4096
 """Up to this many clusters are sorted first, so that their order changes no digit of the result."""
@@ -56,14 +54,6 @@ class LinearisedEstimate(NamedTuple):
         u = self.influence / largest
         squares = u * u
         return float(squares @ u) / float(squares.sum()) ** 1.5
-
-
-def require_vectors(**arrays: np.ndarray) -> None:
-    """Raise ShapeError unless all arrays are vectors of one length."""
-    shapes = [array.shape for array in arrays.values()]
-    if len(shapes[0]) != 1 or len(set(shapes)) > 1:
-        listed = ", ".join(f"{name} {shape}" for name, shape in zip(arrays, shapes, strict=True))
-        raise ShapeError(f"the shapes are {listed}; give vectors of one length")
 
 
 def linearise(terms: Sequence[RatioTerm]) -> LinearisedEstimate:

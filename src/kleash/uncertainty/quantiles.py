@@ -9,9 +9,10 @@ from jaxtyping import Float, Integer
 
 from kleash.errors import OptionError
 from kleash.estimate import Estimate
+from kleash.uncertainty.clusters import require_one_each
 from kleash.uncertainty.diagnostics import few_clusters, unseen_share
 from kleash.uncertainty.intervals import Interval, clip_interval, standard_error
-from kleash.uncertainty.linearisation import FloatArray, RatioTerm, linearise, require_vectors
+from kleash.uncertainty.linearisation import FloatArray, RatioTerm, linearise
 from kleash.uncertainty.student_t import student_t_quantile
 
 
@@ -51,7 +52,7 @@ def quantiles(
     References:
         Woodruff (1952), "Confidence Intervals for Medians and Other Position Measures".
     """
-    require_vectors(values=values, clusters=clusters)
+    require_one_each("value", values=values, clusters=clusters)
     invalid = [level for level in levels if not 0 < level <= 1]
     if invalid:
         raise OptionError(f"there is no quantile at {invalid[0]}; give levels above 0 and up to 1")

@@ -9,13 +9,13 @@ from jaxtyping import Float64, Int64, Real, Shaped
 
 from kleash.errors import ShapeError
 from kleash.estimate import Estimate
+from kleash.uncertainty.clusters import require_one_each, sums_by_cluster
 from kleash.uncertainty.intervals import estimate_of
 from kleash.uncertainty.linearisation import (
     ROUNDING_TOLERANCE,
     FloatArray,
     RatioTerm,
     linearise,
-    require_vectors,
 )
 from kleash.uncertainty.student_t import student_t_quantile
 
@@ -62,7 +62,7 @@ def ratio_of_sums(
     Raises:
         ShapeError: if sums and counts differ in length.
     """
-    require_vectors(sums=sums, counts=counts)
+    require_one_each("cluster", sums=sums, counts=counts)
     linearised = linearise([RatioTerm(1.0, _float64(sums), _float64(counts))])
     return estimate_of(linearised, unit, lower, upper, known_value=known_value)
 
@@ -130,9 +130,8 @@ def clustered_mean(
     2.5 ± 1.2 nats over 3 clusters
       warning: only 3 clusters; below 30 the error itself is uncertain
     """
-    require_vectors(values=values, clusters=clusters)
-    _, label = np.unique(clusters, return_inverse=True)
-    sums, counts = np.bincount(label, weights=values), np.bincount(label)
+    require_one_each("value", values=values, clusters=clusters)
+    sums, counts = sums_by_cluster(clusters, values)
     return ratio_of_sums(sums, counts, unit=unit, lower=lower, upper=upper)
 
 
@@ -148,8 +147,7 @@ def mean_per_token(
         tokens: their number.
         prompts: a label of each response's prompt.
     """
-    _, label = np.unique(prompts, return_inverse=True)
-    totals, counts = (np.bincount(label, weights=column) for column in (sums, tokens))
+    totals, counts, _ = sums_by_cluster(prompts, sums, tokens)
     return ratio_of_sums(totals, counts, lower=0.0)
 
 
@@ -186,7 +184,8 @@ def paired_difference(
     Raises:
         ShapeError: if the four differ in shape.
     """
-    require_vectors(sums_a=sums_a, counts_a=counts_a, sums_b=sums_b, counts_b=counts_b)
+    columns = {"sums_a": sums_a, "counts_a": counts_a, "sums_b": sums_b, "counts_b": counts_b}
+    require_one_each("cluster of both measurements", **columns)
     terms = [
         RatioTerm(1.0, _float64(sums_a), _float64(counts_a)),
         RatioTerm(-1.0, _float64(sums_b), _float64(counts_b)),
@@ -232,7 +231,7 @@ def running_mean(
     Raises:
         ShapeError: if sums and counts differ in length.
     """
-    require_vectors(sums=sums, counts=counts)
+    require_one_each("cluster", sums=sums, counts=counts)
     active = counts > 0
     sums, counts = np.asarray(sums, np.float64)[active], np.asarray(counts, np.float64)[active]
     ends = np.unique(np.rint(np.linspace(len(sums), 1, min(points, len(sums)))).astype(np.int64))

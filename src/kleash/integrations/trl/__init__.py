@@ -3,15 +3,6 @@
 from kleash.integrations.trl.grpo import GRPOLeash, LeashedGRPOTrainer
 from kleash.integrations.trl.rloo import LeashedRLOOTrainer, RLOOLeash
 from kleash.integrations.trl.rollout_dump import RolloutDump
-from kleash.registry import refuse_former
-
-__getattr__ = refuse_former(
-    __name__,
-    dict.fromkeys(
-        ("ResponseStatistics", "response_statistics"),
-        "kleash.attach logs the exact KL and the entropy of each batch from the passes of its loss",
-    ),
-)
 
 __all__ = [
     "GRPOLeash",
