@@ -6,6 +6,8 @@ import numpy as np
 from jaxtyping import Int64, Integer, Real, Shaped
 from numpy.typing import NDArray
 
+from kleash.errors import ShapeError
+
 FEW_DOCUMENTS = 30
 """Below this number of documents, clusters are blocks of windows."""
 BLOCK_WINDOWS = 8
