@@ -9,7 +9,7 @@ import pytest
 from command_words import words
 
 from kleash.cli import entry, main
-from kleash.cli.parsing import EXAMPLES, RECORDS, SYNONYMS, parser_of, read_words
+from kleash.cli.parsing import DRY_RUNS, EXAMPLES, RECORDS, SYNONYMS, parser_of, read_words
 from kleash.errors import OptionError
 from kleash.jobs import MeasureJob, PPOJob
 from kleash.jobs.option_groups import OPTION_HEADINGS
@@ -98,6 +98,13 @@ def test_what_has_no_command_yet_shows_one_that_needs_no_file(name, job, capsys)
     assert main(name.split()) == 2
     example = capsys.readouterr().out.rstrip().rpartition("Example: kleash ")[2]
     assert read_words(example.split()) == job
+
+
+@pytest.mark.parametrize("name", DRY_RUNS)
+def test_the_example_of_a_command_runs_as_it_stands(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([*EXAMPLES[name].split()[1:], "--dry-run"]) == 0
+    assert "shipped:reference" in capsys.readouterr().out
 
 
 VALUES = {"N": ("1", "2"), "X": ("0.5", "0.25")}

@@ -69,7 +69,7 @@ def _mapping(path: Path) -> Mapping[str, Any]:
         text = path.expanduser().read_text(encoding="utf-8")
         if text.lstrip().startswith("{"):
             return json.loads(text, object_pairs_hook=_unique)
-        yaml = import_extra("yaml", "models")
+        yaml = import_extra("yaml", "cli")
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):

@@ -19,6 +19,7 @@ from kleash.extras import import_extra
 from kleash.jobs import CacheJob, MeasureJob, SweepJob, TrainJob
 from kleash.jobs.algorithms import ALGORITHMS
 from kleash.jobs.reading_jobs import AuditJob, CompareJob, DoctorJob, EnvJob, MismatchJob, ReportJob
+from kleash.jobs.train import SHIPPED_REWARD
 from kleash.version import __version__
 
 Command = (
@@ -75,25 +76,28 @@ EPILOGS: Mapping[str, str] = {
 }
 EXAMPLES: Mapping[str, str] = {
     "": "kleash measure",
-    "measure": "kleash measure --policy tuned/ --reference base/ --prompts prompts.jsonl --limit 64 --out drift/",
-    "sweep": "kleash sweep --reference base/ --candidates q8/ q4.gguf --text corpus.txt --at-most 0.02",
+    "measure": "kleash measure --policy shipped:policy --reference shipped:reference --prompts shipped:prompts "
+    "--limit 64 --out drift/",
+    "sweep": "kleash sweep --reference shipped:reference --candidates shipped:policy --text shipped:text "
+    "--at-most 0.02",
     "report": "kleash report drift/ --format markdown",
     "compare": "kleash compare before/ after/",
     "mismatch": "kleash mismatch rollouts.jsonl --at-most 0.001",
     "doctor": "kleash doctor rollouts.jsonl --policy tuned/ --reference base/",
-    "cache": "kleash cache --reference base/ --text corpus.txt --out cache/",
+    "cache": "kleash cache --reference shipped:reference --text shipped:text --out cache/",
     "audit": "kleash audit my_losses:kl_penalty --convention loss --fail-on fault",
     "env": "kleash env",
     "train": "kleash train ppo --steps 10",
     **{
-        f"train {name}": f"kleash train {name} --policy P --prompts prompts.jsonl --reward my_rewards:helpful "
-        "--target-nats 4 --controller pid --out run/"
+        f"train {name}": f"kleash train {name} --policy shipped:reference --prompts shipped:prompts --reward "
+        f"{SHIPPED_REWARD} --target-nats 4 --controller pid --out run/"
         for name in ("ppo", "grpo", "rloo")
     },
     "train dpo": "kleash train dpo --policy P --pairs pairs.jsonl --eval-pairs held_out.jsonl --out run/",
-    "train distill": "kleash train distill --policy P --teacher T --prompts prompts.jsonl --out run/",
+    "train distill": "kleash train distill --policy shipped:reference --teacher shipped:policy "
+    "--prompts shipped:prompts --out run/",
 }
-"""Command -> a first call of it; those of ``kleash`` and ``kleash train`` alone need no file."""
+"""Command -> a first call of it, with what ships with kleash unless it reads a run, rollouts, pairs or code."""
 FEW_OPTIONS = 16
 """Options up to which --help shows them all."""
 SHELLS = ("bash", "zsh", "fish")

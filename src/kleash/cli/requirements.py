@@ -1,5 +1,7 @@
 """Checks that the optional packages of a command are installed, before it starts."""
 
+from typing import Any
+
 from kleash.cli.parsing import Command
 from kleash.extras import require_installed
 from kleash.jobs import PPOJob, TrainJob
@@ -8,6 +10,13 @@ from kleash.reports.trackers import require_trackers
 
 READING = ("rich", "pyarrow", "jinja2", "matplotlib")
 MODELS = ("rich", "transformers", "tokenizers", "safetensors", *READING[1:])
+PACKAGES: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
+    (AuditJob | EnvJob, "models", ()),
+    (ReportJob | CompareJob, "models", READING),
+    (PPOJob, "train", (*MODELS, "accelerate")),
+    (TrainJob, "trl", (*MODELS, "accelerate", "trl", "datasets")),
+)
+"""Jobs -> the extra that they need, and its packages; the others need ``MODELS``."""
 
 
 def require_packages(command: Command) -> None:
@@ -18,19 +27,8 @@ def require_packages(command: Command) -> None:
     Raises:
         MissingExtraError: with all that are missing.
     """
-    extra, packages = "models", MODELS
-    match command:
-        case AuditJob() | EnvJob():
-            return
-        case ReportJob() | CompareJob():
-            packages = READING
-        case PPOJob():
-            extra, packages = "train", (*MODELS, "accelerate")
-        case TrainJob():
-            extra, packages = "trl", (*MODELS, "accelerate", "trl", "datasets")
-        case _ if getattr(command, "engine", "local") == "ray":
-            extra, packages = "ray", (*MODELS, "ray")
-        case _:
-            pass
+    extra, packages = next((row for kind, *row in PACKAGES if isinstance(command, kind)), ("models", MODELS))
+    if getattr(command, "engine", "local") == "ray":
+        extra, packages = "ray", (*MODELS, "ray")
     require_installed(packages, f"'kleash[{extra}]'")
     require_trackers(getattr(command, "report_to", ()))

@@ -13,7 +13,6 @@ from kleash.reports.drawing import (
     INK,
     MUTED,
     Chart,
-    band,
     line,
     name_axes,
     row_dots,
@@ -23,7 +22,7 @@ from kleash.reports.drawing import (
 from kleash.reports.formatting import UNKNOWN, format_value, format_with_interval, short_names
 from kleash.reports.gate_verdicts import describe_gate
 from kleash.reports.page import write_page
-from kleash.reports.training_charts import MAX_POINTS, MAX_ROWS, metric_values, thin_steps
+from kleash.reports.training_charts import MAX_POINTS, MAX_ROWS, metric_line, metric_values, thin_steps
 from kleash.store import Comparison, StepRecord, read_steps
 from kleash.store.comparison import PAIRED, TrainingComparison
 from kleash.store.metrics import title_of
@@ -218,12 +217,7 @@ def _known(steps: Sequence[StepRecord], metric: str) -> list[float]:
 def _draw_metric(axes: Any, *, metric: str, title: str, runs: Sequence[Run]) -> None:
     """Draw a line for each run, that of the first with a band of two standard errors."""
     for (name, steps), (dash, color) in zip(runs, cycle(STROKES), strict=False):
-        shown = thin_steps([record for record in steps if metric in record.metrics], MAX_POINTS)
-        x, values = [record.step for record in shown], metric_values(shown, metric)
-        if steps is runs[0][1]:
-            errors = metric_values(shown, f"{metric}_error")
-            ends = ([v + sign * 2 * e for v, e in zip(values, errors, strict=True)] for sign in (-1, 1))
-            band(axes, x, *ends)
-        line(axes, x, values, color=color, label=name, linestyle=dash)
+        has_band = steps is runs[0][1]
+        metric_line(axes, steps, metric, has_band=has_band, color=color, label=name, linestyle=dash)
     step_axis(axes)
     name_axes(axes, "step", title)

@@ -27,14 +27,7 @@ SCRIPT_ESCAPES = str.maketrans(
 )
 
 
-def write_page(
-    path: Path,
-    template: str,
-    context: Mapping[str, Any],
-    scripts: Sequence[str] = (),
-    *,
-    templates: Path | None = None,
-) -> Path:
+def write_page(path: Path, template: str, context: Mapping[str, Any], scripts: Sequence[str] = ()) -> Path:
     """Render ``template`` and write it to ``path`` atomically.
 
     Args:
@@ -42,17 +35,15 @@ def write_page(
         template: a file in ``templates/`` that extends ``shell.html``.
         context: the variables of the template; text in them is escaped.
         scripts: files in ``assets/`` that run at the end of the page, in this order.
-        templates: a folder in which ``template`` is looked up first.
     """
     sources = list(map(_asset, scripts))
-    markup = import_extra("markupsafe", "models").Markup
     text = (
-        _environment(templates)
+        _environment()
         .get_template(template)
         .render(
             **context,
-            style=markup(_asset("style.css") + _asset("heat.css")),
-            scripts=[markup(source) for source in sources],
+            style=_asset("style.css") + _asset("heat.css"),
+            scripts=sources,
             content_policy=_content_policy(sources),
         )
     )
@@ -78,15 +69,14 @@ def _content_policy(sources: Sequence[str]) -> str:
 
 
 @cache
-def _environment(templates: Path | None = None) -> Any:
-    """The Jinja2 environment with autoescape and the filters of the pages."""
+def _environment() -> Any:
+    """The Jinja2 environment with autoescape and the filters of the pages.
+
+    ``script_json`` and ``svg`` escape what they are given; their results are marked as safe in the templates.
+    """
     jinja2 = import_extra("jinja2", "models")
-    loaders = [jinja2.PackageLoader("kleash.reports")]
-    if templates is not None:
-        loaders.insert(0, jinja2.FileSystemLoader(templates))
-    markup = import_extra("markupsafe", "models").Markup
     environment = jinja2.Environment(
-        loader=jinja2.ChoiceLoader(loaders),
+        loader=jinja2.PackageLoader("kleash.reports"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -103,8 +93,8 @@ def _environment(templates: Path | None = None) -> Any:
         threshold=formatting.format_threshold,
         sentence=formatting.as_sentence,
         statistic_label=label_of,
-        script_json=lambda value: markup(script_json(value)),
-        svg=lambda chart: markup(to_svg(chart)),
+        script_json=script_json,
+        svg=to_svg,
     )
     environment.globals.update(format_number=formatting.format_number)
     return environment

@@ -129,7 +129,7 @@ def model_card(measurement: Measurement) -> str:
     Raises:
         MissingExtraError: if PyYAML is not installed.
     """
-    yaml = import_extra("yaml", "models")
+    yaml = import_extra("yaml", "cli")
     index = yaml.safe_dump(
         {"model-index": model_index(measurement)}, allow_unicode=True, sort_keys=False, width=1000
     )

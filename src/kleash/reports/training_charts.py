@@ -117,15 +117,7 @@ def _draw_metrics(
     at 0 or above.
     """
     for place, ((metric, label), (color, dash)) in enumerate(zip(curves.items(), STYLES, strict=False)):
-        steps = thin_steps([record for record in history if metric in record.metrics], MAX_POINTS)
-        x, numbers = (
-            [record.step for record in steps],
-            [number_of(record.metrics, metric) for record in steps],
-        )
-        if place == 0 and any(each.has_error for each in numbers):
-            ends = ([each.value + sign * 2 * each.standard_error for each in numbers] for sign in (-1, 1))
-            band(axes, x, *ends)
-        line(axes, x, [each.value for each in numbers], color=color, label=label, linestyle=dash)
+        metric_line(axes, history, metric, has_band=place == 0, color=color, label=label, linestyle=dash)
     if target is not None:
         axes.axhline(target, color=INK, linewidth=1.4, linestyle=":", label="target")
     values = [value for metric in curves for value in metric_values(history, metric)]
@@ -136,6 +128,26 @@ def _draw_metrics(
         axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
     step_axis(axes)
     name_axes(axes, "step", y)
+
+
+def metric_line(
+    axes: Any, history: Sequence[StepRecord], metric: str, *, has_band: bool, **style: Any
+) -> None:
+    """Draw a metric over the steps that have it, with a band of two standard errors where they are known.
+
+    Args:
+        axes: of Matplotlib.
+        history: the steps of a run.
+        metric: its name.
+        has_band: whether there is a band.
+        style: of the line.
+    """
+    steps = thin_steps([record for record in history if metric in record.metrics], MAX_POINTS)
+    x, numbers = [record.step for record in steps], [number_of(record.metrics, metric) for record in steps]
+    if has_band and any(number.has_error for number in numbers):
+        ends = ([number.value + sign * 2 * number.standard_error for number in numbers] for sign in (-1, 1))
+        band(axes, x, *ends)
+    line(axes, x, [number.value for number in numbers], **style)
 
 
 def describe_change(history: Sequence[StepRecord], curves: Curves, y: str, target: float | None) -> str:
