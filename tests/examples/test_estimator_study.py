@@ -1,4 +1,4 @@
-"""The estimator study against published tables, closed forms, moments, scipy's quadrature, a fine grid, and its README."""
+"""The estimator study against published tables, closed forms, moments, scipy's quadrature, and its README."""
 
 import math
 
