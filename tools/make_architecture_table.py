@@ -17,23 +17,22 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from datetime import datetime, timezone
 from importlib.metadata import version
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from tiny_architectures import VOCABULARY, tiny_config
+from tiny_architectures import tiny_config
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "architectures.md"
 MEMORY_LIMIT = 16 << 30
 """Bytes of address space of a trial."""
 CPU_LIMIT = 120
 """Seconds of processor time of a trial."""
-TIME_LIMIT = 900
-"""Seconds of a trial on a busy machine."""
 MEASURED = ("hidden states", "logits")
 """Outcomes of architectures that kleash measures."""
 TEXTS = (
@@ -121,7 +120,7 @@ def make_model(architecture: str, folder: Path, shift: float) -> Path:
             if weight.is_floating_point() and weight.numel() > 1:
                 weight.add_(shift * torch.randn_like(weight) * (weight.std() + 0.01))
     network.save_pretrained(folder)
-    byte_tokenizer(VOCABULARY).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -181,19 +180,13 @@ def row_of(architecture: str) -> dict[str, Any]:
     return row
 
 
-def byte_tokenizer(vocab_size: int) -> Any:
-    """A tokenizer of single bytes with <s>, </s> and <pad> as ids 0 to 2, and a chat template.
-
-    Raises:
-        ValueError: if the vocabulary has fewer rows than the tokenizer has tokens.
-    """
+def byte_tokenizer() -> Any:
+    """A tokenizer of single bytes with <s>, </s> and <pad> as ids 0 to 2, and a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = {token: index for index, token in enumerate(["<s>", "</s>", "<pad>", *alphabet])}
-    if len(tokens) > vocab_size:
-        raise ValueError(f"{len(tokens)} tokens do not fit a vocabulary of {vocab_size}; take a larger one")
     backend = Tokenizer(models.BPE(vocab=tokens, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -219,41 +212,26 @@ def try_all(architectures: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def try_in_fork(architecture: str) -> dict[str, Any]:
-    """The row of an architecture; ``outcome`` is "not made" if it took too much time or memory."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_run_trial, args=(architecture, sender))
-    process.start()
-    sender.close()
-    row = {"architecture": architecture, "outcome": "not made", "reason": f"took more than {TIME_LIMIT} s"}
-    try:
-        if receiver.poll(TIME_LIMIT):
-            row = receiver.recv()
-    except EOFError:
-        process.join()
-        row["reason"] = (
-            f"took more than {CPU_LIMIT} s of processor time, or {MEMORY_LIMIT >> 30} GiB ({process.exitcode})"
-        )
-    process.kill()
-    process.join()
-    return row
+    """The row of an architecture, tried within the limits; an exception is a fault of kleash and shows in the table."""
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("fork"), initializer=limit_trial)
+    with pool:
+        try:
+            return pool.submit(row_of, architecture).result()
+        except BrokenProcessPool:
+            outcome = "not made"
+            reason = f"took more than {CPU_LIMIT} s of processor time, or {MEMORY_LIMIT >> 30} GiB"
+        except Exception as error:
+            outcome, reason = "wrong", f"{type(error).__name__}: {str(error)[:300]}"
+    return {"architecture": architecture, "outcome": outcome, "reason": reason}
 
 
-def _run_trial(architecture: str, sender: Connection) -> None:
+def limit_trial() -> None:
+    """Limit memory and processor time of this process, and leave out what it prints."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT, CPU_LIMIT))
-    with Path(os.devnull).open("w", encoding="utf-8") as null:
-        os.dup2(null.fileno(), 1)
-        os.dup2(null.fileno(), 2)
-    try:
-        row = row_of(architecture)
-    except BaseException as error:  # a fault of kleash shows in the table, whatever it is
-        row = {
-            "architecture": architecture,
-            "outcome": "wrong",
-            "reason": f"{type(error).__name__}: {str(error)[:300]}",
-        }
-    sender.send(row)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
 
 
 def main() -> None:

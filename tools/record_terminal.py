@@ -11,7 +11,6 @@ import io
 import os
 import pty
 import re
-import subprocess
 from pathlib import Path
 
 from rich.console import Console
@@ -22,21 +21,16 @@ COLUMNS = 100
 
 def screen_of(command: list[str]) -> str:
     """What a command leaves on its terminal, with colours."""
-    parent, child = pty.openpty()
-    environment = {**os.environ, "COLUMNS": str(COLUMNS), "TERM": "xterm-256color"}
-    process = subprocess.Popen(command, stdout=child, stderr=child, stdin=child, env=environment)
-    os.close(child)
-    received = b""
-    while True:
-        try:
-            part = os.read(parent, 65536)
-        except OSError:  # the other end is closed
-            break
-        if not part:
-            break
-        received += part
-    if process.wait() != 0:
-        raise SystemExit(f"{command[0]} failed:\n{received.decode(errors='replace')}")
+    os.environ |= {"COLUMNS": str(COLUMNS), "TERM": "xterm-256color"}
+    received = bytearray()
+
+    def read(terminal: int) -> bytes:
+        part = os.read(terminal, 65536)
+        received.extend(part)
+        return part
+
+    if pty.spawn(command, read) != 0:
+        raise SystemExit(f"{command[0]} failed")
     lines = received.decode().replace("\r\n", "\n").split("\n")
     lines = [re.split(r"\r|\x1b\[2K", line)[-1] for line in lines]
     return re.sub(r"\x1b\[(?:\?\d+[hl]|\d*[A-K])", "", "\n".join(lines))

@@ -1,4 +1,4 @@
-"""The estimator study against closed forms, moments, scipy's quadrature, a fine grid, and its README."""
+"""The estimator study against published tables, closed forms, moments, scipy's quadrature, and its README."""
 
 import math
 
@@ -87,6 +87,18 @@ def test_gradients_in_mean_and_log_scale(cases, m):
     assert found["abs"] == pytest.approx(math.hypot(parts[0] + m, parts[1]) / m, rel=1e-7)
     a = m * m / math.expm1(m * m)
     assert found["k1 + a(w − 1)"] == pytest.approx(math.hypot(1 - a, a * m), rel=1e-8)
+
+
+def test_bias_and_deviation_agree_with_the_tables_of_schulman(cases):
+    """Published as sampled, and rounded to two or three digits."""
+    published = {
+        0.1: {"k1": (0, 20), "k2": (0.002, 1.42), "k3": (0, 1.42)},
+        1.0: {"k1": (0, 2), "k2": (0.25, 1.73), "k3": (0, 1.7)},
+    }
+    for shift, rows in published.items():
+        for name, expected in rows.items():
+            row, kl = cases[shift].row(name), cases[shift].kl
+            assert (row.bias / kl, row.standard_deviation / kl) == pytest.approx(expected, abs=6e-3)
 
 
 def test_the_noise_of_k1_and_k3_crosses_where_the_variances_are_equal():

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import check_answers
-import memory_and_hours
 import pytest
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -21,8 +20,16 @@ def test_pages_that_tell_how_are_short(page):
     assert len(page.read_text(encoding="utf-8").split()) <= 820
 
 
-def test_the_table_of_memory_is_that_of_its_tool():
-    assert memory_and_hours.table() in (DOCS / "how-to" / "several_gpus.md").read_text(encoding="utf-8")
+def test_the_table_of_memory_and_hours_follows_from_the_arithmetic_above_it():
+    rows = ""
+    for billions in (1, 7, 32, 70):
+        cells = []
+        for cards, gigabytes, teraflops in ((1, 24, 70), (1, 80, 312), (8, 80, 312)):
+            needed = 2 * 2 * billions / cards + 2
+            hours = 2 * 2 * billions * 1e15 / (cards * teraflops * 1e12 * 0.4) / 3600
+            cells.append(f"{needed:.0f} GB, {hours:.2g} h" if needed <= gigabytes else "–")
+        rows += f"| 2 × {billions}B | {' | '.join(cells)} |\n"
+    assert rows in (DOCS / "how-to" / "several_gpus.md").read_text(encoding="utf-8")
 
 
 def test_an_answer_that_is_not_there_is_noticed():

@@ -33,15 +33,6 @@ def made(trl, folder, tmp_path):
     return build
 
 
-@pytest.fixture
-def one_thread():
-    """Two threads round differently in passes of different sizes, and 0 is then 1e-13."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def steps(trainer):
     return [entry for entry in trainer.state.log_history if "kl" in entry]
 

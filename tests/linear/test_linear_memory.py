@@ -23,7 +23,7 @@ def sum_of_terms(terms, rows):
 
 @pytest.mark.parametrize("what", ["statistics", "gradient", "recomputed", "total_variation", "objective"])
 def test_memory_is_that_of_the_buffer_and_not_of_the_logits(what, unhooked):
-    tokens, words, budget = 520, 20_000, 16 * 2**20
+    tokens, words, budget = 384, 20_000, 16 * 2**20
     case = head_case(torch.float32, vocab_size=words, tokens=(tokens,))
     case.hidden_p.requires_grad_(what != "statistics")
     case.head_p.weight.requires_grad_(what == "recomputed")

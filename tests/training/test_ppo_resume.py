@@ -77,15 +77,6 @@ def equal(one, other):
     )
 
 
-@pytest.fixture
-def one_thread():
-    """As the other process has."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def test_killed_and_resumed_run_is_bit_identical(folder, tmp_path, one_thread):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     killed_while_writing(folder, broken)
