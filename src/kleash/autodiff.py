@@ -108,6 +108,11 @@ def dual_level_active() -> bool:
     return getattr(forward_ad, "_current_level", 0) >= 0
 
 
+def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """The result of an autograd function, whose ``apply`` torch leaves without types."""
+    return cast("Callable[..., Any]", function.apply)(*arguments)  # pyright: ignore[reportUnknownMemberType]
+
+
 def first_derivative_only(gradient: Tensor, variable: Tensor | None, message: str) -> Tensor:
     """Return ``gradient``, with respect to ``variable``, such that differentiating it again raises an error.
 
@@ -118,8 +123,7 @@ def first_derivative_only(gradient: Tensor, variable: Tensor | None, message: st
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or variable is None:
         return gradient
-    apply = cast("Callable[..., Tensor]", _FirstDerivative.apply)  # pyright: ignore[reportUnknownMemberType]
-    return apply(gradient, variable, message)
+    return apply(_FirstDerivative, gradient, variable, message)
 
 
 class _FirstDerivative(torch.autograd.Function):
@@ -155,8 +159,7 @@ def with_slope(value: Tensor, u: Tensor, slope: Tensor) -> Tensor:
         u: what the gradient flows to, in the dtype of ``value``.
         slope: the derivative of ``value`` in ``u``.
     """
-    apply = cast("Callable[..., Tensor]", _WithSlope.apply)  # pyright: ignore[reportUnknownMemberType]
-    return apply(u, value, slope)
+    return apply(_WithSlope, u, value, slope)
 
 
 class _WithSlope(torch.autograd.Function):

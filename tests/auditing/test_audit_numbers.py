@@ -14,7 +14,7 @@ from kleash.auditing.checks.precision import KL_LEVELS, pair_with_kl
 from kleash.auditing.quantities import (
     UNBOUNDED,
     exact_gradient,
-    gradient_candidates,
+    quantity_gradients,
     quantity_values,
 )
 from kleash.auditing.toy_distributions import one_token_distributions, toy_distributions
@@ -164,7 +164,7 @@ def test_token_gradient_holds_the_prefixes_fixed():
 
 def test_gradient_candidates_are_distinct():
     """Else one could be taken for the other."""
-    for one, other in combinations(gradient_candidates(), 2):
+    for one, other in combinations(quantity_gradients("on-policy"), 2):
         ours, theirs = (exact_gradient("far", "on-policy", quantity) for quantity in (one, other))
         assert not torch.allclose(ours, theirs, rtol=1e-2), SAME_QUANTITY.format(one, other)
 

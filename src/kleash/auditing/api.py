@@ -12,7 +12,6 @@ from kleash.auditing.audited_function import AuditedFunction
 from kleash.auditing.checks.batches import batch_findings, batch_mean, check_padding
 from kleash.auditing.checks.estimates import estimate_sentences, gradient_findings, value_findings
 from kleash.auditing.checks.evidence import Evidence, gather_evidence
-from kleash.auditing.checks.expectations import value_rows
 from kleash.auditing.checks.extreme_inputs import check_extreme_inputs, nan_input_findings
 from kleash.auditing.checks.log_ratios import (
     log_ratio_findings,
@@ -165,7 +164,7 @@ def _audit_of(audited: AuditedFunction, purity: Purity) -> Audit:
         *of_edges,
         *truncated_ratio_findings(truncated),
         *of_padding,
-        *([] if is_random else precision_findings(audited, accuracy)),
+        *(() if is_random else precision_findings(audited, accuracy)),
         *check_final_call(audited, purity),
     ]
     return replace(
@@ -173,7 +172,7 @@ def _audit_of(audited: AuditedFunction, purity: Purity) -> Audit:
         value=str(evidence.value),
         gradient=_describe_gradient(evidence),
         estimator=log_ratios.estimator,
-        values=value_rows(evidence.expectations, evidence.claimed),
+        values=evidence.value_rows,
         gradients=evidence.gradient_rows,
         value_range=log_ratios.unclamped_range("value") if evidence.value.is_right else "",
         gradient_range=log_ratios.unclamped_range("gradient") if evidence.gradient.is_right else "",

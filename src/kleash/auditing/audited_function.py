@@ -37,7 +37,7 @@ class AuditedFunction:
             ShapeError: if its result does not have the shape of the convention.
         """
         with torch.enable_grad():  # an earlier call may have switched gradients off
-            return self.call_in_place(inputs.clone(self.convention.fields))
+            return self.call_in_place(inputs.clone())
 
     def call_in_place(self, inputs: AuditInputs) -> Tensor:
         """``call`` without the copies: the function may overwrite ``inputs``."""
@@ -104,7 +104,7 @@ class AuditedFunction:
     def _values_of_one_call(self, inputs: AuditInputs) -> Float[Tensor, "sequences parts"]:
         """``values`` with the sign of the function, from one call; for a mean, from one call per sequence."""
         if self.convention.gives == "mean":
-            rows = inputs.split(self.convention.fields)
+            rows = (inputs.select(slice(i, i + 1)) for i in range(len(inputs.tokens)))
             return torch.stack([self.call(row) * row.mask.sum() for row in rows]).unsqueeze(-1)
         return self.parts(self.call(inputs))
 

@@ -63,22 +63,6 @@ class Convention:
                 )
         look_up(DIVERGENCES, self.claims, "divergence")
 
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """The fields of ``AuditInputs`` that ``call`` reads, so that others need no copies; () if it may read any."""
-        return self.call.fields if isinstance(self.call, PassFields) else ()
-
-
-@dataclass(frozen=True)
-class PassFields:
-    """Calls a function with these fields of ``AuditInputs``, in this order."""
-
-    fields: tuple[str, ...]
-
-    def __call__(self, function: Callable[..., Any], inputs: AuditInputs) -> Any:
-        """What the function returns."""
-        return function(*(getattr(inputs, field) for field in self.fields))
-
 
 SHAPES: Mapping[str, str] = MappingProxyType(
     {
@@ -96,7 +80,7 @@ def from_fields(name: str, *names: str, **options: Any) -> Convention:
     return Convention(
         name=name,
         summary=f"f({', '.join(names)}) -> {gives}",
-        call=PassFields(names),
+        call=lambda function, inputs: function(*(getattr(inputs, field) for field in names)),
         takes_behaviour="behaviour_logp" in names,
         takes_mask="mask" in names,
         **options,

@@ -154,18 +154,9 @@ def quantity_gradients(sampling: Sampling) -> Mapping[str, Float64[Tensor, "pair
     return MappingProxyType(
         {
             label: torch.cat([exact_gradient(name, sampling, label) for name in names])
-            for label in gradient_candidates()
+            for label, quantity in known_quantities().items()
+            if quantity.kind not in ("truncated", "weighted_twice") and label not in GRADIENT_EXCLUDED
         }
-    )
-
-
-@cache
-def gradient_candidates() -> tuple[str, ...]:
-    """Labels of the quantities whose gradients an expected gradient is compared with."""
-    return tuple(
-        label
-        for label, quantity in known_quantities().items()
-        if quantity.kind not in ("truncated", "weighted_twice") and label not in GRADIENT_EXCLUDED
     )
 
 

@@ -1,6 +1,6 @@
 """The inputs of an audited function, and toy p, q and behaviour distributions over short responses that make them."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from itertools import product
@@ -39,10 +39,9 @@ class AuditInputs:
     head_p: Float[Tensor, "vocab dim"]
     head_q: Float[Tensor, "vocab dim"]
 
-    def clone(self, names: Collection[str] = ()) -> "AuditInputs":
-        """Copies of the fields ``names``, or of all, which may be changed in place and pass gradients on."""
-        names = names or [field.name for field in fields(self)]
-        return replace(self, **{name: getattr(self, name).clone() for name in names})
+    def clone(self) -> "AuditInputs":
+        """Copies of all tensors, which may be changed in place and pass gradients on."""
+        return AuditInputs(**{field.name: getattr(self, field.name).clone() for field in fields(self)})
 
     def select(self, sequences: slice | list[int], steps: slice = slice(None)) -> "AuditInputs":
         """Some of the sequences, or of the steps of each."""
@@ -52,15 +51,6 @@ class AuditInputs:
             if not field.name.startswith("head_")
         }
         return replace(self, **parts)
-
-    def split(self, names: Collection[str] = ()) -> "list[AuditInputs]":
-        """Each sequence alone; if ``names`` are given, only these fields, tokens and mask are of the sequence."""
-        names = [name for name in names or P_FIELDS + Q_FIELDS if not name.startswith("head_")]
-        columns = [getattr(self, name).split(1) for name in (*names, "tokens", "mask")]
-        return [
-            replace(self, **dict(zip((*names, "tokens", "mask"), row, strict=True)))
-            for row in zip(*columns, strict=True)
-        ]
 
     def to(self, dtype: torch.dtype) -> "AuditInputs":
         """These inputs with all floating-point tensors in another precision."""

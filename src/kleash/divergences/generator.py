@@ -1,15 +1,14 @@
 """phi, the generator of the KL divergence, and psi, the same per unit of q's mass; every other floor calls these."""
 
-from collections.abc import Callable
 from math import factorial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from kleash.arguments import validated
-from kleash.autodiff import forward_mode_active
+from kleash.autodiff import apply, forward_mode_active
 
 SERIES_LIMIT = 0.25
 """Up to this absolute value the Taylor series is summed; a power of two, so that subtracting it is exact."""
@@ -33,7 +32,7 @@ def phi(u: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
     References:
         Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html
     """
-    return _phi_of_elementary_functions(u) if forward_mode_active() else _apply(_Phi, u)
+    return _phi_of_elementary_functions(u) if forward_mode_active() else apply(_Phi, u)
 
 
 def psi(v: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
@@ -46,12 +45,7 @@ def psi(v: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
     Args:
         v: log ratios log q - log p, none of them negative; float32 or float64.
     """
-    return _psi_of_elementary_functions(v) if forward_mode_active() else _apply(_Psi, v)
-
-
-def _apply(function: type[torch.autograd.Function], x: Tensor) -> Tensor:
-    apply = cast("Callable[[Tensor], Tensor]", function.apply)  # pyright: ignore[reportUnknownMemberType]
-    return apply(x)
+    return _psi_of_elementary_functions(v) if forward_mode_active() else apply(_Psi, v)
 
 
 def _series(x: Tensor) -> Tensor:
@@ -68,10 +62,18 @@ def _series(x: Tensor) -> Tensor:
 # branch prediction fails on random signs and sizes.
 
 
-class _Phi(torch.autograd.Function):
-    """phi with its gradient in closed form, so that only ``u`` is saved for the backward pass."""
+class _ClosedForm(torch.autograd.Function):
+    """A function of a tensor with its gradient in closed form, so that only the tensor is saved for it."""
 
     generate_vmap_rule = True
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+
+class _Phi(_ClosedForm):
+    """phi."""
 
     @staticmethod
     def forward(u: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -81,19 +83,13 @@ class _Phi(torch.autograd.Function):
         return _series(-near).add_(beyond)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
     def backward(ctx: Any, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         (u,) = ctx.saved_tensors
         return weight * -torch.expm1(-u)
 
 
-class _Psi(torch.autograd.Function):
-    """psi with its gradient in closed form."""
-
-    generate_vmap_rule = True
+class _Psi(_ClosedForm):
+    """psi."""
 
     @staticmethod
     def forward(v: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -101,10 +97,6 @@ class _Psi(torch.autograd.Function):
         rest = (v - near).clamp(max=EXP_SATURATES)
         beyond = (near + 1).mul_(torch.expm1(-rest)).add_(torch.exp(-rest).mul_(rest))
         return _series(near).sub_(beyond).mul_(torch.exp(-near))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -10,12 +10,13 @@
 """
 
 from collections.abc import Callable
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kleash.autodiff import apply
 from kleash.divergences import Divergence
 from kleash.errors import CannotRunError
 from kleash.linear import chunked, reference
@@ -40,7 +41,7 @@ def divergence_values(pair: HeadPair, options: LinearOptions, record: Divergence
     if is_reference(pair, options):
         return reference.values(pair, record)
     if pair.requires_gradient:
-        return _apply(_Values, pair, options, record, *pair.tensors)
+        return apply(_Values, pair, options, record, *pair.tensors)
     return _values_and_unit_gradients(pair, options, record, NONE_NEEDED)[0]
 
 
@@ -90,14 +91,10 @@ def _loss_and_outputs(pair: HeadPair, compute: Callable[[Needed], LossAndGradien
     ``compute`` runs once, here, with the gradients that are needed; the backward pass only scales them.
     """
     if pair.requires_gradient:
-        return _apply(_Loss, compute, pair.vocab_shards, *pair.tensors)
+        return apply(_Loss, compute, pair.vocab_shards, *pair.tensors)
     with torch.no_grad():
         loss, outputs, _ = compute(NONE_NEEDED)
     return loss, *outputs
-
-
-def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    return cast("Callable[..., Any]", function.apply)(*arguments)  # pyright: ignore[reportUnknownMemberType]
 
 
 def _refuse_second_derivative(name: str) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from kleash.autodiff import apply
 from kleash.errors import CannotRunError
 
 dist: Any = torch.distributed
@@ -46,7 +47,7 @@ def zero3_as_dtensor(parameter: Tensor, *, requires_grad: bool = True) -> Tensor
         raise CannotRunError(f"a parameter of ZeRO-3 {reason}")
     flat = _FlatStorage(parameter)
     if requires_grad and parameter.requires_grad and torch.is_grad_enabled():
-        return cast("Any", _Rows).apply(parameter, flat)
+        return apply(_Rows, parameter, flat)
     return flat.dtensor()
 
 

@@ -1,13 +1,14 @@
 """Surrogate losses: values with a prescribed gradient instead of that of their own formula."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from kleash.autodiff import (
+    apply,
     first_derivative_only,
     forward_mode_active,
     uncompiled_in_transforms,
@@ -171,8 +172,7 @@ def with_gradient(
     token_logq, grad_q = (None, None) if q_and_grad is None else q_and_grad
     refuses_forward = forward_mode_active() and not torch.compiler.is_compiling()
     function = _WithoutForwardMode if refuses_forward else _WithGradient
-    apply = cast("Callable[..., Tensor]", function.apply)  # pyright: ignore[reportUnknownMemberType]
-    return apply(token_logp, token_logq, value, grad_p, grad_q)
+    return apply(function, token_logp, token_logq, value, grad_p, grad_q)
 
 
 class _WithGradient(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from math import inf, isfinite, isnan, nan
+from math import inf, isfinite, nan
 from types import MappingProxyType
 from typing import Literal
 
@@ -222,24 +222,22 @@ def _padding_row(audited: AuditedFunction, fill: str, cut: list[Result]) -> tupl
     except KleashError as error:
         row = MaskRow(case=fill, value_change=nan, gradient_change=nan, problem=str(error))
         return "cannot_be_called", row
-    value_change, gradient_change = 0.0, 0.0
+    value_changes, gradient_changes = list[Tensor](), list[Tensor]()
     counts_padding = audited.convention.gives == "mean"
     for i, (length, (expected, expected_gradients)) in enumerate(zip(LENGTHS, cut, strict=True)):
         row, parts = values[i], len(expected)
-        value_change = _largest(value_change, row[:parts] - expected, row[parts:])
+        value_changes += [row[:parts] - expected, row[parts:]]
         counts_padding = counts_padding and torch.allclose(row * 3, expected * length, rtol=1e-4, atol=1e-7)
         for g, expected_g in zip(gradients, expected_gradients, strict=True):
-            gradient_change = _largest(gradient_change, g[i, :length] - expected_g, g[i, length:])
+            gradient_changes += [g[i, :length] - expected_g, g[i, length:]]
+    value_change, gradient_change = (
+        torch.cat([x.flatten() for x in changes]).abs().max().item()  # NaN if any is
+        for changes in (value_changes, gradient_changes)
+    )
     kind, problem = _padding_fault(value_change, gradient_change, counts_padding=counts_padding)
     return kind, MaskRow(
         case=fill, value_change=value_change, gradient_change=gradient_change, problem=problem
     )
-
-
-def _largest(largest: float, *changes: Tensor) -> float:
-    """The maximum of a number and of the absolute values of tensors; NaN if any is NaN."""
-    maxima = [largest, *(change.abs().max().item() for change in changes if change.numel())]
-    return nan if any(map(isnan, maxima)) else max(maxima)
 
 
 def _padding_fault(value_change: float, gradient_change: float, *, counts_padding: bool) -> tuple[str, str]:

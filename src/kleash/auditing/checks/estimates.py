@@ -1,21 +1,19 @@
 """What the expected value and the expected gradient are, in sentences and findings."""
 
 from collections.abc import Iterator, Mapping
-from math import inf, isclose, isfinite, isnan
+from math import inf, isclose, isnan
 from types import MappingProxyType
 from typing import Literal
 
 from kleash.auditing.checks.evidence import LEVELS, Evidence, Level, Matched
-from kleash.auditing.checks.expectations import Expectation, one_token, several_tokens
 from kleash.auditing.quantities import (
     TOLERANCE,
     exact_gradient,
-    exact_values,
     is_quantity,
     known_quantities,
 )
 from kleash.auditing.toy_distributions import SEQUENCES, Sampling
-from kleash.store.audit import Finding
+from kleash.store.audit import Finding, ValueRow
 
 REVERSED = {
     "KL(p ‖ q)": "KL(q ‖ p)",
@@ -72,7 +70,13 @@ def value_findings(evidence: Evidence) -> Iterator[Finding]:
     on, off = value.on_policy, value.off_policy
     is_same = on is None or (off is not None and (on.quantity, on.relation) == (off.quantity, off.relation))
     yield from _off_policy_findings(evidence, "value", is_same, _worst_value(evidence, "off-policy"))
-    yield from _negative_value_findings(evidence)
+    row = min(_rows_of_one_token(evidence, "on-policy"), key=lambda row: row.lowest)
+    if row.lowest < -1e-5 and not (on is not None and on.factor < 0):
+        sentence = (
+            f"The value of a single token can be negative (down to {row.lowest:.4g} on the {row.pair} pair); only the "
+            "mean cannot."
+        )
+        yield Finding(kind="negative_values", severity="note", sentence=sentence, where=row.pair)
 
 
 def _off_policy_findings(
@@ -127,7 +131,7 @@ def _value_sentence(evidence: Evidence) -> str:
     estimator = ESTIMATOR_LEVELS[evidence.estimator_level].format(evidence.log_ratios.estimator)
     of_several = LEVELS[level] if level == "sequence" or (level == "token" and not estimator) else ""
     if evidence.value.is_right:
-        deviation = max(e.standard_deviation for e in one_token(evidence.expectations, "on-policy"))
+        deviation = max(row.standard_deviation for row in _rows_of_one_token(evidence, "on-policy"))
         accuracy = "an unbiased estimate of" if deviation > 1e-3 else "exactly"
         if level == "neither":
             of_several = " for a single token, but not for several"
@@ -143,17 +147,17 @@ def _value_sentence(evidence: Evidence) -> str:
 
 def _worst_value(evidence: Evidence, sampling: Sampling) -> tuple[str, str]:
     """The pair with the largest relative bias, and its mean there, in words."""
+    row = max(
+        _rows_of_one_token(evidence, sampling),
+        key=lambda row: inf if isnan(row.expected) else abs(row.expected / row.exact - 1),
+    )
+    words = f"its mean is {row.expected:.4g}, and {evidence.claimed} {row.exact:.4g}"
+    return row.pair, f"on the {row.pair} pair {words}"
 
-    def exact(e: Expectation) -> float:
-        return exact_values(e.toy, sampling, evidence.claimed)["token"]
 
-    def relative_bias(e: Expectation) -> float:
-        bias = abs(e.mean / exact(e) - 1)
-        return bias if isfinite(bias) else inf
-
-    e = max(one_token(evidence.expectations, sampling), key=relative_bias)
-    words = f"on the {e.toy.name} pair its mean is {e.mean:.4g}, and {evidence.claimed} {exact(e):.4g}"
-    return e.toy.name, words
+def _rows_of_one_token(evidence: Evidence, sampling: Sampling) -> list[ValueRow]:
+    """The rows of values over a single token."""
+    return [row for row in evidence.value_rows if row.sampling == sampling and row.pair != SEQUENCES]
 
 
 def _describe_positions(evidence: Evidence) -> str:
@@ -164,23 +168,9 @@ def _describe_positions(evidence: Evidence) -> str:
         if value.positions.factors_of == "sequence":
             expected = f"{evidence.claimed if value.is_right else value.on_policy} between whole responses"
         return f"its value is {value.positions.times(expected)}"
-    e = several_tokens(evidence.expectations, "on-policy")
-    exact = exact_values(e.toy, "on-policy", evidence.claimed)["token"]
-    return f"its mean is {e.mean:.4g}, and {evidence.claimed} {exact:.4g}"
-
-
-def _negative_value_findings(evidence: Evidence) -> list[Finding]:
-    """Findings about negative values of single responses or tokens."""
-    match = evidence.value.on_policy
-    e = min(one_token(evidence.expectations, "on-policy"), key=lambda e: e.totals.min().item())
-    lowest = e.totals.min().item()
-    if (match is not None and match.factor < 0) or not lowest < -1e-5:
-        return []
-    sentence = (
-        f"The value of a single token can be negative (down to {lowest:.4g} on the {e.toy.name} pair); only the mean "
-        "cannot."
-    )
-    return [Finding(kind="negative_values", severity="note", sentence=sentence, where=e.toy.name)]
+    keys = {(row.pair, row.sampling, row.level): row for row in evidence.value_rows}
+    row = keys[SEQUENCES, "on-policy", "token"]
+    return f"its mean is {row.expected:.4g}, and {evidence.claimed} {row.exact:.4g}"
 
 
 def gradient_findings(evidence: Evidence) -> Iterator[Finding]:

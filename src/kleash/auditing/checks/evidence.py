@@ -18,6 +18,7 @@ from kleash.auditing.checks.expectations import (
     matched_value,
     one_token,
     several_tokens,
+    value_rows,
 )
 from kleash.auditing.checks.log_ratios import LogRatios, scan_log_ratios
 from kleash.auditing.quantities import (
@@ -34,7 +35,7 @@ from kleash.auditing.quantities import (
 from kleash.auditing.toy_distributions import SAMPLINGS, SEQUENCES, ToyDistributions, toy_distributions
 from kleash.errors import KleashError
 from kleash.estimators import ESTIMATORS
-from kleash.store.audit import GradientRow
+from kleash.store.audit import GradientRow, ValueRow
 
 Level = Literal["", "token", "sequence", "both", "neither"]
 
@@ -114,6 +115,7 @@ class Evidence:
     claimed: str
     """The label of the claimed divergence."""
     expectations: tuple[Expectation, ...]
+    value_rows: tuple[ValueRow, ...]
     gradient_rows: tuple[GradientRow, ...]
     value: Matched
     gradient: Matched
@@ -154,6 +156,7 @@ def gather_evidence(audited: AuditedFunction) -> Evidence:
         audited=audited,
         claimed=claimed,
         expectations=expectations,
+        value_rows=value_rows(expectations, claimed),
         gradient_rows=gradient_rows(expectations),
         value=matched(
             values, _value_by_position(audited, on_policy, values[0]), _value_level(off_policy, claimed)

@@ -1,6 +1,6 @@
 """Extreme inputs in float32 and partly in bfloat16, and a NaN at an unmasked token."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from math import inf, isfinite, isnan, nan
@@ -123,19 +123,15 @@ def check_extreme_inputs(
     return tuple(rows), [*_problem_findings(rows, is_claimed), *of_each]
 
 
-def _problem_findings(rows: list[EdgeRow], is_claimed: bool) -> list[Finding]:
-    """A finding for each of ``PROBLEMS`` that a row has."""
-    findings: list[Finding] = []
+def _problem_findings(rows: list[EdgeRow], is_claimed: bool) -> Iterator[Finding]:
+    """Yield a finding for each of ``PROBLEMS`` that a row has."""
     for name, problem in PROBLEMS.items():
         cases = [row.case for row in rows if row.problem == name]
         if cases and (is_claimed or not problem.concerns_infinity):
             is_wrong = problem.severity == "fragile" and any(case in ORDINARY for case in cases)
             severity = "wrong" if is_wrong else problem.severity
             sentence = f"{problem.statement} where {' and where '.join(cases)}."
-            findings.append(
-                Finding(kind=problem.kind, severity=severity, sentence=sentence, where="; ".join(cases))
-            )
-    return findings
+            yield Finding(kind=problem.kind, severity=severity, sentence=sentence, where="; ".join(cases))
 
 
 def _row(audited: AuditedFunction, case: ExtremeCase) -> EdgeRow:
@@ -169,8 +165,8 @@ def _problem(value: float, gradient: float, exact: float) -> str:
     return f"value is {value:.4g} where the divergence is {exact:.4g}" if is_inexact else ""
 
 
-def nan_input_findings(audited: AuditedFunction) -> list[Finding]:
-    """A finding if a NaN at an unmasked token, in any of the inputs that the result depends on, becomes a number."""
+def nan_input_findings(audited: AuditedFunction) -> Iterator[Finding]:
+    """Yield a finding if a NaN at an unmasked token, in an input that the result depends on, becomes a number."""
     hidden: list[str] = []
     inputs = leaf_inputs(SEQUENCES).select(slice(3, 5)).to(torch.float32)
 
@@ -188,6 +184,7 @@ def nan_input_findings(audited: AuditedFunction) -> list[Finding]:
             before, after, of_nan = (values_with(field, factor) for factor in (1.0, 0.9, nan))
             if not torch.equal(before, after) and not isnan(of_nan[0].sum().item()):
                 hidden.append(field)
-    fields = ", ".join(hidden)
-    sentence = f"It hides NaN: a NaN in {fields} at an unmasked token becomes a number."
-    return [Finding(kind="hides_nan", severity="fragile", sentence=sentence, where=fields)] if hidden else []
+    if hidden:
+        fields = ", ".join(hidden)
+        sentence = f"It hides NaN: a NaN in {fields} at an unmasked token becomes a number."
+        yield Finding(kind="hides_nan", severity="fragile", sentence=sentence, where=fields)

@@ -108,9 +108,7 @@ def scan_log_ratios(audited: AuditedFunction) -> LogRatios:
     """
     sees_tokens = audited.convention.sees == "tokens"
 
-    def probe(log_ratios: Tensor) -> Scan:
-        return _scan_tokens(audited, log_ratios) if sees_tokens else _scan_distributions(audited, log_ratios)
-
+    probe = partial(_scan_tokens if sees_tokens else _scan_distributions, audited)
     scan = probe(_grid(audited, FINE_REACH, CURVE_REACH, REACH))
     estimator = _matching_estimator(scan) if sees_tokens else ""
 
@@ -121,7 +119,11 @@ def scan_log_ratios(audited: AuditedFunction) -> LogRatios:
         estimator=estimator,
         zones=(
             *zones("gradient", _is_dead),
-            *zones("value", lambda part: _is_flat(part, probe), on_grid=_is_flat_on_grid(scan)),
+            *zones(
+                "value",
+                lambda part: _equal_up_to_rounding(part.values, _farther(part, probe).values),
+                on_grid=_is_flat_on_grid(scan),
+            ),
             *zones("gradient is NaN", lambda part: _gradients(part).isnan()),
         ),
         curve=curve,
@@ -238,10 +240,9 @@ def _is_dead(scan: Scan) -> Bool[Tensor, " points"]:
     return (gradients < 1e-3 * claimed) & (claimed > 1e-6)
 
 
-def _is_flat(scan: Scan, probe: Probe) -> Bool[Tensor, " points"]:
-    """Whether the value at each point is equal to the value a hundredth of a nat farther from 0."""
-    farther = probe(scan.log_ratios + torch.where(scan.log_ratios < 0, -1e-2, 1e-2))
-    return _equal_up_to_rounding(scan.values, farther.values)
+def _farther(scan: Scan, probe: Probe) -> Scan:
+    """The scan a hundredth of a nat farther from 0 at each point."""
+    return probe(scan.log_ratios + torch.where(scan.log_ratios < 0, -1e-2, 1e-2))
 
 
 def _is_flat_on_grid(scan: Scan) -> Bool[Tensor, " points"]:
@@ -382,8 +383,7 @@ def truncated_ratio_zones(audited: AuditedFunction) -> list[ZoneRow]:
 
     def constant_zones(kind: ZoneKind, of: Callable[[Scan], Tensor]) -> list[ZoneRow]:
         def is_constant(scan: Scan) -> Tensor:
-            farther = probe(scan.log_ratios + torch.where(scan.log_ratios < 0, -1e-2, 1e-2))
-            return (of(scan) - of(farther)).abs() <= 1e-4 * of(scan).abs()
+            return (of(scan) - of(_farther(scan, probe))).abs() <= 1e-4 * of(scan).abs()
 
         on_grid = is_constant(scan)
         return [] if on_grid.all() else _zones(audited, probe, scan, kind, is_constant, on_grid=on_grid)

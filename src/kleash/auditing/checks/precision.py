@@ -1,10 +1,10 @@
 """Precision: the error against float64 on the same rounded inputs, in float32, bfloat16 and float16."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -45,29 +45,27 @@ def accuracy_rows(audited: AuditedFunction, estimator: str, is_claimed: bool) ->
     return tuple(rows)
 
 
-def precision_findings(audited: AuditedFunction, rows: Sequence[AccuracyRow]) -> list[Finding]:
-    """Digits lost in float32 to cancellation, and by computing in bfloat16 or float16.
+def precision_findings(audited: AuditedFunction, rows: Sequence[AccuracyRow]) -> Iterator[Finding]:
+    """Yield the findings about digits lost in float32 to cancellation, and by computing in bfloat16 or float16.
 
     If float32 loses digits where nothing cancels, on the far pair, nothing else is reported.
     """
-    own_formula, far = _own_formula(audited), _roundings("far", torch.float32)
-    error = _relative_error(own_formula(far.rounded), own_formula(far.in_float64))
+    own_formula, far = _own_formula(audited), _rounded("far", torch.float32)
+    error = _relative_error(own_formula(far), own_formula(far.to(torch.float64)))
     if error > ROUNDING:
         sentence = (
             f"For float32 inputs it computes in less than float32: on the far pair its value differs by {error:.2g} "
             "(relative) from its value for the same numbers in float64."
         )
-        return [Finding(kind="low_precision", severity="wrong", sentence=sentence, where="float32")]
-    findings: list[Finding] = []
+        yield Finding(kind="low_precision", severity="wrong", sentence=sentence, where="float32")
+        return
     if in_float32 := [row for row in rows if row.dtype == "float32" and _is_avoidable(row, CANCELLATION)]:
         worst = max(in_float32, key=lambda row: row.kl)
         sentence = (
             f"In float32 it loses digits to cancellation: at a KL of {worst.kl:.0e} nats "
             f"{_describe_error(worst)}."
         )
-        findings.append(
-            Finding(kind="cancellation", severity="note", sentence=sentence, where="float32, near")
-        )
+        yield Finding(kind="cancellation", severity="note", sentence=sentence, where="float32, near")
     inaccurate = [row for row in rows if row.dtype != "float32" and _is_avoidable(row, ROUNDING)]
     if inaccurate:
         in_bfloat16 = [row for row in inaccurate if row.dtype == "bfloat16"]
@@ -81,10 +79,7 @@ def precision_findings(audited: AuditedFunction, rows: Sequence[AccuracyRow]) ->
         sentence = (
             f"For {worst.dtype} inputs {cause}: at a KL of {worst.kl:.2g} nats {_describe_error(worst)}."
         )
-        findings.append(
-            Finding(kind="low_precision", severity=severity, sentence=sentence, where=worst.dtype)
-        )
-    return findings
+        yield Finding(kind="low_precision", severity=severity, sentence=sentence, where=worst.dtype)
 
 
 def _is_avoidable(row: AccuracyRow, limit: float) -> bool:
@@ -99,7 +94,7 @@ def _describe_error(row: AccuracyRow) -> str:
 def _returns_bfloat16(audited: AuditedFunction) -> bool:
     """Whether the result is bfloat16 for bfloat16 inputs; False if the function refuses them, which is no fault."""
     try:
-        return audited.call(_roundings("far", torch.bfloat16).rounded).dtype == torch.bfloat16
+        return audited.call(_rounded("far", torch.bfloat16)).dtype == torch.bfloat16
     except KleashError:
         return False
 
@@ -116,39 +111,32 @@ def pair_with_kl(level: float) -> tuple[Tensor, Tensor]:
     return p, p + step * direction
 
 
-class Roundings(NamedTuple):
-    """Every token of the vocabulary once, rounded to a dtype, and the rounded numbers in others."""
-
-    rounded: AuditInputs
-    in_float32: AuditInputs
-    in_float64: AuditInputs
-    kl: float
-    """KL(p || q) of the pair, in nats."""
+def _logits_of(pair: str | float) -> tuple[Tensor, Tensor]:
+    """Logits [1, VOCAB_SIZE] of the toy pair of this name, or of ``pair_with_kl``."""
+    if not isinstance(pair, str):
+        return pair_with_kl(pair)
+    toy = toy_distributions()[pair]
+    return toy.logits_p, toy.logits_q
 
 
 @cache
-def _roundings(pair: str | float, dtype: torch.dtype) -> Roundings:
-    """The inputs of the toy pair of this name, or of ``pair_with_kl``; p requires a gradient, as functions may need."""
-    toy = toy_distributions()[pair] if isinstance(pair, str) else None
-    logits = pair_with_kl(pair) if toy is None else (toy.logits_p, toy.logits_q)
-    p, q = (side.expand(VOCAB_SIZE, VOCAB_SIZE).unsqueeze(1) for side in logits)
-    tokens = torch.arange(VOCAB_SIZE).unsqueeze(-1)
-    inputs = make_inputs(p, q, tokens, dtype=dtype).as_leaves()
-    kl = divergence("kl", *(side.log_softmax(-1) for side in logits)).item()
-    return Roundings(inputs, inputs.to(torch.float32), inputs.to(torch.float64), kl)
+def _rounded(pair: str | float, dtype: torch.dtype) -> AuditInputs:
+    """Every token of the vocabulary once, rounded to a dtype; p requires a gradient, as functions may need."""
+    p, q = (side.expand(VOCAB_SIZE, VOCAB_SIZE).unsqueeze(1) for side in _logits_of(pair))
+    return make_inputs(p, q, torch.arange(VOCAB_SIZE).unsqueeze(-1), dtype=dtype).as_leaves()
 
 
 def _accuracy_row(
     audited: AuditedFunction, pair: str | float, dtype: torch.dtype, formula: Formula
 ) -> AccuracyRow:
     """The error of the function, and that of the right formula in float32, on the same inputs."""
-    inputs = _roundings(pair, dtype)
-    values, right_values = _own_formula(audited)(inputs.rounded), formula(inputs.in_float64)
+    inputs = _rounded(pair, dtype)
+    values, right_values = _own_formula(audited)(inputs), formula(inputs.to(torch.float64))
     return AccuracyRow(
         dtype=str(dtype).removeprefix("torch."),
-        kl=inputs.kl,
+        kl=divergence("kl", *(logits.log_softmax(-1) for logits in _logits_of(pair))).item(),
         relative_error=_relative_error(values, right_values),
-        unavoidable_error=_relative_error(formula(inputs.in_float32), right_values),
+        unavoidable_error=_relative_error(formula(inputs.to(torch.float32)), right_values),
     )
 
 
@@ -188,7 +176,7 @@ LOG_PROBABILITIES: dict[str, Callable[[AuditInputs], tuple[Tensor, Tensor]]] = {
 
 def reads_field(audited: AuditedFunction, field: str) -> bool:
     """Whether the result depends on this field of the inputs."""
-    inputs = _roundings("near", torch.float64).rounded
+    inputs = _rounded("near", torch.float64)
     changed = replace(inputs, **{field: getattr(inputs, field).detach() * 0.9 - 0.05})
     return not torch.equal(audited.values(inputs).detach(), audited.values(changed).detach())
 

@@ -120,15 +120,14 @@ def gmpo_loss(token_logp: Tensor, token_logq: Tensor, mask: Tensor) -> Tensor:
     return trainer._compute_loss(None, trainer_inputs(token_logp, token_logq, mask, None))
 
 
-def with_zero_kl_responses(token_logp: Tensor) -> Tensor:
-    """Each response followed by one whose log-probabilities are -1 under both models."""
-    return torch.stack([token_logp, torch.full_like(token_logp, -1.0)], dim=1).flatten(0, 1)
-
-
 def rloo_reward(token_logp: Tensor, token_logq: Tensor) -> Tensor:
     """Minus the KL of each response: its advantage in TRL's ``RLOOTrainer`` in a group with one whose KL is 0."""
     trainer = object.__new__(import_target("trl.trainer.rloo_trainer").RLOOTrainer)
-    p, q = (with_zero_kl_responses(x.detach()) for x in (token_logp, token_logq))
+    # Each response is followed by one whose log-probabilities are -1 under both models.
+    p, q = (
+        torch.stack([x.detach(), torch.full_like(x, -1.0)], dim=1).flatten(0, 1)
+        for x in (token_logp, token_logq)
+    )
     model = SimpleNamespace(training=True, is_gradient_checkpointing=False)
     vars(trainer).update(
         _generate=lambda prompts: ([[0]] * len(p), [[0] * p.shape[1]] * len(p), [""] * len(p)),
