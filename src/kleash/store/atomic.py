@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
-from typing import BinaryIO
 
 from kleash.errors import RunFolderError
 
@@ -69,18 +68,14 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
         OSError: if they cannot be written.
     """
     with path.open("a+b") as file:
-        if file.tell() and not _ends_a_line(file):
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
         file.write("".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace"))
         file.flush()
         os.fsync(file.fileno())
-
-
-def _ends_a_line(file: BinaryIO) -> bool:
-    """Whether the last byte of a file, which has one, is a line break."""
-    file.seek(-1, os.SEEK_END)
-    return file.read(1) == b"\n"
 
 
 def remove_file(path: Path) -> None:
