@@ -90,7 +90,11 @@ def interrupted(root: Path, step: int) -> str:
 
 def models_of(job: TrainJob) -> dict[str, str]:
     """The models of a job by role."""
-    names = {"policy": job.policy, "reference": job.reference_name, "teacher": getattr(job, "teacher_name", None)}
+    names = {
+        "policy": job.policy,
+        "reference": job.reference_name,
+        "teacher": getattr(job, "teacher_name", None),
+    }
     return {role: name for role, name in names.items() if name is not None}
 
 
