@@ -321,26 +321,11 @@ def test_settings_that_change_the_trained_kl_are_refused(grpo, asked, settings, 
     [
         ({"kl": "exact"}, {"top_p": 0.9, "top_k": 5, "repetition_penalty": 1.1}),
         ({"kl": "k3"}, HOT),
-        ({"kl": "k3"}, {"beta": 0.0, "top_p": 0.9, "use_bias_correction_kl": True}),
+        ({"kl": "k3"}, {"beta": 0.0, "top_p": 0.9}),
     ],
 )
 def test_settings_that_leave_the_kl_unchanged_are_accepted(grpo, asked, settings):
     grpo(config_of=settings, **asked)
-
-
-@pytest.mark.parametrize(
-    ("asked", "settings", "noted"),
-    [
-        ({"kl": "exact"}, {}, True),
-        ({"kl": "k3"}, {}, True),
-        ({"kl": "k3", "kl_gradient": "ratio_attached"}, {}, False),
-        ({"kl": "exact"}, {"use_bias_correction_kl": False}, False),
-        ({"kl": "exact"}, {"beta": 0.0}, False),
-    ],
-)
-def test_unused_trl_kl_correction_is_noted(grpo, caplog, asked, settings, noted):
-    grpo(config_of=settings, **asked)
-    assert ("use_bias_correction_kl=True (TRL's default) does nothing" in caplog.text) is noted
 
 
 def test_sampling_settings_of_the_checkpoint_are_checked(trl, folder, tmp_path):

@@ -289,21 +289,10 @@ class ReadOnly(Trainer):
         return 0.1
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        (Trainer, "Trainer has no beta, so there is no price of a KL to steer; leave target_nats out"),
-        (
-            DistillationTrainer,
-            "the beta of DistillationTrainer is the mixture of its Jensen-Shannon divergence",
-        ),
-        (ReadOnly, "the beta of ReadOnly is read-only, .* or train with LeashedGRPOTrainer"),
-        (Mixing, "what the beta of Mixing prices is not known here"),
-    ],
-)
-def test_controller_of_a_beta_that_prices_no_kl_is_refused(folder, tmp_path, kind, reason):
+@pytest.mark.parametrize("kind", [Trainer, DistillationTrainer, ReadOnly, Mixing])
+def test_controller_of_a_beta_that_prices_no_kl_is_refused(folder, tmp_path, kind):
     trainer = plain(folder, tmp_path, kind)
-    with pytest.raises(OptionError, match=reason):
+    with pytest.raises(OptionError, match=f"{kind.__name__} has no beta that is the price of a KL"):
         kleash.attach(trainer, target_nats=0.1, out=tmp_path / "run")
     kleash.attach(trainer, monitor=PROMPTS, reference=str(folder), out=tmp_path / "run")
     assert not any(isinstance(one, BetaController) for one in trainer.callback_handler.callbacks)

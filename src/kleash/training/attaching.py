@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from kleash.training.with_trl.response_recorder import ResponseRecorder
 
 LOG = logging.getLogger(__name__)
-GENERATING = {"GRPOTrainer": "grpo", "RLOOTrainer": "rloo"}
-"""Class of TRL whose trainers are rewarded for their own responses -> algorithm."""
-OTHERS = {"DPOTrainer": "dpo", "SFTTrainer": "sft"}
-MIXTURES = ("DistillationTrainer", "GKDTrainer", "GOLDTrainer")
-"""Classes of TRL whose beta is the weight of a Jensen-Shannon divergence."""
+ALGORITHMS = {"GRPOTrainer": "grpo", "RLOOTrainer": "rloo", "DPOTrainer": "dpo", "SFTTrainer": "sft"}
+"""Class of TRL -> algorithm."""
+GENERATING = ("grpo", "rloo")
+"""Algorithms that reward responses of the policy."""
 NOT_DESCRIBED = (
     "output",
     "save",
@@ -92,13 +91,17 @@ def attach(
     from kleash.training.step_logger import FolderLog
 
     _check(trainer, on_hacking, report_to)
+    if target_nats is not None and not isinstance(controller, str):
+        raise OptionError(f"a {type(controller).__name__} has a target of its own; leave target_nats out")
     drift_monitor = _drift_monitor(monitor, reference)
-    leash = _leash(trainer, controller, target_nats, per, drift_monitor)
+    algorithm = _algorithm(trainer)
+    if target_nats is not None or not isinstance(controller, str):
+        _require_price(trainer, algorithm, drift_monitor)
+    leash = _leash(trainer, controller, target_nats, per)
     if leash is None and on_hacking == "tighten":
         raise OptionError(
             "on_hacking='tighten' doubles the beta of a controller; give target_nats, or another response"
         )
-    algorithm = _algorithm(trainer)
     options = LogOptions(
         target_nats=None if leash is None else leash.target_nats,
         target_per=per if leash is None else leash.per,
@@ -124,7 +127,7 @@ def _measure(
     from kleash.integrations.trainer import BetaController
 
     recorder = None
-    if algorithm in GENERATING.values():
+    if algorithm in GENERATING:
         from kleash.training.with_trl.response_recorder import ResponseRecorder
 
         recorder = ResponseRecorder(trainer)
@@ -150,14 +153,10 @@ def _check(trainer: Any, on_hacking: str, report_to: Sequence[str]) -> None:
         raise OptionError("this trainer has a run log already; attach to it once")
 
 
-def _bases(trainer: Any) -> set[str]:
-    """The names of the trainer's classes, by which TRL's are known without importing it."""
-    return {base.__name__ for base in type(trainer).__mro__}
-
-
 def _algorithm(trainer: Any) -> str:
-    """The name of what the trainer trains by."""
-    known = [name for base, name in {**GENERATING, **OTHERS}.items() if base in _bases(trainer)]
+    """The name of what the trainer trains by; TRL's classes are known by name, without importing it."""
+    names = [base.__name__ for base in type(trainer).__mro__]
+    known = [ALGORITHMS[name] for name in names if name in ALGORITHMS]
     return known[0] if known else type(trainer).__name__.removesuffix("Trainer").lower() or "trainer"
 
 
@@ -175,19 +174,13 @@ def _drift_monitor(monitor: Any, reference: Any) -> "DriftMonitor | None":
     return DriftMonitor(prompts=monitor, reference=reference)
 
 
-def _leash(
-    trainer: Any, controller: str | Leash, target_nats: float | None, per: str, monitor: "DriftMonitor | None"
-) -> Leash | None:
+def _leash(trainer: Any, controller: str | Leash, target_nats: float | None, per: str) -> Leash | None:
     """The controller in its initial state; None without a target."""
     if not isinstance(controller, str):
-        if target_nats is not None:
-            raise OptionError(f"a {type(controller).__name__} has a target of its own; leave target_nats out")
-        _require_price(trainer, monitor)
         return controller
     kind: Any = look_up(CONTROLLERS, controller, "beta controller")
     if target_nats is None:
         return None
-    _require_price(trainer, monitor)
     beta = trainer.beta or 1.0  # BetaController refuses a beta of 0
     bounds = {}
     if controller != "fixed":
@@ -195,33 +188,18 @@ def _leash(
     return kind(beta=beta, target_nats=target_nats, per=per, **bounds)
 
 
-def _require_price(trainer: Any, monitor: "DriftMonitor | None") -> None:
-    """Refuse a controller of a beta that is no price of a KL.
-
-    Raises:
-        OptionError: saying what it is.
-    """
-    bases, name = _bases(trainer), type(trainer).__name__
-    if bases & GENERATING.keys():
-        return
-    if "DPOTrainer" in bases:
-        if monitor is None:
-            raise OptionError(
-                "DPO draws no responses, so its beta is steered by a measured drift; give monitor= prompts"
-            )
-        return
-    if bases & set(MIXTURES):
-        reason = f"the beta of {name} is the mixture of its Jensen-Shannon divergence"
-    elif isinstance(getattr(type(trainer), "beta", None), property):
-        reason = f"the beta of {name} is read-only"
-    elif not isinstance(getattr(trainer, "beta", None), int | float):
-        reason = f"{name} has no beta"
-    else:
-        reason = f"what the beta of {name} prices is not known here"
-    raise OptionError(
-        f"{reason}, so there is no price of a KL to steer; leave target_nats out (monitor= measures the KL), or "
-        "train with LeashedGRPOTrainer or LeashedRLOOTrainer of kleash.integrations.trl"
-    )
+def _require_price(trainer: Any, algorithm: str, monitor: "DriftMonitor | None") -> None:
+    """Refuse a controller of a beta that is not known to be the price of a KL, as the mixture of a distillation."""
+    if algorithm == "dpo" and monitor is None:
+        raise OptionError(
+            "DPO draws no responses, so its beta is steered by a measured drift; give monitor= prompts"
+        )
+    if algorithm not in (*GENERATING, "dpo"):
+        raise OptionError(
+            f"{type(trainer).__name__} has no beta that is the price of a KL, so there is nothing to steer; leave "
+            "target_nats out (monitor= measures the KL), or train with LeashedGRPOTrainer or LeashedRLOOTrainer of "
+            "kleash.integrations.trl"
+        )
 
 
 def _keep_best(args: Any) -> None:

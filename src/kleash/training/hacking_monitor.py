@@ -15,7 +15,6 @@ from kleash.store import HackingAlert, StepRecord
 
 CHARACTERS_IN_A_WORD = 20
 """Average length of words above which a text is taken to be written without spaces."""
-KL_METRICS = {"sequence": "kl/exact_per_sequence", "token": "kl/exact_per_token"}
 History = Sequence[StepRecord]
 
 
@@ -300,13 +299,14 @@ class HackingMonitor:
     def _repetition(self, history: History) -> str | None:
         """The sentence if responses repeat themselves or are all alike, other than at first; None otherwise."""
         advice = "the reward pays for it; correct the --reward, or raise --beta"
-        first, now = (level(part, "response/repetition").value for part in self._ends(history))
+        ends = history[: self.steps], history[-self.steps :]
+        first, now = (level(part, "response/repetition").value for part in ends)
         if now > self.repeated and now > 2 * first:
             return (
                 f"{now:.0%} of the three-word runs in a response have occurred in it before, and {first:.0%} had in "
                 f"the first steps: responses repeat themselves, and {advice}"
             )
-        first, now = (level(part, "response/distinct").value for part in self._ends(history))
+        first, now = (level(part, "response/distinct").value for part in ends)
         if now < self.distinct and now < first / 2:
             return (
                 f"only {now:.0%} of the three-word runs of a step's responses are different ones, and {first:.0%} were "
@@ -314,17 +314,13 @@ class HackingMonitor:
             )
         return None
 
-    def _ends(self, history: History) -> tuple[History, History]:
-        """The first and the last steps."""
-        return history[: self.steps], history[-self.steps :]
-
     def _kl(self, records: History) -> Level:
         """The KL in the unit of the target."""
-        return level(records, KL_METRICS[self.target_per])
+        return level(records, f"kl/exact_per_{self.target_per}")
 
     def _filtered_kl(self, history: History) -> list[float]:
         """The KL after each step by the filter of the beta controllers; NaN where it was not measured."""
-        name, filtered = KL_METRICS[self.target_per], []
+        name, filtered = f"kl/exact_per_{self.target_per}", []
         controller = PIDBeta(beta=1.0, target_nats=self.target_nats or math.nan)
         for record in history:
             kl = record.metrics.get(name, math.nan)

@@ -17,10 +17,14 @@ one that is missing is a ``CannotRunError`` that names it.
 | ``prepare_fsdp``, ``prepare_deepspeed`` | sharding the reference as the policy |
 """
 
+from typing import Any
+
 from kleash.extras import import_extra, require_attributes, warn_if_untested
 
 GRPO = "trl.trainer.grpo_trainer:GRPOTrainer"
 RLOO = "trl.trainer.rloo_trainer:RLOOTrainer"
+MIXIN: Any = object
+"""Base of the classes that stand before one of TRL's trainers: to a type checker, they have its attributes."""
 FORWARD_PASS_ARGUMENTS = ("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size")
 
 import_extra("trl", "trl")
@@ -60,6 +64,7 @@ from trl.trainer.rloo_trainer import RLOOTrainer  # noqa: E402
 from trl.trainer.utils import add_fused_lm_head, is_async_callable, use_adapter  # noqa: E402
 
 __all__ = [
+    "MIXIN",
     "GRPOTrainer",
     "RLOOTrainer",
     "add_fused_lm_head",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kleash.errors import CannotRunError, OptionError
 from kleash.integrations.trl.compat import (
+    MIXIN,
     add_fused_lm_head,
     disable_gradient_checkpointing,
     prepare_deepspeed,
@@ -43,16 +44,8 @@ class ForwardPass:
     """Positional and keyword arguments after the model, to repeat the pass."""
 
 
-class ForwardCapture:
+class ForwardCapture(MIXIN):
     """Mixin before one of TRL's trainers: captures its forward passes, and runs the reference where TRL does not."""
-
-    accelerator: Any
-    args: Any
-    model: Any
-    ref_model: Any
-    processing_class: Any
-    beta: float
-    temperature: float
 
     def __init__(self, *args: Any, reference: Any = None, **kwargs: Any) -> None:
         """Make TRL's trainer, with the model ``reference`` in place of the one that TRL would load.
@@ -128,7 +121,7 @@ class ForwardCapture:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        original: Any = super()._get_per_token_logps_and_entropies  # pyright: ignore[reportAttributeAccessIssue]
+        original = super()._get_per_token_logps_and_entropies
         args = (input_ids, attention_mask, logits_to_keep, *args)
         if self._passes is None:
             return original(model, *args, **kwargs)

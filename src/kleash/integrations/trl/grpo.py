@@ -50,14 +50,6 @@ class GRPOLeash(KLMixin):
             weight = torch.tensor([self.beta], dtype=self.reward_weights.dtype)
             self.reward_weights = torch.cat([self.reward_weights, weight.to(self.reward_weights.device)])
 
-    scale_rewards: Any
-    multi_objective_aggregation: Any
-    reward_processing_classes: list[Any]
-    reward_weights: Tensor
-    loss_type: str
-    use_vllm: bool
-    current_gradient_accumulation_steps: int
-
     @property
     def _loss_type(self) -> str:
         return self.loss_type
@@ -69,11 +61,10 @@ class GRPOLeash(KLMixin):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """TRL's generated batch with what the KL needs of the reference; logs the mismatch of trainer and engine."""
-        parent: Any = super()
         if self._term.place == "reward":
             self.reward_weights[-1] = self.beta
         with self._parent_beta(self.beta or 1.0), self._record_passes(hidden=self._captures) as passes:
-            output = parent._generate_and_score_completions(inputs)
+            output = super()._generate_and_score_completions(inputs)
         trainer_logp, engine_logp = (output.get(f"{which}_per_token_logps") for which in ("old", "sampling"))
         self._keep_reference(output, passes[0 if trainer_logp is None else 1])
         if engine_logp is not None:
@@ -84,16 +75,14 @@ class GRPOLeash(KLMixin):
         return output
 
     def _generate(self, prompts: Any) -> Any:
-        parent: Any = super()
-        generated = parent._generate(prompts)
+        generated = super()._generate(prompts)
         self._tool_masks = generated[2]
         return generated
 
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
     ) -> Tensor:
-        parent: Any = super()
-        rewards = parent._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         if PENALTY in self.reward_func_names:
             is_unscored = rewards[:, :-1].isnan().all(-1)
             rewards[is_unscored, -1] = torch.nan  # so that the response stays without a reward

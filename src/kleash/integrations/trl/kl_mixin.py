@@ -10,12 +10,11 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 from kleash.arguments import check_reward_order
-from kleash.errors import OptionError
 from kleash.estimators import importance_weights
 from kleash.extras import import_extra
 from kleash.integrations.trl.compat import is_async_callable
 from kleash.integrations.trl.forward_capture import ForwardCapture, ForwardPass
-from kleash.integrations.trl.sampling_settings import log_unused_correction, require_policy_samples
+from kleash.integrations.trl.sampling_settings import require_policy_samples
 from kleash.integrations.trl.terms import LOSS_TYPES, UpdateSize, kl_term
 from kleash.kl_rules import default_scope
 from kleash.linear import (
@@ -110,10 +109,6 @@ class KLMixin(ForwardCapture):
     the KL is only logged: it costs the reference in memory, its forward pass and that of the KL, no backward pass.
     """
 
-    _metrics: Any
-    reward_funcs: list[Any]
-    reward_func_names: list[str]
-
     # Many arguments, since they are options of a trainer; all by keyword.
     def __init__(
         self,
@@ -151,7 +146,6 @@ class KLMixin(ForwardCapture):
         )
         self._is_exact = kl == "exact"
         require_policy_samples(self._term, self)
-        log_unused_correction(self._term, self)
         if self._is_exact:
             self._read_head_layouts()
         if self.beta == 0:
@@ -197,9 +191,8 @@ class KLMixin(ForwardCapture):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """TRL's loss without a KL, and the KL of the micro-batch times beta."""
-        parent: Any = super()
         with self._parent_beta(0.0), self._record_passes(hidden=self._captures) as passes:
-            loss = parent._compute_loss(model, inputs)
+            loss = super()._compute_loss(model, inputs)
         mask = response_mask(inputs)
         if self._measures_exact and not self._is_exact and TOKEN_KL not in inputs:
             self._keep_exact_kl(passes[0], inputs, mask)  # once for each response
@@ -233,10 +226,7 @@ class KLMixin(ForwardCapture):
         self, policy_pass: ForwardPass, inputs: dict[str, Any], mask: Tensor
     ) -> tuple[Tensor, Head, Tensor, Head]:
         """Hidden states of the response tokens and head of the policy, and those of the reference."""
-        if policy_pass.hidden is None:
-            raise OptionError(
-                "no hidden states were captured; the model's backbone was not called by its forward"
-            )
+        assert policy_pass.hidden is not None, "hidden states are captured for an exact KL"
         head_p, head_q = self._heads()
         return policy_pass.hidden[mask], head_p, inputs[REFERENCE_HIDDEN][mask], head_q
 

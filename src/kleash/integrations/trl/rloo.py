@@ -24,17 +24,14 @@ class RLOOLeash(KLMixin):
         super().__init__(*args, **kwargs)
         require_unscaled_reward(self._term, {"normalize_advantages": (self.normalize_advantages, False)})
 
-    normalize_advantages: bool
-
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """TRL's generated batch with what the KL needs of the reference."""
-        parent: Any = super()
         in_reward = self._term.place == "reward"
         with (
             self._parent_beta(self.beta if in_reward else 0.0),
             self._record_passes(hidden=self._captures and in_reward) as passes,
         ):
-            output = parent._generate_and_score_completions(inputs)
+            output = super()._generate_and_score_completions(inputs)
         policy_logp = passes[0].logp
         if in_reward and self.beta != 0:
             self._metrics[self._mode]["kl"].pop()  # TRL's mean over tokens

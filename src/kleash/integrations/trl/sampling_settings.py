@@ -1,6 +1,5 @@
 """Generation settings of TRL under which responses are not samples of the policy that is trained."""
 
-import logging
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 from kleash.errors import OptionError
 from kleash.losses import KLTerm
 
-LOG = logging.getLogger(__name__)
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "top_p": (None, 1, 1.0),
@@ -65,31 +63,17 @@ def require_policy_samples(term: KLTerm, trainer: Any) -> None:
     """
     if trainer.beta == 0 or (term.estimator == "exact" and term.scope == "token"):
         return
+    what = (
+        "the KL after each token"
+        if term.estimator == "exact"
+        else f"the KL that {term.estimator} estimates from them"
+    )
     for name, value in _settings(trainer):
         raise OptionError(
             f"{name} is {value!r}, so tokens are drawn from another distribution than the policy's, and "
-            f"{_estimated_kl(term)} is no longer that of the policy; leave {name} out, or take kl='exact' with "
+            f"{what} is no longer that of the policy; leave {name} out, or take kl='exact' with "
             "kl_scope='token'"
         )
-
-
-def log_unused_correction(term: KLTerm, trainer: Any) -> None:
-    """Warn that ``use_bias_correction_kl``, TRL's default, has no effect, unless the term is TRL's own."""
-    is_trls_own = term.gradient == "ratio_attached" and term.estimator == "k3"  # with that correction
-    if trainer.beta == 0 or is_trls_own or not getattr(trainer.args, "use_bias_correction_kl", False):
-        return
-    LOG.warning(
-        "use_bias_correction_kl=True (TRL's default) does nothing: it weighs TRL's own KL, which is switched off; "
-        "what is trained is kl=%r, whose gradient needs no such correction. Set use_bias_correction_kl=False to say "
-        "so, or take kl='k3' with kl_gradient='ratio_attached' for TRL's term",
-        term.estimator,
-    )
-
-
-def _estimated_kl(term: KLTerm) -> str:
-    """The part of the KL that is estimated from samples, in words."""
-    is_exact = term.estimator == "exact"
-    return "the KL after each token" if is_exact else f"the KL that {term.estimator} estimates from them"
 
 
 def _settings(trainer: Any) -> Iterator[tuple[str, Any]]:

@@ -19,6 +19,8 @@ from kleash.divergences import (
 )
 from kleash.errors import ModelError, SourceError
 from kleash.extras import import_extra
+from kleash.integrations.trl.compat import MIXIN
+from kleash.integrations.trl.forward_capture import prepare_frozen
 from kleash.jobs import DistillJob
 from kleash.linear import (
     Head,
@@ -128,31 +130,21 @@ def loss_of_lists(
     return weight * per_token.sum(), per_token.detach(), entropies
 
 
-class DistillationMixin:
+class DistillationMixin(MIXIN):
     """Mixin before TRL's trainer, made without a teacher: kleash's divergence from the teacher as its loss."""
-
-    accelerator: Any
-    model: Any
-    temperature: float
-    teacher_model: Any
-    _get_last_hidden_state: Any
-    _forward_redirection: Any
 
     def set_teacher(
         self, job: DistillJob, networks: Networks, items: Sequence[Prompt] | Sequence[TokenSequence]
     ) -> None:
         """Set what is learned from; ``items`` are the prompts or responses that ``PROMPT_COLUMN`` indexes."""
-        from kleash.integrations.trl.forward_capture import prepare_frozen
-
         self._job, self._pair, self._items, self._record = job, networks.pair, items, divergence_of(job)
         self._measured: list[tuple[str, float, int, float]] = []
         if networks.frozen is not None:
             self.teacher_model = prepare_frozen(self, networks.frozen)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        parent: Any = super()
         self._batch = [self._items[row[PROMPT_COLUMN]] for row in inputs]
-        output = parent._generate_and_score_completions(inputs)
+        output = super()._generate_and_score_completions(inputs)
         return output | {PROMPT_COLUMN: torch.tensor([row[PROMPT_COLUMN] for row in inputs])}
 
     def _compute_loss(self, student: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> Any:
@@ -259,8 +251,6 @@ def train_distill(job: DistillJob, run_log: RunLog | None) -> TrainingResult:
         CannotRunError, MissingExtraError: if an option is unsupported here or a dependency is missing.
     """
     trl = import_extra("trl", "trl")
-    import kleash.integrations.trl.compat  # noqa: F401 (checks the installed TRL)
-
     stored = None if job.teacher_cache is None else StoredReference(Path(job.teacher_cache))
     try:
         networks = load_networks(job, job.teacher_name, device=job.device, role="teacher", stored=stored)

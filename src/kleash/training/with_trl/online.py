@@ -43,11 +43,8 @@ def train_grpo(job: GRPOJob, run_log: RunLog | None) -> TrainingResult:
     """
     from kleash.integrations.trl import LeashedGRPOTrainer
 
-    settings = {
-        "scale_rewards": "none" if job.kl_place == "reward" else "group",
-        "use_bias_correction_kl": False,  # an option of TRL's own KL term, which is off
-    }
-    return _train(job, run_log, LeashedGRPOTrainer, settings)
+    scale = "none" if job.kl_place == "reward" else "group"
+    return _train(job, run_log, LeashedGRPOTrainer, {"scale_rewards": scale})
 
 
 @suppress_output()

@@ -70,7 +70,6 @@ class ResponseRecorder:
                 trainer.measure_exact_kl()
             except CannotRunError as error:
                 self.is_exact, self.note = False, f"the exact KL is not measured: {error}"
-        self._scored: tuple[list[Any], list[Any], Tensor] | None = None
         self._batches: dict[str, GeneratedBatch] = {}
         self._responses: dict[str, list[Response]] = {"train": [], "eval": []}
         self._update_sums = [0.0, 0.0]
@@ -138,7 +137,12 @@ class ResponseRecorder:
             by_name = dict(zip(self.names, columns.numpy().T, strict=True))
             require_scored(by_name, [f"response {at}" for at in range(len(columns))])
         first = self.trainer.accelerator.process_index * len(prompts)
-        self._scored = prompts, completions, columns[first : first + len(prompts)]
+        self._batches[self._mode] = GeneratedBatch(
+            step=self.trainer.state.global_step,
+            prompts=prompts,
+            completions=completions,
+            rewards=columns[first : first + len(prompts)],
+        )
         return rewards
 
     def _generate_and_score_completions(
@@ -146,18 +150,14 @@ class ResponseRecorder:
     ) -> dict[str, Any]:
         self._passes = []
         output = original(inputs)
-        assert self._scored is not None, "TRL has calculated the rewards"
-        prompts, completions, rewards = self._scored
-        output[ROW] = torch.arange(len(prompts), device=output["completion_ids"].device)
+        ids = output["completion_ids"]
+        output[ROW] = torch.arange(len(ids), device=ids.device)
         if "old_logps" in output:  # RLOO: its passes of policy and reference, of which it keeps sums
             output[BEFORE_LOGP] = self._passes[0][0]
             if REFERENCE_LOGP not in output and self.trainer.beta != 0:
                 output[REFERENCE_LOGP] = self._passes[1][0]
         elif "old_per_token_logps" in output:
             output[BEFORE_LOGP] = output["old_per_token_logps"]
-        self._batches[self._mode] = GeneratedBatch(
-            step=self.trainer.state.global_step, prompts=prompts, completions=completions, rewards=rewards
-        )
         return output
 
     def _get_per_token_logps_and_entropies(
