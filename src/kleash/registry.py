@@ -1,8 +1,8 @@
-"""Looking up the entries of a table by name, and the values of a key."""
+"""Looking up by name: entries of a table, values of a key, and names of a package that are gone."""
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from difflib import get_close_matches
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kleash.errors import UnknownNameError
 
@@ -39,3 +39,19 @@ def grouped(pairs: Iterable[tuple[K, T]]) -> dict[K, list[T]]:
     for key, value in pairs:
         groups.setdefault(key, []).append(value)
     return groups
+
+
+def refuse_former(package: str, former: Mapping[str, str]) -> Callable[[str], Any]:
+    """The ``__getattr__`` of a package whose former names are refused with what to use instead.
+
+    Args:
+        package: its name.
+        former: names that are gone, each with what to use instead.
+    """
+
+    def get(name: str) -> Any:
+        if name in former:
+            raise ImportError(f"{package}.{name} is gone: {former[name]}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return get

@@ -1,6 +1,7 @@
 """Conversion to float32, look-ups by name, and the exception classes."""
 
 import inspect
+from importlib import import_module
 
 import pytest
 import torch
@@ -47,6 +48,24 @@ def test_look_up_lists_the_names():
     with pytest.raises(UnknownNameError) as caught:
         look_up({"jeffreys": 1, "hellinger": 2}, "xyz", "divergence")
     assert str(caught.value) == "no divergence is called 'xyz'; there are jeffreys, hellinger"
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "instead"),
+    [
+        ("estimators", "check_agreement", "mean_weight"),
+        ("integrations.trl", "response_statistics", "kleash.attach"),
+        ("leash", "BetaSchedule", "dataclasses.replace"),
+        ("measuring", "merge", "one job in every process"),
+        ("uncertainty", "CoarseCounts", "quantiles"),
+    ],
+)
+def test_former_names_are_refused_with_what_to_use_instead(package, name, instead):
+    module = import_module(f"kleash.{package}")
+    with pytest.raises(ImportError, match=rf"kleash\.{package}\.{name} is gone: .*{instead}"):
+        getattr(module, name)
+    with pytest.raises(AttributeError, match="has no attribute 'other'"):
+        _ = module.other
 
 
 ERRORS = [

@@ -129,6 +129,16 @@ SYNONYMS = {
 """Names of options in other programs, and kleash's names for them."""
 TRL_FIELDS = {"--clip-range": "epsilon", "--max-gradient-norm": "max_grad_norm"}
 """Options of ppo -> the fields of TRL's configuration that say the same."""
+LOST = {
+    "demonstration": "the demonstration is now an example: python examples/leash_demonstration.py",
+    "merge": "kleash merge is gone, since nothing is left to merge: start kleash measure with the same options and one "
+    "--out in every array task, and the last one makes the measurement",
+    "logits": "kleash logits is now kleash measure --policy MODEL --reference-cache FILE (with --format llama.cpp for "
+    "its statistics alone); kleash cache --format llama.cpp --reference MODEL --text FILE --out FILE writes the file",
+    "--shard": "--shard is gone: start the same command with one --out in every array task, and each scores shards "
+    "that no other has",
+}
+"""Former commands and options, and what to use instead."""
 COMPINIT = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }"
 """First line of a zsh script, which starts the completion system if it is not running."""
 NEGATIVE_NUMBER = re.compile(r"-(\d|\.\d|inf$|nan$)")
@@ -279,6 +289,8 @@ class CommandParser(ArgumentParser):
         """The message about an unknown option, with the nearest known one."""
         if self.name in SUBCOMMANDS:
             return f"there is no option {option} here; a command and its algorithm come first, and their options after"
+        if option in LOST:
+            return LOST[option]
         synonym = SYNONYMS.get(option)
         nearest = synonym if synonym in self.options else _nearest(option, self.options)
         hint = f"; did you mean {nearest}?" if nearest else ""
@@ -352,6 +364,8 @@ def _subcommand(name: str, word: str) -> str:
         return f"{name} {word}".strip()
     if not name and word in ALGORITHMS:
         raise OptionError(f"{word} is a way to train: kleash train {word}")
+    if word in LOST:
+        raise OptionError(LOST[word])
     nearest = _nearest(word, words)
     hint = f"did you mean {nearest}?" if nearest else f"there are {', '.join(words)}"
     parser_of(name).error(f"{parser_of(name).prog} has no command {word!r}; {hint}")

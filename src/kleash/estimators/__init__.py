@@ -9,6 +9,7 @@ from kleash.estimators.semantics import (
     to_truncated,
 )
 from kleash.estimators.weights import ImportanceWeights, importance_weights
+from kleash.registry import refuse_former
 
 __all__ = [
     "ESTIMATORS",
@@ -31,3 +32,10 @@ __all__ = [
     "to_full",
     "to_truncated",
 ]
+
+__getattr__ = refuse_former(
+    __name__,
+    dict.fromkeys(
+        ("Agreement", "check_agreement"), "take mean_weight of kleash.leash.mismatch, or kleash doctor"
+    ),
+)

@@ -24,6 +24,7 @@ from kleash.leash.trust_region import (
     truncated_weights,
     window_weights,
 )
+from kleash.registry import refuse_former
 
 __all__ = [
     "CONTROLLERS",
@@ -60,3 +61,17 @@ __all__ = [
     "whiten",
     "window_weights",
 ]
+
+__getattr__ = refuse_former(
+    __name__,
+    {
+        **dict.fromkeys(
+            ("BetaSchedule", "TargetSchedule"),
+            "set beta or target_nats by dataclasses.replace at each update",
+        ),
+        **dict.fromkeys(
+            ("best_of_n_kl", "best_of_n_kl_from_rewards", "best_of_n_kl_from_winners"),
+            "take best_of_n_bound, which the KL does not exceed",
+        ),
+    },
+)

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kleash.jobs import CacheJob, MeasureJob
+from kleash.registry import refuse_former
 from kleash.store import CacheContents, Measurement
 
 if TYPE_CHECKING:
@@ -40,10 +41,21 @@ MODULES = {
 }
 """Public names by the module that defines them."""
 MODULE_OF = {name: module for module, names in MODULES.items() for name in names}
+unknown = refuse_former(
+    __name__,
+    {
+        **dict.fromkeys(
+            ("RankGroup", "launched_ranks", "measure_part", "merge"),
+            "call measure with one job in every process, and they share it",
+        ),
+        "measure_base_logits": "call measure with MeasureJob(policy=…, reference_cache=FILE)",
+        "write_base_logits": "call cache_reference with CacheJob(format='llama.cpp', …)",
+    },
+)
 
 
 def __getattr__(name: str) -> Any:
     """Import a name on first use, so that comparing runs does not import torch."""
     if name not in MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return unknown(name)
     return getattr(import_module(f"{__name__}.{MODULE_OF[name]}"), name)

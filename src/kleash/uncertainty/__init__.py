@@ -1,6 +1,7 @@
 """Uncertainty of estimates: standard errors, confidence intervals, quantiles and warnings."""
 
 from kleash.estimate import Estimate, transformed
+from kleash.registry import refuse_former
 from kleash.uncertainty.clusters import ClusterLabels, cluster_labels, effective_sample_size
 from kleash.uncertainty.control_variates import ControlledTotal, controlled_total
 from kleash.uncertainty.quantiles import quantiles, top_share
@@ -32,3 +33,8 @@ __all__ = [
     "top_share",
     "transformed",
 ]
+
+__getattr__ = refuse_former(
+    __name__,
+    dict.fromkeys(("CoarseCounts", "FineCounts"), "take quantiles(values, clusters, levels)"),
+)

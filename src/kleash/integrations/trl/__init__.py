@@ -3,6 +3,7 @@
 from kleash.integrations.trl.grpo import GRPOLeash, LeashedGRPOTrainer
 from kleash.integrations.trl.rloo import LeashedRLOOTrainer, RLOOLeash
 from kleash.integrations.trl.rollout_dump import RolloutDump
+from kleash.registry import refuse_former
 
 __all__ = [
     "GRPOLeash",
@@ -11,3 +12,11 @@ __all__ = [
     "RLOOLeash",
     "RolloutDump",
 ]
+
+__getattr__ = refuse_former(
+    __name__,
+    dict.fromkeys(
+        ("ResponseStatistics", "response_statistics"),
+        "kleash.attach logs the exact KL and the entropy of each batch from the passes of its loss",
+    ),
+)
