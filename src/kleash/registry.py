@@ -1,10 +1,10 @@
-"""Looking up by name: entries of a table, and names of a package that were changed."""
+"""Looking up by name: entries of a table, choices of an argument, and names of a package that were changed."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from kleash.errors import UnknownNameError
+from kleash.errors import OptionError, UnknownNameError
 
 T = TypeVar("T")
 MOST_LISTED = 40
@@ -30,6 +30,13 @@ def look_up(table: Mapping[str, T], name: str | T, kind: str) -> T:
     listed = f"; there are {', '.join(table)}" if len(table) <= MOST_LISTED else ""
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise UnknownNameError(f"no {kind} is called {name!r}{listed}{hint}")
+
+
+def require_choice(choices: Sequence[str], **named: str) -> None:
+    """Raise OptionError unless each value is one of ``choices``; an argument's name is that in the error."""
+    for name, value in named.items():
+        if value not in choices:
+            raise OptionError(f"{name} is {value!r}; there are {', '.join(choices)}")
 
 
 def refuse_former(package: str, former: Mapping[str, str]) -> Callable[[str], Any]:
