@@ -1,10 +1,10 @@
-"""Looking up by name: entries of a table, values of a key, and names of a package that are gone."""
+"""Looking up by name: entries of a table, values of a key, choices of an argument, names of a package that are gone."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
-from kleash.errors import UnknownNameError
+from kleash.errors import OptionError, UnknownNameError
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -39,6 +39,13 @@ def grouped(pairs: Iterable[tuple[K, T]]) -> dict[K, list[T]]:
     for key, value in pairs:
         groups.setdefault(key, []).append(value)
     return groups
+
+
+def require_choice(choices: Sequence[str], **named: str) -> None:
+    """Raise OptionError unless each value is one of ``choices``; an argument's name is that in the error."""
+    for name, value in named.items():
+        if value not in choices:
+            raise OptionError(f"{name} is {value!r}; there are {', '.join(choices)}")
 
 
 def refuse_former(package: str, former: Mapping[str, str]) -> Callable[[str], Any]:

@@ -12,6 +12,7 @@ from kleash.arguments import validated
 from kleash.errors import OptionError
 from kleash.masking import as_mask
 from kleash.precision import at_least_float32
+from kleash.registry import require_choice
 
 Level = Literal["token", "before", "prefix", "sequence"]
 LEVELS: tuple[Level, ...] = ("token", "before", "prefix", "sequence")
@@ -80,8 +81,7 @@ def importance_weights(
     >>> kleash.importance_weights(token_logp, behaviour_logp, torch.ones(1, 2).bool()).values
     tensor([[1.6487, 1.0000]])
     """
-    if level not in LEVELS:
-        raise OptionError(f"level is {level!r}; there are {', '.join(LEVELS)}")
+    require_choice(LEVELS, level=level)
     if cap is not None and not cap > 0:
         raise OptionError(f"cap is {cap}; give a weight above 0, or leave it out")
     is_counted = as_mask(mask)

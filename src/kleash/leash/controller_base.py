@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal, NamedTuple, SupportsFloat, TypeVar
 
 from kleash.errors import OptionError
+from kleash.registry import require_choice
 
 Per = Literal["sequence", "token"]
 KL_UNITS: tuple[Per, ...] = ("sequence", "token")
@@ -130,7 +131,7 @@ class TargetController(BetaRecord, ABC):
 
     def __post_init__(self) -> None:
         """Raise OptionError if a field is out of range."""
-        require_per(self.per)
+        require_choice(KL_UNITS, per=self.per)
         if not 0 < self.beta_min <= self.beta_max < math.inf:
             raise OptionError(
                 f"beta_min is {self.beta_min} and beta_max {self.beta_max}; give finite bounds above 0, in order"
@@ -227,12 +228,6 @@ def with_beta_times(controller: ControllerT, factor: float, event: str | None) -
         name = "beta_min" if beta > next_beta else "beta_max"
         events.append(f"beta {next_beta:.4g} bounded to {name} {beta:g}")
     return replace(controller, beta=beta, event="; ".join(events) or None)
-
-
-def require_per(per: str) -> None:
-    """Raise OptionError unless ``per`` is one of ``KL_UNITS``."""
-    if per not in KL_UNITS:
-        raise OptionError(f"per is {per!r}; there are {', '.join(KL_UNITS)}")
 
 
 def require_above(least: float, **numbers: float | int) -> None:

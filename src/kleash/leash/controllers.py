@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, SupportsFloat, TypeAlias
 
 from kleash.leash.controller_base import (
+    KL_UNITS,
     LARGEST_COUNT,
     BetaRecord,
     Per,
@@ -12,8 +13,8 @@ from kleash.leash.controller_base import (
     clip,
     require_above,
     require_at_least,
-    require_per,
 )
+from kleash.registry import require_choice
 
 REACH = 3.0
 """Largest absolute value of log(KL / target) from which changes are computed; beyond it is clipped."""
@@ -38,7 +39,7 @@ class FixedBeta(BetaRecord):
 
     def __post_init__(self) -> None:
         """Raise OptionError unless beta is finite and at least 0."""
-        require_per(self.per)
+        require_choice(KL_UNITS, per=self.per)
         require_at_least(0.0, beta=self.beta)
 
     @property
@@ -212,7 +213,7 @@ class EarlyStop:
         """Raise OptionError if a field is out of range."""
         require_above(0.0, target_nats=self.target_nats)
         require_at_least(1.0, factor=self.factor)
-        require_per(self.per)
+        require_choice(KL_UNITS, per=self.per)
 
     def stops(self, measured_nats: SupportsFloat) -> bool:
         """Whether to stop the update; also true if the KL is NaN."""

@@ -11,6 +11,7 @@ from kleash.arguments import validated
 from kleash.errors import OptionError
 from kleash.masking import as_mask, mean_of
 from kleash.precision import at_least_float32
+from kleash.registry import require_choice
 
 Scale = Literal["none", "std"]
 
@@ -61,8 +62,7 @@ def group_advantages(
         Shao et al., "DeepSeekMath" (2024), https://arxiv.org/abs/2402.03300
         Liu et al., "Understanding R1-Zero-Like Training" (2025), https://arxiv.org/abs/2503.20783
     """
-    if scale not in ("none", "std"):
-        raise OptionError(f"scale is {scale!r}; there are none, std")
+    require_choice(("none", "std"), scale=scale)
     label = _labels(rewards, groups)
     is_counted = torch.ones_like(rewards, dtype=torch.bool) if mask is None else as_mask(mask)
     values = torch.where(is_counted, at_least_float32(rewards.detach()), 0.0)

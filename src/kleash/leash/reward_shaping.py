@@ -10,9 +10,10 @@ from torch import Tensor
 from kleash.arguments import validated
 from kleash.errors import OptionError
 from kleash.estimators.weights import controlled, detached_where, leave_one_out_weights
-from kleash.leash.controller_base import Per, require_at_least, require_per
+from kleash.leash.controller_base import KL_UNITS, Per, require_at_least
 from kleash.masking import Mean, as_mask, mean_of
 from kleash.precision import at_least_float32
+from kleash.registry import require_choice
 
 
 @validated
@@ -185,7 +186,7 @@ def measured_kl(
         OptionError: if ``per`` is unknown.
         ShapeError: if the two differ in shape, or are not [sequences, steps].
     """
-    require_per(per)
+    require_choice(KL_UNITS, per=per)
     tokens = mean_of(at_least_float32(token_kl.detach()), mask)
     return tokens if per == "token" else Mean(total=tokens.total, count=as_mask(mask).any(-1).sum())
 

@@ -15,7 +15,7 @@ from kleash.estimators import ESTIMATORS, Estimator, importance_weights
 from kleash.estimators.weights import effective_sample_size
 from kleash.masking import as_mask
 from kleash.precision import at_least_float32
-from kleash.registry import look_up
+from kleash.registry import look_up, require_choice
 
 Over = Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]
 OVER: tuple[Over, ...] = ("token", "sequence_sum", "sequence_mean", "sequence_max")
@@ -109,8 +109,7 @@ def kl_mask(
         Li et al., "Trust Region Masking for Long-Horizon LLM Reinforcement Learning" (2025),
         https://arxiv.org/abs/2512.23075
     """
-    if over not in OVER:
-        raise OptionError(f"over is {over!r}; there are {', '.join(OVER)}")
+    require_choice(OVER, over=over)
     record = look_up(ESTIMATORS, estimator, "estimator")
     is_counted, log_ratio = counted_log_ratio(token_logp, behaviour_logp, mask)
     values = torch.where(is_counted, record.of(-log_ratio), 0.0)
@@ -148,7 +147,7 @@ def truncated_weights(
     References:
         Ionides, "Truncated Importance Sampling" (2008), as in https://mc-stan.org/loo/reference/tis.html
     """
-    _require_level(level)
+    require_choice(("token", "sequence"), level=level)
     weights = importance_weights(token_logp, behaviour_logp, mask, level=level, cap=cap)
     return TrustRegion(
         weights=weights.values,
@@ -192,7 +191,7 @@ def window_weights(
         Ling Team, "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model"
         (2025), https://arxiv.org/abs/2510.18855
     """
-    _require_level(level)
+    require_choice(("token", "sequence"), level=level)
     window = log_bounds(bounds)
     is_counted, log_ratio = counted_log_ratio(token_logp, behaviour_logp, mask)
     log_weight = log_ratio if level == "token" else log_ratio.sum(-1)
@@ -260,8 +259,7 @@ def binary_divergence(
         Qi et al., "Rethinking the Trust Region in LLM Reinforcement Learning" (2026),
         https://arxiv.org/abs/2602.04879
     """
-    if divergence not in ("kl", "total_variation"):
-        raise OptionError(f"divergence is {divergence!r}; there are kl, total_variation")
+    require_choice(("kl", "total_variation"), divergence=divergence)
     rounding = torch.finfo(at_least_float32(token_logp).dtype).eps / 2
     p, q = _binary_log_probs(behaviour_logp, 0.0), _binary_log_probs(token_logp, rounding)
     return exact_divergence(divergence, p, q)
@@ -437,8 +435,3 @@ def _require_bound(most: float) -> None:
     """Raise OptionError unless the bound is at least 0."""
     if not most >= 0:
         raise OptionError(f"most is {most}; give a divergence of at least 0")
-
-
-def _require_level(level: str) -> None:
-    if level not in ("token", "sequence"):
-        raise OptionError(f"level is {level!r}; there are token, sequence")

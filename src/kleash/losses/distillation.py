@@ -7,7 +7,6 @@ from torch import Tensor
 from kleash.arguments import validated
 from kleash.divergences import DIVERGENCES, Divergence, at_temperature, jensen_shannon_record
 from kleash.divergences.functions import divergence as exact_divergence
-from kleash.errors import OptionError
 from kleash.losses.surrogate import require_gradient
 from kleash.losses.top_k import Drawn, sampled_tail_loss, tail_bucket_loss, top_k_from, top_k_of
 from kleash.masking import as_mask
@@ -134,8 +133,6 @@ def gkd_record(weight: float) -> Divergence:
     References:
         Agarwal et al., "On-Policy Distillation of Language Models" (2023), https://arxiv.org/abs/2306.13649
     """
-    if not 0 <= weight <= 1:
-        raise OptionError(f"weight is {weight}; it is a share, from 0 to 1")
     if weight in (0, 1):
         return DIVERGENCES["reverse_kl" if weight else "kl"]
     return jensen_shannon_record(weight)
