@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from scipy.optimize import brentq, minimize
+from scipy.optimize import minimize, root_scalar
 from torch import Tensor
 
 from kleash.estimators import ESTIMATORS, k1, k3
@@ -142,7 +142,7 @@ def sign_changes(function: Callable[[Tensor], Tensor], low: float, high: float) 
     def at(x: float) -> float:
         return function(torch.tensor([x], dtype=torch.float64)).item()
 
-    return [brentq(at, x[place].item(), x[place + 1].item(), xtol=1e-13) for place in changes]
+    return [root_scalar(at, bracket=x[place : place + 2].tolist(), xtol=1e-13).root for place in changes]
 
 
 def pair_of(
@@ -198,7 +198,7 @@ def normal_case(shift: float) -> Case:
 
 def noise_crossing() -> float:
     """The KL in nats at which k1 becomes less noisy than k3 for N(0, 1) against N(m, 1)."""
-    return brentq(lambda square: math.expm1(square) - 2 * square, 0.1, 10.0, xtol=1e-14) / 2
+    return root_scalar(lambda x: math.expm1(x) - 2 * x, bracket=(0.1, 10.0), xtol=1e-14).root / 2
 
 
 def fit_at(name: str, mean: float, scale: float) -> Fit:
