@@ -76,7 +76,7 @@ def require_installed(modules: Iterable[str], install: str) -> None:
 def is_installed(module: str) -> bool:
     """Whether the top-level ``module`` can be imported."""
     try:
-        return module in sys.modules or find_spec(module) is not None
+        return sys.modules.get(module) is not None or find_spec(module) is not None
     except ModuleNotFoundError:
         return False
 
