@@ -135,7 +135,9 @@ def test_a_measurement_is_on_disk_whatever_a_tracker_does(tmp_path, monkeypatch,
 
 def test_measure_warns_of_a_tracker_and_returns_the_measurement(run, tmp_path, monkeypatch):
     monkeypatch.setattr("kleash.measuring.run._measurement_of", lambda _: run[1])
-    monkeypatch.setitem(sys.modules, "wandb", None)
+    module = Service().as_module("wandb")
+    monkeypatch.delattr(module, "log")
+    monkeypatch.setitem(sys.modules, "wandb", module)
     with pytest.warns(TrackerWarning, match="wandb did not get the measurement"):
         assert measure(report_to=("wandb",), out=tmp_path) is run[1]
 
