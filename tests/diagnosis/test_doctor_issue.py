@@ -227,10 +227,10 @@ def test_a_reference_column_of_the_policy_is_named_with_the_models_alone(plain, 
 
 
 @pytest.mark.parametrize(
-    ("seen", "of_reference", "is_named"), [(3e-3, 3e-2, True), (3e-3, 4e-3, False), (1e-2, 2e-2, False)]
+    ("seen", "of_reference", "is_named"), [(3e-3, 4e-2, True), (2e-2, 3e-2, False), (0.0, 1.5e-2, False)]
 )
 def test_a_reference_column_is_as_exact_as_the_others(plain, pair, seen, of_reference, is_named):
-    """All three errors are within what bfloat16 explains."""
+    """All but .04 is within what bfloat16 explains; the last reference runs in it, and the policy in float32."""
     ids = torch.tensor(plain.responses).unsqueeze(-1)
     with torch.no_grad():
         logits = pair.reference.network(input_ids=plain.ids[:, :-1]).logits[:, PROMPT_TOKENS - 1 :].float()

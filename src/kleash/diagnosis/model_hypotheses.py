@@ -18,7 +18,6 @@ from kleash.diagnosis.residuals import (
     MISTAKES,
     NEARLY_ALL,
     SMALLEST_DIFFERENCE,
-    SOFTMAX_NATS,
     Floats,
     everywhere,
     most,
@@ -345,7 +344,8 @@ def reference_hypotheses(scores: ModelScores, limit: float) -> Iterator[Hypothes
     """Hypotheses about the reference's column, the healthy one last; none without such a column.
 
     A healthy column equals the reference's own log-probabilities at temperature 1 or that of the trainer's, up to what
-    rounding explains, and to ``DISTINCT`` times the errors that the other columns have.
+    rounding explains. Where the errors of the other columns are small, up to half of it: the reference may run in
+    another dtype than the policy.
 
     Args:
         scores: of the models.
@@ -356,7 +356,7 @@ def reference_hypotheses(scores: ModelScores, limit: float) -> Iterator[Hypothes
         return
     of_policy = (table.difference, table.trainer - scores.policy)
     seen = max(float(np.linalg.norm(errors)) for errors in of_policy) / float(np.linalg.norm(table.unit))
-    limit = min(limit, max(SOFTMAX_NATS, DISTINCT * seen))
+    limit = min(limit, max(limit / DISTINCT, DISTINCT * seen))
     plain = replace(scores, temperature=1.0)
     rests = [(column - each.reference, token_unit(each.reference)) for each in (scores, plain)]
     rest, unit = min(rests, key=lambda pair: _size(pair[0]))
