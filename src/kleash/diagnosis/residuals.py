@@ -22,7 +22,7 @@ HEALTHY_EPSILONS = 4
 behind them have been rounded some dozens of times."""
 FLOOR_NATS = 3e-7
 """Rounding of a log-probability of a few nats to float32."""
-SOFTMAX_NATS = 1e-5
+SOFTMAX_NATS = 2.0**-15
 """Error of any log-probability that is there in any case: the softmax in float32, and the digits of the file."""
 EQUAL_SHARE = 2**-1.5
 """Errors of one size on all log-probabilities that are healthy, as a share of the largest healthy error of a logit: the
