@@ -1,13 +1,13 @@
 """Time and memory of the exact KL and its gradient on a GPU, compared with the bare matmuls and other packages.
 
     python benchmarks/linear_gpu.py
-    python benchmarks/linear_gpu.py --tokens 4096 --hidden 4096 --vocabulary 128256 --buffer-gib 2
+    python benchmarks/linear_gpu.py --hidden 1024 --vocabulary 151936
 
 Needs a CUDA device. bfloat16, frozen q, gradients for p's hidden states and head. Runs are interleaved after a warm-up:
 in each round every candidate runs once, timed by CUDA events; medians are printed and written. ``rate`` is the rate of
-the four matmuls (value and gradient) or two (value), as a share of the rate of the bare matmuls on whole chunks in the
-same round. Peaks are the memory that torch allocated beyond the inputs. kleash is compared with float64 before
-anything is timed.
+the four matmuls (value and gradient) or two (value, statistics), as a share of the rate of the bare matmuls on whole
+chunks in the same round. Peaks are the memory that torch allocated beyond the inputs. kleash is compared with float64
+before anything is timed.
 """
 
 import argparse
@@ -21,9 +21,9 @@ import torch
 from harness import write_result
 from torch import Tensor
 
-from kleash.linear import Head, LinearOptions, linear_kl, linear_kl_loss
+from kleash.linear import Head, LinearOptions, linear_kl, linear_kl_loss, token_statistics
 
-MATMULS = {"value": 2, "gradient": 4}
+MATMULS = {"value": 2, "gradient": 4, "statistics": 2}
 Candidates = dict[tuple[str, str], Callable[[], Any]]
 
 
@@ -75,9 +75,14 @@ def candidates(x: Inputs, args: argparse.Namespace) -> Candidates:
     """The functions to time, by their name and by what they compute: "value" or "gradient"."""
     runs: Candidates = {}
     runs["matmuls", "value"], runs["matmuls", "gradient"] = bare(x, args.chunk)
-    budgets = {"kleash": int(args.buffer_gib * 2**30), "kleash, 128 MiB": 128 * 2**20}
-    for name, budget in budgets.items():
-        options = LinearOptions(buffer_bytes=budget)
+    runs["matmuls", "statistics"] = runs["matmuls", "value"]
+    tokens = torch.arange(args.tokens, device="cuda") % args.vocabulary
+    for name, options in {
+        "kleash": LinearOptions(),
+        "kleash, 128 MiB": LinearOptions(buffer_bytes=128 * 2**20),
+        "kleash, uncompiled": LinearOptions(compile=False),
+    }.items():
+        runs[name, "statistics"] = lambda o=options: token_statistics(*x.models, tokens, options=o)
         runs[name, "value"] = lambda o=options: value(x, o)
         runs[name, "gradient"] = lambda o=options: x.gradients(
             linear_kl_loss(*x.models, weights=x.weights, options=o).loss
@@ -157,7 +162,6 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--vocabulary", type=int, default=128_256)
-    parser.add_argument("--buffer-gib", type=float, default=1.25, help="for the logits of a chunk")
     parser.add_argument("--chunk", type=int, default=1024, help="tokens whose bare matmuls are done at once")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()

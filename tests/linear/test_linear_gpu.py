@@ -2,17 +2,23 @@
 
 import pytest
 import torch
+from compiling import OF_TORCH_ITSELF
 from linear_cases import Case, head_case, in_float64, relative_rms
 
 from kleash.linear import Head, LinearOptions, TokenStatistics, linear_kl_loss, linear_objective
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.filterwarnings(*OF_TORCH_ITSELF),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 OPTIONS = pytest.mark.parametrize(
     "options",
-    [LinearOptions(compile=False), LinearOptions(), LinearOptions(buffer_bytes=2**20)],
+    [
+        LinearOptions(compile=False),
+        LinearOptions(compile=True),
+        LinearOptions(buffer_bytes=2**20, compile=True),
+    ],
     ids=["eager", "compiled", "small"],
 )
 

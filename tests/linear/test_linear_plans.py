@@ -15,7 +15,7 @@ from kleash.linear import (
     linear_objective,
 )
 from kleash.linear.checks import checked_pair
-from kleash.linear.chunked import ENOUGH_TOKENS, ROW_BUFFERS, plan_chunks
+from kleash.linear.chunked import COMPILED_BUFFERS, ENOUGH_TOKENS, ROW_BUFFERS, plan_chunks
 from kleash.linear.pair import HeadPair
 
 
@@ -188,17 +188,18 @@ def test_a_chunk_fits_the_memory(vocab_size, dtype, is_compiled):
     for nbytes in (2**20, 2**24, 2**27):
         plan = plan_chunks(pair, LinearOptions(buffer_bytes=nbytes), pair.tokens, is_compiled)
         logits = 2 * plan.chunk_tokens * vocab_size * 4
-        rows = ROW_BUFFERS * plan.block_rows * vocab_size * 8
+        of_row = COMPILED_BUFFERS * 4 if is_compiled else ROW_BUFFERS * 8
+        rows = of_row * plan.block_rows * vocab_size
         assert logits + rows <= nbytes or plan.chunk_tokens == 1
         assert plan.chunk_tokens <= ENOUGH_TOKENS
         assert 2 * logits + rows > nbytes / 4 or plan.chunk_tokens == ENOUGH_TOKENS
 
 
-def test_a_gpu_gets_1024_tokens_a_chunk(monkeypatch):
-    """With 128 MiB, a chunk would have 110 tokens of 151 936 logits, and each chunk reads all weights."""
+def test_a_gpu_gets_1024_tokens_a_chunk_and_few_blocks(monkeypatch):
+    """With 128 MiB a chunk would have 110 tokens of 151 936 logits; each reads all weights, each block takes .5 ms."""
     pair = pair_of(151_936)
     monkeypatch.setattr(HeadPair, "device", property(lambda self: torch.device("cuda", 0)))
-    assert plan_chunks(pair, LinearOptions(), pair.tokens, True).chunk_tokens == ENOUGH_TOKENS
-    assert (
-        plan_chunks(pair, LinearOptions(buffer_bytes=2**27), pair.tokens, True).chunk_tokens < ENOUGH_TOKENS
-    )
+    plan = plan_chunks(pair, LinearOptions(), pair.tokens, True)
+    assert plan.chunk_tokens == ENOUGH_TOKENS and plan.block_rows >= ENOUGH_TOKENS // 2
+    small = plan_chunks(pair, LinearOptions(buffer_bytes=2**27), pair.tokens, True)
+    assert 50 < small.chunk_tokens < ENOUGH_TOKENS and small.block_rows > small.chunk_tokens // 4
