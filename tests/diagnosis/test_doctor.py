@@ -399,7 +399,7 @@ def test_the_command_prints_a_ranked_list(tmp_path, capsys):
     assert "temperature or processed probability: 98%" in output
     assert "evidence: the engine is the sharper one, as at about" in output
     assert f"next: {CAUSES['temperature'].next_test}" in output
-    assert "cannot tell these apart" in output
+    assert "the data cannot tell these apart" in output
     healthy = World(9)
     clean = written(tmp_path / "clean.jsonl", healthy.rollouts(healthy.noisy(1e-3), healthy.noisy(1e-3)))
     assert main(["doctor", clean, "--limit", "18"]) == 0

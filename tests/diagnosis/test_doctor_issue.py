@@ -131,6 +131,14 @@ def test_a_temperature_and_a_cut_at_once_name_no_other_cause(divided_and_cut, pa
     assert trainer_at != 1 or float(named["temperature"]) == pytest.approx(0.7, abs=0.02)
 
 
+@pytest.mark.parametrize(("trainer_at", "alike"), [(1.004, ("processed",)), (0.7, ())])
+def test_with_the_models_too_small_data_cannot_tell_two_causes_apart(plain, pair, trainer_at, alike):
+    """Whether the tokens were drawn from the engine's values or from the trainer's."""
+    finding = first_cause(plain.records(plain.scored(trainer_at), plain.scored()), pair, rounding="float32")
+    assert (finding.cause, finding.alike) in {("temperature", alike), ("processed", ("temperature",))}
+    assert finding.probability > 0.95 and (alike or finding.cause == "temperature")
+
+
 def test_tokens_of_another_sampler_are_a_finding_where_the_columns_agree(penalised, pair):
     """The values are those of the plain policy, the tokens those of a repetition penalty of 1.1."""
     column = penalised.scored()

@@ -15,7 +15,7 @@ class Cause:
     next_test: str
     """What to do next, and which result of it refutes the cause."""
     alike: tuple[str, ...] = ()
-    """Causes that the log-probabilities alone, without the models, cannot tell from it."""
+    """Causes that the log-probabilities alone, and small data with the models, cannot tell from it."""
 
 
 CAUSES: Mapping[str, Cause] = MappingProxyType(

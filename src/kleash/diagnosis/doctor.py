@@ -25,7 +25,7 @@ from kleash.diagnosis.model_hypotheses import (
     wrong_side,
 )
 from kleash.diagnosis.model_scores import ModelScores
-from kleash.diagnosis.residuals import DISTINCT, healthy_scale
+from kleash.diagnosis.residuals import DISTINCT, SOFTMAX_NATS, healthy_scale
 from kleash.diagnosis.rollout_files import note_on_one_sided_files, read_rollout_files
 from kleash.diagnosis.rollout_records import LOG_OF_ZERO, ROUNDING_NATS, RolloutRecord
 from kleash.diagnosis.token_table import TokenTable, sample_rollouts, short_dtype, tabulate
@@ -293,10 +293,11 @@ def _ranked(table: TokenTable, possible: Iterable[Hypothesis], *, has_models: bo
         return []
     findings, grouped = list[LikelyCause](), {HEALTHY}
     for cause in sorted(best, key=lambda cause: -probability[cause]):
-        alike = (
-            ()
-            if has_models or cause == HEALTHY
-            else tuple(name for name in CAUSES[cause].alike if name not in grouped)
+        # With the models they can be told apart, if the effect is large for the data.
+        alike = tuple(
+            name
+            for name in (() if cause == HEALTHY else CAUSES[cause].alike)
+            if name not in grouped and (not has_models or probability.get(name, 0.0) >= SMALLEST_PROBABILITY)
         )
         total = sum(probability.get(name, 0.0) for name in (cause, *alike))
         if cause not in grouped and total >= SMALLEST_PROBABILITY:

@@ -48,7 +48,8 @@ EXTREMES = (
 )
 """Values of a mismatch that its summary has: name, label and format."""
 ALIKE = (
-    'causes joined by "or": the log-probabilities alone cannot tell these apart; --policy and --reference can'
+    'causes joined by "or": the data cannot tell these apart; the next test can, or --policy and --reference '
+    "if they were not given"
 )
 
 
