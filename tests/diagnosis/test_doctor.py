@@ -15,6 +15,7 @@ from scipy.special import log_softmax
 from kleash.cli import main
 from kleash.diagnosis import RolloutRecord, diagnose, read_rollouts
 from kleash.diagnosis.causes import CAUSES
+from kleash.diagnosis.residuals import DISTINCT, MACHINE_EPSILON, SCALE, healthy_scale, most
 from kleash.diagnosis.token_table import sample_rollouts
 from kleash.errors import OptionError, SourceError
 from kleash.jobs.reading_jobs import DoctorJob
@@ -366,6 +367,13 @@ def test_rounding_is_healthy(rounding, scale):
     world = World(0)
     diagnosis = diagnose(world.rollouts(world.logp(world.logits), world.noisy(scale)), rounding=rounding)
     assert diagnosis.findings == () and diagnosis.examined
+
+
+@pytest.mark.parametrize("dtype", MACHINE_EPSILON)
+def test_a_fault_begins_at_twice_the_largest_healthy_error(dtype):
+    """It is one of the sizes of the mixture; were the next larger one the first, faults would begin at four times."""
+    smallest = DISTINCT * healthy_scale(dtype)
+    assert smallest in SCALE[most(smallest)[1].members]
 
 
 def test_rounding_of_bfloat16_is_a_finding_in_float32():
