@@ -6,6 +6,7 @@ import pytest
 OF_TORCH_ITSELF = (
     "ignore:.*should not be instantiated. Methods on autograd functions:DeprecationWarning",
     "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
+    r"ignore:\s*Online softmax is disabled:UserWarning",
 )
 
 

@@ -6,6 +6,7 @@ the rows, and this rank keeps the results of its own.
 
 import os
 import sysconfig
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -24,7 +25,7 @@ from kleash.linear import compiled_rows
 from kleash.linear import rows as row_functions
 from kleash.linear.gradient_sums import GradientSums
 from kleash.linear.pair import HeadPair, Tensors, TokenIndex
-from kleash.linear.products import finish_logits_, logits_backward_, multiply_, tile_rows
+from kleash.linear.products import finish_logits_, logits_backward_, multiply_, tile_rows, widens
 from kleash.linear.rows import KL, TermRows
 from kleash.linear.types import (
     INTEGER_FIELDS,
@@ -56,8 +57,8 @@ COMPILED_BLOCK = 2**20
 """Such logits where the work is compiled, and keeps few results."""
 ROW_BUFFERS = 8
 """Tensors of a block's size in float64 that exist together."""
-COMPILED_BUFFERS = 6
-"""Such tensors where the work is compiled, in the dtype of the logits."""
+COMPILED_BUFFERS, GPU_BUFFERS = 6, 2
+"""Such tensors where the work is compiled, in the dtype of the logits: on a CPU, and on a GPU."""
 SMALL_BLOCK = 2**14
 """Logits of one model that the functions for rows that are not finite take at once; they need many buffers."""
 
@@ -84,9 +85,10 @@ def plan_chunks(pair: HeadPair, options: LinearOptions, tokens: int, is_compiled
     size, vocab_size = pair.dtype.itemsize, max(1, pair.local_vocab_size)
     dims, is_gpu = sum(model.hidden.shape[-1] for model in pair), pair.device.type != "cpu"
     token_bytes = (2 * vocab_size + 2 * dims) * size
-    default = 3 * ENOUGH_TOKENS * token_bytes if is_gpu else CPU_BYTES
+    default = 2 * ENOUGH_TOKENS * token_bytes if is_gpu else CPU_BYTES
     nbytes = default if options.buffer_bytes is None else options.buffer_bytes
-    row_bytes = vocab_size * (COMPILED_BUFFERS * size if is_compiled else ROW_BUFFERS * 8)
+    compiled_buffers = GPU_BUFFERS if is_gpu else COMPILED_BUFFERS
+    row_bytes = vocab_size * (compiled_buffers * size if is_compiled else ROW_BUFFERS * 8)
     block, share = (COMPILED_BLOCK if is_compiled else ROW_BLOCK) // vocab_size, 4
     if is_gpu or pair.is_sharded:  # it costs half a millisecond of launches, or messages, whatever its size
         block, share = nbytes, 2
@@ -95,7 +97,9 @@ def plan_chunks(pair: HeadPair, options: LinearOptions, tokens: int, is_compiled
     upcast = sum(
         tile * model.hidden.shape[-1] * size
         for tile, model in zip((p, q), pair, strict=True)
-        if model.head.weight is not None and tile < len(model.head.weight)
+        if model.head.weight is not None
+        and tile < len(model.head.weight)
+        and not widens(model.hidden, model.head.weight, pair.dtype, pair.device)
     )
     most = min(ENOUGH_TOKENS, max(1, (nbytes - block * row_bytes - upcast) // token_bytes))
     most, block, counts = pair.vocab_shards.agreed_sizes(most, block, tokens)
@@ -271,6 +275,8 @@ def missing_for_compiling(device: str) -> str | None:
 @cache
 def compiled(name: str) -> RowFunction:
     """A function of ``compiled_rows``, compiled by torch once for all sizes."""
+    # Torch says so where a GPU gets few rows at a time; it is slower, and no caller's doing.
+    warnings.filterwarnings("ignore", r"\s*Online softmax is disabled", UserWarning)
     return cast("Any", torch).compile(getattr(compiled_rows, name), fullgraph=True, dynamic=True)
 
 

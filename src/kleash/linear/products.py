@@ -90,7 +90,7 @@ def multiply_(out: Float[Tensor, "tokens vocab"], model: HeadInputs, tile: int) 
     hidden, weight = model.hidden, model.head.weight
     if weight is None:  # the hidden states are the logits
         out.copy_(hidden)
-    elif widens(hidden, weight, out):  # the GPU sums in float32 without a copy
+    elif widens(hidden, weight, out.dtype, out.device):  # the GPU sums in float32 without a copy
         torch.mm(hidden, weight.T, out_dtype=out.dtype, out=out)
     elif tile >= len(weight) and weight.dtype == out.dtype and not uses_onednn(out.dtype, out.device):
         torch.mm(hidden.to(model.dtype), weight.T, out=out)
@@ -161,17 +161,17 @@ def add_weight_gradient_(
         total.addmm_(gradient.T, hidden)
         return
     # Until torch 2.10, addmm could not add a product that it widens to a sum that is float32 already.
-    if widens(gradient, hidden, total) and torch.__version__ >= "2.10":
+    if widens(gradient, hidden, total.dtype, total.device) and torch.__version__ >= "2.10":
         torch.addmm(total, gradient.T, hidden, out_dtype=total.dtype, out=total)
         return
     for start in range(0, len(total), tile):
         total[start : start + tile].add_(gradient[:, start : start + tile].T @ hidden)
 
 
-def widens(a: Tensor, b: Tensor, out: Tensor) -> bool:
-    """Whether the device multiplies these half-precision factors with sums and result in float32."""
+def widens(a: Tensor, b: Tensor, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a device multiplies these half-precision factors with sums and a result in a wider dtype."""
     half = a.dtype == b.dtype and a.dtype in (torch.bfloat16, torch.float16)
-    return half and out.dtype == torch.float32 and out.device.type == "cuda"
+    return half and dtype == torch.float32 and device.type == "cuda"
 
 
 def has_bfloat16_gradient(model: HeadInputs) -> bool:
