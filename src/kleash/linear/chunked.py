@@ -273,16 +273,33 @@ def missing_for_compiling(device: str) -> str | None:
 
 
 @cache
-def compiled(name: str) -> RowFunction:
-    """A function of ``compiled_rows``, compiled by torch once for all sizes."""
+def compiled(name: str, device: str) -> RowFunction:
+    """A function of ``compiled_rows``, compiled by torch: for all sizes, on a GPU for all numbers of rows.
+
+    There it is tuned to the sizes of its first call, and the vocabulary of that call may be a small one.
+    """
+    function = getattr(compiled_rows, name)
+    if device == "cpu":
+        return cast("Any", torch).compile(function, fullgraph=True, dynamic=True)
     # Torch says so where a GPU gets few rows at a time; it is slower, and no caller's doing.
     warnings.filterwarnings("ignore", r"\s*Online softmax is disabled", UserWarning)
-    return cast("Any", torch).compile(getattr(compiled_rows, name), fullgraph=True, dynamic=True)
+    from torch._dynamo.decorators import maybe_mark_dynamic  # takes a second
+
+    for_a_vocabulary = cast("Any", torch).compile(function, fullgraph=True)
+
+    def for_all_rows(*arguments: Any, **options: Any) -> tuple[Any, ...]:
+        for argument in arguments:
+            for column in argument if isinstance(argument, tuple) else [argument]:
+                if isinstance(column, Tensor):
+                    maybe_mark_dynamic(column, 0)
+        return for_a_vocabulary(*arguments, **options)
+
+    return for_all_rows
 
 
-def row_function(name: str, is_compiled: bool) -> RowFunction:
+def row_function(name: str, is_compiled: bool, device: str) -> RowFunction:
     """A function that ``rows`` and ``compiled_rows`` have."""
-    return compiled(name) if is_compiled else getattr(row_functions, name)
+    return compiled(name, device) if is_compiled else getattr(row_functions, name)
 
 
 def joined(blocks: list[Tensor], chunk: Chunk) -> Tensor:
@@ -307,7 +324,7 @@ def value_and_grad(
     sums = GradientSums(pair, needed)
     is_compiled = record == KL and should_compile(pair, options)
     fast = (
-        row_function("kl_gradient_rows", is_compiled)
+        row_function("kl_gradient_rows", is_compiled, pair.device.type)
         if record == KL
         else partial(row_functions.divergence_gradient_rows, record)
     )
@@ -362,7 +379,7 @@ def objective(
     """The sum of the objective's losses, the terms of each token, and the gradients of the sum."""
     sums = GradientSums(pair, needed)
     is_compiled = should_compile(pair, options)
-    fast = row_function("term_rows", is_compiled)
+    fast = row_function("term_rows", is_compiled, pair.device.type)
     loss = torch.zeros((), dtype=pair.dtype, device=pair.device)
     terms = TokenTerms(*(torch.zeros(pair.tokens, dtype=pair.dtype, device=pair.device) for _ in range(4)))
     for chunk in chunks(pair, options, is_compiled):
@@ -396,7 +413,7 @@ def add_objective_gradient(
 ) -> None:
     """Replace a chunk's logits by the gradient of its losses, and add what follows from it to the sums."""
     pair, gradients = chunk.pair, new_gradients(chunk, sums)
-    fast = partial(row_function("objective_gradient_rows", is_compiled), needs=sums.needs)
+    fast = partial(row_function("objective_gradient_rows", is_compiled, pair.device.type), needs=sums.needs)
     unused = torch.stack([x == 0 for x in c]).all(0)
 
     for rows in chunk.row_blocks():
@@ -458,7 +475,7 @@ def statistics(
 ) -> StatisticsAndTop:
     """The statistics of each token, and the ``top`` likeliest tokens of both models, from the same logits."""
     is_compiled = should_compile(pair, options)
-    fast = row_function("statistics_rows", is_compiled)
+    fast = row_function("statistics_rows", is_compiled, pair.device.type)
     top = min(top, pair.vocab_size)
     exchanged = pair.vocab_shards.largest_number(top)
     columns = TokenStatistics(
