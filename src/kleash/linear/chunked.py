@@ -289,7 +289,8 @@ def compiled(name: str, device: str) -> RowFunction:
 
     def for_all_rows(*arguments: Any, **options: Any) -> tuple[Any, ...]:
         for argument in arguments:
-            for column in argument if isinstance(argument, tuple) else [argument]:
+            columns: tuple[Any, ...] = argument if isinstance(argument, tuple) else (argument,)
+            for column in columns:
                 if isinstance(column, Tensor):
                     maybe_mark_dynamic(column, 0)
         return for_a_vocabulary(*arguments, **options)
