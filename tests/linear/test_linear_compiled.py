@@ -3,8 +3,11 @@
 import torch
 from compiling import compiles
 from linear_cases import head_case, in_float64, relative_rms
+from torch._dynamo.utils import counters
 
 from kleash.linear import LinearOptions, TokenStatistics, linear_kl_loss, linear_objective
+from kleash.linear.compiled_rows import compiled, kl_gradient_rows
+from kleash.linear.vocab_shards import VocabShards
 
 COMPILED = LinearOptions(compile=True, buffer_bytes=2**20)
 EAGER = LinearOptions(compile=False, buffer_bytes=2**20)
@@ -33,6 +36,25 @@ def test_the_compiled_kl_is_exactly_zero_for_a_model_against_itself(compiler, un
     case = head_case(torch.float32, tokens=(67,), vocab_size=1009)
     case.hidden_q, case.head_q = case.hidden_p.clone(), case.head_p
     assert torch.equal(case.kl(COMPILED), torch.zeros(67))
+
+
+@compiles
+def test_on_a_gpu_the_rows_of_a_vocabulary_are_compiled_once(compiler, unhooked):
+    rows = compiled(kl_gradient_rows, "cuda")
+    before = counters["stats"]["unique_graphs"]
+    for count in (64, 33, 7, 128):
+        z = torch.randn(count, 101)
+        kl, in_p, _ = rows(
+            z,
+            z.flip(-1),
+            torch.ones(count, 1).double(),
+            VocabShards(None, [101], z.device),
+            needs=(True, False),
+        )
+        logp, logq = z.log_softmax(-1), z.flip(-1).log_softmax(-1)
+        torch.testing.assert_close(kl[:, 0].float(), (logp.exp() * (logp - logq)).sum(-1), rtol=1e-5, atol=0)
+        assert in_p.sum(-1).abs().max() < 1e-5
+    assert counters["stats"]["unique_graphs"] == before + 1
 
 
 @compiles

@@ -75,7 +75,8 @@ def test_auto_compiles_only_calls_that_save_time(monkeypatch):
     compiled = []
     monkeypatch.setattr(chunked, "missing_for_compiling", lambda device: None)
     monkeypatch.setattr(
-        "kleash.linear.chunked.compiled", lambda name, device: compiled.append(name) or getattr(rows, name)
+        "kleash.linear.chunked.compiled",
+        lambda function, device: compiled.append(function) or getattr(rows, function.__name__),
     )
     for work, times in ((37 * 101 + 1, 0), (37 * 101, 1)):
         monkeypatch.setattr(chunked, "PAYS_FROM", work)

@@ -4,15 +4,10 @@ Of ranks that store a head between them and have their own tokens, a chunk has s
 the rows, and this rank keeps the results of its own.
 """
 
-import os
-import sysconfig
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from pathlib import Path
-from shutil import which
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
@@ -23,6 +18,7 @@ from kleash.divergences import DIVERGENCES, Divergence
 from kleash.errors import CannotRunError, ShapeError
 from kleash.linear import compiled_rows
 from kleash.linear import rows as row_functions
+from kleash.linear.compiled_rows import compiled, missing_for_compiling
 from kleash.linear.gradient_sums import GradientSums
 from kleash.linear.pair import HeadPair, Tensors, TokenIndex
 from kleash.linear.products import finish_logits_, logits_backward_, multiply_, tile_rows, widens
@@ -260,47 +256,9 @@ def should_compile(pair: HeadPair, options: LinearOptions) -> bool:
     return missing is None and (options.compile is True or is_long)
 
 
-@cache
-def missing_for_compiling(device: str) -> str | None:
-    """What torch's compiler needs for this type of device and is missing; None if nothing is."""
-    if device != "cpu":
-        return None
-    compiler = os.environ.get("CXX", "g++")
-    if which(compiler) is None:
-        return f"a C++ compiler, and {compiler} is not there"
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    return None if header.exists() else f"Python's headers, and {header} is not there"
-
-
-@cache
-def compiled(name: str, device: str) -> RowFunction:
-    """A function of ``compiled_rows``, compiled by torch: for all sizes, on a GPU for all numbers of rows.
-
-    There it is tuned to the sizes of its first call, and the vocabulary of that call may be a small one.
-    """
-    function = getattr(compiled_rows, name)
-    if device == "cpu":
-        return cast("Any", torch).compile(function, fullgraph=True, dynamic=True)
-    # Torch says so where a GPU gets few rows at a time; it is slower, and no caller's doing.
-    warnings.filterwarnings("ignore", r"\s*Online softmax is disabled", UserWarning)
-    from torch._dynamo.decorators import maybe_mark_dynamic  # takes a second
-
-    for_a_vocabulary = cast("Any", torch).compile(function, fullgraph=True)
-
-    def for_all_rows(*arguments: Any, **options: Any) -> tuple[Any, ...]:
-        for argument in arguments:
-            columns: tuple[Any, ...] = argument if isinstance(argument, tuple) else (argument,)
-            for column in columns:
-                if isinstance(column, Tensor):
-                    maybe_mark_dynamic(column, 0)
-        return for_a_vocabulary(*arguments, **options)
-
-    return for_all_rows
-
-
 def row_function(name: str, is_compiled: bool, device: str) -> RowFunction:
     """A function that ``rows`` and ``compiled_rows`` have."""
-    return compiled(name, device) if is_compiled else getattr(row_functions, name)
+    return compiled(getattr(compiled_rows, name), device) if is_compiled else getattr(row_functions, name)
 
 
 def joined(blocks: list[Tensor], chunk: Chunk) -> Tensor:

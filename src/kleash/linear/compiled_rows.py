@@ -10,7 +10,14 @@ float64. Rows that these sums cannot hold, because logits are not finite or the 
 is not finite.
 """
 
-from typing import NamedTuple
+import os
+import sysconfig
+import warnings
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from shutil import which
+from typing import Any, NamedTuple, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -27,6 +34,45 @@ PHI_SERIES = {torch.float32: 11, torch.float64: 20}
 """The highest power in the series of phi, by dtype."""
 GAP_SERIES = {torch.float32: 10, torch.float64: 24}
 """The terms of the series of ``entropy_gap``, by dtype."""
+
+
+@cache
+def missing_for_compiling(device: str) -> str | None:
+    """What torch's compiler needs for this type of device and is missing; None if nothing is."""
+    if device != "cpu":
+        return None
+    compiler = os.environ.get("CXX", "g++")
+    if which(compiler) is None:
+        return f"a C++ compiler, and {compiler} is not there"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    return None if header.exists() else f"Python's headers, and {header} is not there"
+
+
+@cache
+def compiled(function: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """A row function, compiled by torch: for all sizes, on a GPU for all numbers of rows.
+
+    There it is tuned to the sizes of its first call, and the vocabulary of that call may be a small one.
+    """
+    if device == "cpu":
+        return cast("Any", torch).compile(function, fullgraph=True, dynamic=True)
+    # Torch says so where a GPU gets few rows at a time; it is slower, and no caller's doing.
+    warnings.filterwarnings("ignore", r"\s*Online softmax is disabled", UserWarning)
+    from torch._dynamo.decorators import maybe_mark_dynamic  # takes a second
+
+    for_a_vocabulary = cast("Any", torch).compile(function, fullgraph=True)
+
+    def for_all_rows(
+        *arguments: Tensor | tuple[Tensor, ...] | VocabShards, **options: Any
+    ) -> tuple[Any, ...]:
+        for argument in arguments:
+            columns = argument if isinstance(argument, tuple) else (argument,)
+            for column in columns:
+                if isinstance(column, Tensor):
+                    maybe_mark_dynamic(column, 0)
+        return for_a_vocabulary(*arguments, **options)
+
+    return for_all_rows
 
 
 class Exponentials(NamedTuple):
