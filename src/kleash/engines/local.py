@@ -8,9 +8,8 @@ import numpy as np
 import torch
 
 from kleash.engines.base import EngineTraits, JobEngine, Shard, ShardResult, ignore, shard_result
-from kleash.jobs import MeasureJob
 from kleash.linear import LinearOptions
-from kleash.models import Prompt, ReferenceCache, Sampling, TokenSequence, generate, score
+from kleash.models import Prompt, ReferenceCache, TokenSequence, generate, score
 from kleash.models.scoring import ROUNDING, RoundingKind
 from kleash.store.file_hashes import WatchedFiles, watched_files
 
@@ -67,7 +66,7 @@ class LocalEngine(JobEngine):
             ),
             cache=self.cache,
             top=self.top,
-            sampler=sampling_of(self.job) if draws_from_part else None,
+            sampler=self.job if draws_from_part else None,
             on_scored=self.on_scored,
         )
         self.files.require_unchanged()
@@ -101,20 +100,7 @@ class LocalEngine(JobEngine):
         return generate(
             policy,
             prompts,
-            sampling_of(self.job),
+            self.job,
             batch_tokens=self.job.batch_tokens,
             on_tokens=self.on_tokens,
         )
-
-
-def sampling_of(job: MeasureJob) -> Sampling:
-    """The job's options of sampling."""
-    return Sampling(
-        samples_per_prompt=job.samples_per_prompt,
-        max_new_tokens=job.max_new_tokens,
-        temperature=job.temperature,
-        top_p=job.top_p,
-        top_k=job.top_k,
-        min_p=job.min_p,
-        seed=job.seed,
-    )

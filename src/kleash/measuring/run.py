@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from kleash.engines import Engine
-from kleash.engines.local import sampling_of
 from kleash.errors import Interrupted, OptionError, TrackerWarning
 from kleash.jobs import MeasureJob
 from kleash.launch_environment import launched_world_size, local_rank, local_world_size
@@ -167,7 +166,7 @@ def _with_responses(run: OpenRun, prompts: Sequence[PromptDrift]) -> tuple[Promp
     job, shown = run.job, {prompt.prompt_id for prompt in prompts[:WITH_RESPONSES]}
     source = read_prompts(job.source[1], run.pair, limit=job.limit, reading=job)
     reference = replace(run.pair.reference, context_length=run.pair.context_length)
-    sampling = replace(sampling_of(job), samples_per_prompt=1)
+    sampling = replace(job, samples_per_prompt=1)
     chosen = [prompt for prompt in source if prompt.prompt_id in shown]
     drawn = {
         sequence.prompt_id: shorten_text(sequence.response_text)

@@ -13,7 +13,7 @@ from torch import Tensor
 from kleash.divergences import truncate
 from kleash.errors import NonFiniteError, OptionError
 from kleash.extras import suppress_library_output
-from kleash.jobs.option_groups import is_gguf
+from kleash.jobs.option_groups import Sampling, is_gguf
 from kleash.linear import (
     Head,
     LinearOptions,
@@ -24,7 +24,6 @@ from kleash.linear import (
     token_statistics_and_top,
 )
 from kleash.models.cache.reference_cache import ReferenceCache
-from kleash.models.generation import Sampling
 from kleash.models.heads import truncate_head
 from kleash.models.padding_rows import padding_columns
 from kleash.models.pair import Model, Pair
