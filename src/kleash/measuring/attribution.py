@@ -11,7 +11,7 @@ from kleash.engines import LocalEngine, Shard
 from kleash.errors import RunFolderError
 from kleash.jobs import MeasureJob, SweepJob
 from kleash.launch_environment import local_world_size
-from kleash.measuring.model_pair import header_of, load_models, loading
+from kleash.measuring.model_pair import header_of, load_models
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.run import on_device_of_rank
 from kleash.measuring.sequence_clusters import Floats, Ids, SequenceSums, clusters_of
@@ -229,7 +229,7 @@ def load_swap_models(job: SweepJob, out: Path, candidate: SweepCandidate, run: S
     """
     measure_job = on_device_of_rank(job.measure_job(candidate.number, out))
     pair = load_models(measure_job, None)
-    reference = load_reference(job.reference, job.revision_reference, loading(measure_job)).reference
+    reference = load_reference(job.reference, job.revision_reference, measure_job).reference
     groups = {grouping: weight_groups(pair.policy, reference, grouping) for grouping in job.attribute}
     chosen = choose_sequences(run.tokens, job.attribute_tokens)
     places = set(chosen.tolist())

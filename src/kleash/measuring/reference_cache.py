@@ -18,7 +18,7 @@ from kleash.engines.base_logits import (
 from kleash.jobs import CacheJob
 from kleash.measuring.estimand import padding_note
 from kleash.measuring.imported_states import ImportedStates, with_saved_dtype
-from kleash.measuring.model_pair import loading, source_of
+from kleash.measuring.model_pair import source_of
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.rescoring import noise_sequences
 from kleash.measuring.run import default_out, resumable
@@ -119,7 +119,7 @@ def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> 
         job = with_saved_dtype(job, saved)
     digest = hash_source(job.measurement())
     reporter.note_all(job.measurement().without_effect())
-    pair = load_reference(job.reference, job.revision_reference, loading(job.measurement()))
+    pair = load_reference(job.reference, job.revision_reference, job)
     kind, name = job.measurement().source
     reporter.note_all((*pair.notes, *describe_source(kind, name, job)))
     how = "finished shards are on disk: run the same command again with"
@@ -206,7 +206,7 @@ def write_base_logits(job: CacheJob, reporter: ProgressReporter) -> WrittenLogit
         ModelError: if the reference cannot be loaded, or its logits are not finite.
         ChangedInputError: if the text or a file of the reference is written to meanwhile.
     """
-    pair = load_reference(job.reference, job.revision_reference, loading(job.measurement()))
+    pair = load_reference(job.reference, job.revision_reference, job)
     model, notes = pair.reference, pair.notes
     begin = begin_token_of(model, job.revision_reference)
     text = read_whole_text(job.measurement().source[1])

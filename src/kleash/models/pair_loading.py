@@ -10,6 +10,7 @@ from kleash.checkpoints.resolution import Checkpoint, find_checkpoint
 from kleash.errors import CannotRunError, OptionError, summarise_error
 from kleash.extras import suppress_library_output
 from kleash.jobs import MeasureJob
+from kleash.jobs.option_groups import ScoringOptions
 from kleash.jobs.reading_jobs import DoctorJob
 from kleash.models.cache.stored_reference import StoredReference
 from kleash.models.compat import without_zero3_loading
@@ -33,7 +34,7 @@ DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", *PARALLEL_MAP
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """Options of loading that apply to policy and reference alike."""
+    """Options of loading that apply to policy and reference alike; a job that loads two models has them, too."""
 
     dtype: str = "auto"
     """"float32", "bfloat16", "float16" or "float64"; "auto" is float32 on a CPU and the checkpoint's dtype on an
@@ -119,7 +120,7 @@ def load_pair_with(policy: str, reference: str, options: MeasureJob | DoctorJob)
 
 
 def _load_models(
-    checkpoints: dict[str, Checkpoint], loading: Loading, stored_tokenizer: Any = None
+    checkpoints: dict[str, Checkpoint], loading: Loading | ScoringOptions, stored_tokenizer: Any = None
 ) -> tuple[dict[str, Model], list[str]]:
     """Load the model of each role, with its tokenizer; also return notes for the user.
 
@@ -153,7 +154,7 @@ def _build_models(
     checkpoints: Mapping[str, Checkpoint],
     networks: Mapping[str, LoadedNetwork],
     tokenizers: Mapping[str, Any],
-    loading: Loading,
+    loading: Loading | ScoringOptions,
 ) -> tuple[dict[str, Model], list[str]]:
     """The model of each network, and notes on it."""
     models: dict[str, Model] = {}
@@ -281,13 +282,15 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype | str:
     return DTYPES[name]
 
 
-def load_reference(name: str, revision: str | None, loading: Loading, *, role: str = "reference") -> Pair:
+def load_reference(
+    name: str, revision: str | None, loading: Loading | ScoringOptions, *, role: str = "reference"
+) -> Pair:
     """Load one model as both policy and reference, for reading a source with it.
 
     Args:
         name: folder, hub id, adapter's folder or GGUF file.
         revision: branch, tag or commit of a hub id.
-        loading: how it is loaded.
+        loading: how it is loaded, such as a job.
         role: what it is called in notes and errors.
 
     Raises:
@@ -307,7 +310,7 @@ def load_beside(
     *,
     revision_policy: str | None,
     revision_reference: str | None,
-    loading: Loading,
+    loading: Loading | ScoringOptions,
 ) -> Pair:
     """Load a policy and pair it with a reference that is read from its cache.
 
