@@ -86,6 +86,11 @@ class RunTotals:
     terms: SequenceTerms
     largest: LargestDrift
 
+    @property
+    def has_kl(self) -> bool:
+        """Whether the exact KL of each token is known: not where one model is behind a server."""
+        return KL in self.sums
+
 
 def make_measurement(
     run: OpenRun, engine: Engine, source: ShardPlan, seconds: Callable[[], float]
@@ -133,11 +138,10 @@ def make_measurement(
     noise_floor, dtype_gap = measure_rounding(run.job, engine, run.folder, counts.record.tokens)
     no_floor = "" if noise_floor is not None else f"no noise floor: {engine.traits.no_noise_floor}"
     numbers, padding_note, padding_warning = _numbers(run, totals.sums, statistics)
-    has_kl = "kl_policy_reference" in statistics
     warnings = (
         *(*run.pair.warnings, *counts.clusters.warnings, *estimand.warnings),
         *source_warnings(source.declared[: counts.record.sequences], run.job.temperature),
-        *(no_floor, *sampling_warnings(estimand, totals, has_kl=has_kl), padding_warning),
+        *(no_floor, *sampling_warnings(estimand, totals), padding_warning),
     )
     notes = (
         *(*run.pair.notes, padding_note, *run.source_notes, *source.notes),
@@ -147,9 +151,9 @@ def make_measurement(
         **_provenance(run, estimand, models),
         counts=replace(counts.record, clusters=len(totals.sums[TOKENS])),
         **to_fields(numbers),
-        left_out={} if has_kl else reasons_left_out(engine.traits.unknown_columns),
+        left_out={} if totals.has_kl else reasons_left_out(engine.traits.unknown_columns),
         estimators=estimator_records(totals.sums),
-        **_exact_fields(run, estimand, counts, totals, has_kl=has_kl),
+        **_exact_fields(run, estimand, counts.clusters, totals),
         noise_floor=noise_floor,
         dtype_gap=dtype_gap,
         warnings=tuple(filter(None, dict.fromkeys(warnings))),
@@ -191,16 +195,14 @@ def _numbers(
     return numbers, note, warning
 
 
-def _exact_fields(
-    run: OpenRun, estimand: Estimand, counts: SequenceCounts, totals: RunTotals, *, has_kl: bool
-) -> dict[str, Any]:
+def _exact_fields(run: OpenRun, estimand: Estimand, clusters: Clusters, totals: RunTotals) -> dict[str, Any]:
     """The fields of a measurement that are made of the exact KL of each token; empty where that is unknown."""
     sums, terms, headline = totals.sums, totals.terms, run.job.headline
-    is_one_model, clusters = run.pair.is_one_model, counts.clusters
+    is_one_model = run.pair.is_one_model
     quantiles, top_share, total = {}, float("nan"), None
-    if has_kl:
+    if totals.has_kl:
         quantiles, top_share = token_quantiles(run.folder, clusters, headline, is_one_model=is_one_model)
-    if has_kl and estimand.has_sequence_kl and np.isfinite(terms.weight).all():
+    if totals.has_kl and estimand.has_sequence_kl and np.isfinite(terms.weight).all():
         total = sequence_total(terms, clusters, is_one_model=is_one_model)
     return {
         "per_sequence": total,
@@ -208,7 +210,7 @@ def _exact_fields(
         "by_position": bins(sums, "position", headline),
         "by_confidence": bins(sums, "confidence", headline),
         "top_percent_share": top_share,
-        "convergence": convergence(sums, headline) if has_kl else (),
+        "convergence": convergence(sums, headline) if totals.has_kl else (),
         "worst_tokens": totals.largest.tokens.drifted(),
         "worst_sequences": totals.largest.sequences.drifted(),
         "prompts": totals.largest.worst_prompts(run.folder, on_text=run.job.source[0] == "text"),
@@ -293,11 +295,9 @@ def sum_tokens(
     )
 
 
-def sampling_warnings(estimand: Estimand, totals: RunTotals, *, has_kl: bool) -> tuple[str, ...]:
+def sampling_warnings(estimand: Estimand, totals: RunTotals) -> tuple[str, ...]:
     """The warnings about how the tokens were drawn, where the exact KL is known; some may be empty."""
-    if not has_kl:
+    if not totals.has_kl or estimand.weighting is None:
         return ()
-    warning = weight_warning(totals.terms.weight, estimand)
-    if estimand.weighting is None:
-        return (warning,)
-    return on_policy_warning(estimator_error(totals.sums, "k1"), estimand), warning
+    k1_error = estimator_error(totals.sums, "k1")
+    return on_policy_warning(k1_error, estimand), weight_warning(totals.terms.weight, estimand)

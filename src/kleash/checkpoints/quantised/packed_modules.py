@@ -80,7 +80,7 @@ class ModuleTensors:
         return indices
 
     def shape(self, part: str, kinds: Sequence[str], dimensions: Collection[int] = (2,)) -> tuple[int, ...]:
-        """The shape of a tensor.
+        """The shape of a tensor, which is not empty.
 
         Args:
             part: last part of its name.
@@ -88,13 +88,13 @@ class ModuleTensors:
             dimensions: the numbers of dimensions that it may have.
 
         Raises:
-            ModelError: if it is missing, or has another type or number of dimensions.
+            ModelError: if it is missing or empty, or has another type or number of dimensions.
         """
         header = self.headers.get(part)
         if header is None:
             raise self.error(f"has no tensor {part}")
-        if header.kind not in kinds or len(header.shape) not in dimensions:
-            expected = f"{' or '.join(kinds)} of {' or '.join(map(str, dimensions))} dimensions"
+        if header.kind not in kinds or len(header.shape) not in dimensions or 0 in header.shape:
+            expected = f"non-empty {' or '.join(kinds)} of {' or '.join(map(str, dimensions))} dimensions"
             raise self.error(f"has {part} as {header.kind} {list(header.shape)}, and not as {expected}")
         return header.shape
 
