@@ -93,7 +93,6 @@ def base_logits_beside(
     return BaseLogits(
         role="reference",
         path=str(file.path),
-        revision=None,
         dtype=policy.dtype,
         device=policy.device,
         parameters=None,

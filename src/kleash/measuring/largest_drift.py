@@ -74,7 +74,7 @@ class LargestDrift:
         kl = part[self.column].astype(np.float64)
         ids = {name: part[name] for name in ("prompt_id", "sample_id", "position")}
         self.tokens.add({"kl": kl, **ids, "text": np.array(part["text"], dtype=object)})
-        rows = sequence_rows(part, self.column)
+        rows = sequence_rows(part, kl)
         self.sequences.add(rows)
         largest = np.maximum.reduceat(kl, sequence_starts(part["prompt_id"], part["sample_id"]))
         self._sequences.append(np.stack([rows["prompt_id"], rows["tokens"], rows["kl"], largest]))

@@ -279,15 +279,13 @@ def sum_tokens(
     sums = ClusterSums(clusters.count, is_one_model=is_one_model)
     largest = LargestDrift(column=headline)
     terms = [SequenceTerms(*np.zeros((3, 0)))]
-    has_kl = "kl_policy_reference" in statistics
     for part, labels in labelled_parts(folder, clusters, [*columns_to_read(statistics), "text"]):
         quantities = token_quantities(part, estimand.weighting, statistics, headline)
         sums.add(labels, quantities)
-        if not has_kl:
-            continue
-        if estimand.has_sequence_kl and estimand.weighting is not None:
+        if KL in quantities:
+            largest.add(part)
+        if KL in quantities and estimand.has_sequence_kl and estimand.weighting is not None:
             terms.append(sequence_terms(part, quantities[KL], estimand.weighting))
-        largest.add(part)
     return RunTotals(
         sums=sums,
         largest=largest,

@@ -13,6 +13,8 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
+
 from kleash.engines import Engine, Shard
 from kleash.jobs import MeasureJob
 from kleash.measuring.largest_drift import MAX_SEQUENCES, Largest, alternatives_of_shard
@@ -96,7 +98,7 @@ class RunningKL:
         while (index := len(self._sums)) in on_disk:
             part = folder.part("tokens", index, ["prompt_id", "sample_id", column], checksums)
             hashes = folder.part("sequences", index, ["prompt_hash"], checksums)["prompt_hash"]
-            yield sum_sequences(part, hashes, column)
+            yield sum_sequences(part, hashes, part[column])
 
     def _add(self, sums: SequenceSums) -> None:
         """Add the sums of a shard; show the KL and decide whether to stop, where that is due."""
@@ -209,13 +211,13 @@ def _score(engine: Engine, claims: ShardClaims, shards: Iterator[Shard], largest
     for shard, result in engine.results(claimed):
         require_unchanged_files()
         alternatives = None
+        kl = np.asarray(result.tokens[run.job.headline])
         if running.has_kl:
-            largest.add(sequence_rows(result.tokens, run.job.headline))
+            largest.add(sequence_rows(result.tokens, kl))
             alternatives = alternatives_of_shard(largest, result.tokens, result.likeliest)
         if not run.folder.has(shard.index):  # as it may be where the disk knows no claims
             run.folder.write_shard(shard.index, result.tokens, result.sequences, alternatives)
-            prompt_hash = result.sequences["prompt_hash"]
-            running.add(shard.index, sum_sequences(result.tokens, prompt_hash, run.job.headline))
+            running.add(shard.index, sum_sequences(result.tokens, result.sequences["prompt_hash"], kl))
         claims.release(shard.index)
         if running.stop is not None:
             break

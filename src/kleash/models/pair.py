@@ -25,8 +25,8 @@ class Model:
     """"policy" or "reference"."""
     path: str
     """The name that it was loaded by."""
-    revision: str | None
-    """Commit of a hub id; None for a folder."""
+    revision: str | None = None
+    """Commit of a hub id; None for a folder or a network in memory."""
     dtype: torch.dtype
     device: torch.device
     """Device of the inputs and the hidden states."""

@@ -160,27 +160,19 @@ def _build_models(
     models: dict[str, Model] = {}
     notes: list[str] = []
     for role, checkpoint in checkpoints.items():
-        loaded = networks[role]
-        model, model_notes = build_model(
-            loaded.network,
+        models[role], model_notes = build_model(
+            networks[role],
             tokenizers[role],
             role=role,
             path=checkpoint.name,
             revision=checkpoint.revision,
             fingerprint=checkpoint.fingerprint(),
-            parameters=loaded.parameters,
-            adapters=loaded.adapters,
-            adapter=loaded.adapter,
+            weights=describe_weights(checkpoint, networks[role]),
+            base=None if checkpoint.adapter is None else checkpoint.base,
             device_map=loading.device_map,
             trust_remote_code=loading.trust_remote_code,
-            storage=loaded.storage,
         )
-        models[role] = replace(
-            model,
-            weights=describe_weights(checkpoint, loaded),
-            base=None if checkpoint.adapter is None else checkpoint.base,
-        )
-        notes += [*loaded.notes, *model_notes]
+        notes += model_notes
     return models, notes
 
 

@@ -51,7 +51,6 @@ def served_model(endpoint: Endpoint, role: str, local: Model) -> ServedModel:
     return ServedModel(
         role=role,
         path=f"{endpoint.client.url} ({endpoint.probe.model})",
-        revision=None,
         dtype=local.dtype,
         device=local.device,
         parameters=None,
