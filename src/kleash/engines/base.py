@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kleash.jobs import MeasureJob
 from kleash.models import Model, Pair, Prompt, TokenSequence
+from kleash.models.generation import ignore
 from kleash.models.scoring import RoundingKind
 from kleash.models.tokenizers import token_texts
 from kleash.store.tables import TOKEN_COLUMNS
@@ -47,8 +48,6 @@ class EngineTraits(NamedTuple):
     """The temperature at which both models are scored."""
     unknown_columns: Mapping[str, str] = MappingProxyType({})
     """The columns of ``tokens/`` that the engine leaves null, each with the reason."""
-    float32_gap_reloads: bool = False
-    """Whether the gap to float32 loads a model a second time."""
     no_noise_floor: str = ""
     """The reason why there is no noise floor, and what to do, in words."""
 
@@ -82,10 +81,6 @@ class Engine(ABC):
             sequences: that are scored again.
         """
         return None
-
-
-def ignore(*_: float) -> None:
-    """Do nothing: the default of functions that are told of progress."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import torch
 
-from kleash.engines.base import EngineTraits, JobEngine, Shard, ShardResult, ignore, shard_result
+from kleash.engines.base import EngineTraits, JobEngine, Shard, ShardResult, shard_result
 from kleash.linear import LinearOptions
 from kleash.models import Prompt, ReferenceCache, TokenSequence, generate, score
+from kleash.models.generation import ignore
 from kleash.models.scoring import ROUNDING, RoundingKind
 from kleash.store.file_hashes import WatchedFiles, watched_files
 
@@ -33,11 +33,8 @@ class LocalEngine(JobEngine):
     def traits(self) -> EngineTraits:
         """The job's temperature, or 1 for greedy responses; a stored reference may lack it."""
         temperature = self.job.temperature if self.job.temperature > 0 else 1.0
-        reference = self.pair.reference
-        is_loaded_here = reference.stored is None and reference.storage is None and not reference.is_in_memory
         return EngineTraits(
             temperature=temperature,
-            float32_gap_reloads=is_loaded_here and reference.dtype not in (torch.float32, torch.float64),
             no_noise_floor=(
                 f"the reference was not loaded, and its cache holds no noise floor for temperature {temperature:g}; "
                 f"kleash cache with --temperature {temperature:g} adds it"

@@ -126,10 +126,7 @@ def check_sweep_folder(out: Path, *, resume: bool) -> None:
 
 def _sweep(job: SweepJob, out: Path, reporter: ProgressReporter) -> tuple[Sweep, bool]:
     """``sweep_together`` in a folder that this process takes part in."""
-
-    def note() -> None:
-        reporter.note("another process runs the reference or writes the ranking; waiting for it")
-
+    note = partial(reporter.note, "another process runs the reference or writes the ranking; waiting for it")
     before = _written(out)
     with folder_lock(out, ADVICE_IF_LOCKED, on_wait=note):
         _check_runs(job, out)

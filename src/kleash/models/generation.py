@@ -29,13 +29,17 @@ MAX_ACTIVE_FRACTION = 7 / 8
 """Finished responses are removed from a batch when at most this fraction of it is unfinished."""
 
 
+def ignore(*_: float) -> None:
+    """Do nothing: the default of functions that are told of progress."""
+
+
 def generate(
     model: Model,
     prompts: Sequence[Prompt],
     sampling: Sampling,
     *,
     batch_tokens: int = 4096,
-    on_tokens: Callable[[int, float], object] | None = None,
+    on_tokens: Callable[[int, float], object] = ignore,
 ) -> list[TokenSequence]:
     """Draw ``samples_per_prompt`` responses to each prompt.
 
@@ -127,7 +131,7 @@ class _Response:
 
 
 def _generate_batch(
-    model: Model, responses: list[_Response], sampling: Sampling, drawn: Callable[[int, float], object] | None
+    model: Model, responses: list[_Response], sampling: Sampling, drawn: Callable[[int, float], object]
 ) -> None:
     """Generate one batch of responses until all have ended."""
     with torch.inference_mode():
@@ -139,8 +143,7 @@ def _generate_batch(
             for response, token, token_logp in zip(responses, tokens.tolist(), logp.tolist(), strict=True):
                 if response.finish_reason is None:
                     response.append(token, token_logp, model.eos_token_ids)
-            if drawn is not None:
-                drawn(len(active), sum(response.last_share for response in active))
+            drawn(len(active), sum(response.last_share for response in active))
             active_rows = [row for row, response in enumerate(responses) if response.finish_reason is None]
             if not active_rows:
                 return

@@ -269,14 +269,13 @@ def _load_as(
 
 def _describe_replaced_class(config: Any, network: Any, subject: str) -> tuple[str, ...]:
     """A note on a checkpoint that names a class of its own code, in place of which transformers' class is run."""
-    names = getattr(config, "architectures", None) or []
-    if not getattr(config, "auto_map", None) or not names or type(network).__name__ in names:
-        return ()
+    names = getattr(config, "architectures", None) or [type(network).__name__]
+    is_replaced = getattr(config, "auto_map", None) and type(network).__name__ not in names
     note = (
         f"{subject} names the class {str(names[0])[:60]} of its own code, and transformers' {type(network).__name__} "
         "is measured; --trust-remote-code runs that code"
     )
-    return (note,)
+    return (note,) if is_replaced else ()
 
 
 def describe_weights(checkpoint: Checkpoint, loaded: LoadedNetwork) -> StoredWeights:

@@ -24,6 +24,7 @@ from kleash.linear import (
     token_statistics_and_top,
 )
 from kleash.models.cache.reference_cache import ReferenceCache
+from kleash.models.generation import ignore
 from kleash.models.heads import truncate_head
 from kleash.models.padding_rows import padding_columns
 from kleash.models.pair import Model, Pair
@@ -64,7 +65,7 @@ def score(
     cache: ReferenceCache | None = None,
     top: int = 0,
     sampler: Sampling | None = None,
-    on_scored: Callable[[int, int], object] | None = None,
+    on_scored: Callable[[int, int], object] = ignore,
     read_reference: HiddenStateReader | None = None,
 ) -> dict[str, np.ndarray]:
     """Per-token statistics of both models for each response token, in the order of ``sequences``.
@@ -135,7 +136,7 @@ def columns_in_batches(
     sequences: Sequence[TokenSequence],
     batch_tokens: int,
     columns_of_batch: Callable[[list[int]], Mapping[str, np.ndarray]],
-    on_scored: Callable[[int, int], object] | None = None,
+    on_scored: Callable[[int, int], object] = ignore,
 ) -> dict[str, np.ndarray]:
     """Columns of the token table, with a row for each response token, in the order of ``sequences``.
 
@@ -157,8 +158,7 @@ def columns_in_batches(
         for name, values in batch_columns.items():
             dtype = np.int32 if values.dtype.kind == "i" else np.float32
             columns.setdefault(name, np.empty((sum(counts), *values.shape[1:]), dtype=dtype))[rows] = values
-        if on_scored is not None:
-            on_scored(len(batch), len(rows))
+        on_scored(len(batch), len(rows))
     return columns
 
 

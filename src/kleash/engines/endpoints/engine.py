@@ -89,10 +89,8 @@ class EndpointEngine(JobEngine):
             f"the server of the {self.endpoint_role} lists {self.endpoint.probe.top} tokens at each position and not "
             "its whole distribution"
         )
-        is_float32 = self.local_model.dtype in (torch.float32, torch.float64)
         return EngineTraits(
             unknown_columns=dict.fromkeys((*DIVERGENCE_COLUMNS, f"entropy_{self.endpoint_role}"), reason),
-            float32_gap_reloads=self.endpoint_role == "policy" and not is_float32,
             no_noise_floor="the reference is behind a server, which scores a sequence in batches of its own choice",
         )
 
