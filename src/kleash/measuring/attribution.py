@@ -15,6 +15,7 @@ from kleash.measuring.model_pair import header_of, load_models
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.run import on_device_of_rank
 from kleash.measuring.sequence_clusters import Clusters, Floats, Ids, SequenceSums, clusters_of
+from kleash.measuring.shard_scoring import claim_of
 from kleash.measuring.shards import group_by_cost, hash_source, source_sequences
 from kleash.measuring.sweep_ranking import sum_run
 from kleash.models import Model, Pair, TokenSequence, load_reference
@@ -120,7 +121,7 @@ def run_passes(
 
     def missing() -> list[str]:
         return [
-            _claim_of(name, shard)
+            claim_of(name, shard.index)
             for name in passes
             for shard in shards
             if not RunFolder(root / name).has(shard.index)
@@ -158,15 +159,10 @@ def _score_missing(
         pair = replace(models.pair, policy=policy)
         engine = LocalEngine(pair=pair, job=models.job, top=0, on_scored=reporter.add_scored)
         for shard in shards:
-            with claim(root, _claim_of(name, shard)) as is_ours:
+            with claim(root, claim_of(name, shard.index)) as is_ours:
                 if is_ours and not folder.has(shard.index):
                     result = engine.run(shard)
                     folder.write_shard(shard.index, result.tokens, result.sequences)
-
-
-def _claim_of(name: str, shard: Shard) -> str:
-    """The name of the claim of a pass's shard."""
-    return f"{name}-{shard.index:05d}"
 
 
 def attribute(

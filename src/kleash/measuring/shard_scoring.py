@@ -181,7 +181,7 @@ class ShardClaims:
             self.total += 1
             shard_claim = self._open_claims[shard.index] = ExitStack()
             is_ours = not self.run.folder.has(shard.index) and shard_claim.enter_context(
-                claim(self.run.folder.root, _claim_of(shard.index))
+                claim(self.run.folder.root, claim_of("shard", shard.index))
             )
             is_counted = shard.index in self.counted
             self.counted.add(shard.index)
@@ -197,12 +197,12 @@ class ShardClaims:
         """The claims of the shards that are not on disk."""
         self.running.advance()
         total, on_disk = self.running.stop or self.total, self.run.folder.on_disk()
-        return [_claim_of(index) for index in range(total) if index not in on_disk]
+        return [claim_of("shard", index) for index in range(total) if index not in on_disk]
 
 
-def _claim_of(index: int) -> str:
-    """The name of the claim of a shard."""
-    return f"shard-{index:05d}"
+def claim_of(kind: str, index: int) -> str:
+    """The name of the claim of a shard; ``kind`` of an attribution's is the name of the pass."""
+    return f"{kind}-{index:05d}"
 
 
 def _score(engine: Engine, claims: ShardClaims, shards: Iterator[Shard], largest: Largest) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from kleash.checkpoints.files import StoredTensor
 from kleash.checkpoints.resolution import Checkpoint
 from kleash.errors import ModelError
+from kleash.registry import grouped
 
 MAX_SHOWN_CHARACTERS = 120
 MAX_GROUP_SIZE = 1 << 24
@@ -131,11 +132,9 @@ class ModuleTensors:
 
 def group_by_module(checkpoint: Checkpoint) -> dict[str, dict[str, StoredTensor]]:
     """The tensors of a checkpoint by module, which is all of a name but its last part, and by that part."""
-    modules: dict[str, dict[str, StoredTensor]] = {}
-    for name, header in checkpoint.safetensors.items():
-        module, _, part = name.rpartition(".")
-        modules.setdefault(module, {})[part] = header
-    return modules
+    names = ((name.rpartition("."), header) for name, header in checkpoint.safetensors.items())
+    modules = grouped((module, (part, header)) for (module, _, part), header in names)
+    return {module: dict(parts) for module, parts in modules.items()}
 
 
 def modules_with(checkpoint: Checkpoint, *parts: str) -> Iterator[ModuleTensors]:
