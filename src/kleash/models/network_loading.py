@@ -108,7 +108,7 @@ def _require_ranks(checkpoint: Checkpoint, device_map: str) -> None:
     """Check that a checkpoint can be spread over the ranks of torch.distributed.
 
     Raises:
-        CannotRunError: if there are no ranks, or transformers is too old.
+        CannotRunError: if there are no ranks.
         ModelError: if it is an adapter.
     """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
@@ -121,7 +121,6 @@ def _require_ranks(checkpoint: Checkpoint, device_map: str) -> None:
             f"{checkpoint} is an adapter or a GGUF file, which --device-map {device_map} does not take; merge or "
             "convert it into a folder of safetensors"
         )
-    import_extra("transformers.distributed.configuration_utils", "models")
 
 
 def _placement(device_map: str | None) -> dict[str, Any]:

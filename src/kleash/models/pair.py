@@ -171,11 +171,6 @@ class Pair:
         has_same_files = not policy.is_in_memory and policy.fingerprint == reference.fingerprint
         return policy.is_same_as(reference) or (has_same_files and policy.dtype == reference.dtype)
 
-    def wait_for_statistics(self, *, top: bool) -> None:
-        """Wait until all ranks that store weights compare the two models; returns at once if they are whole."""
-        if self.policy.turns is not None:
-            self.policy.turns.wait_for(self.policy.role, "statistics_and_top" if top else "statistics")
-
     @property
     def vocab_size(self) -> int:
         """Number of tokens that both give a probability to."""

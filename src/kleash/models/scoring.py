@@ -194,7 +194,8 @@ def _columns_of_models(
     ids = [token for sequence in batch for token in sequence.response_ids]
     tokens = torch.tensor(ids, device=inputs[0].device)
     columns: dict[str, np.ndarray] = {}
-    pair.wait_for_statistics(top=top > 0)
+    if policy.turns is not None:  # until all ranks that store weights compare the two models
+        policy.turns.wait_for(policy.role, "statistics_and_top" if top else "statistics")
     with torch.inference_mode():
         if top:
             statistics, *top_of_models = _statistics_and_top(inputs, tokens, top, temperature, options)
