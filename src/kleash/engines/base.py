@@ -120,11 +120,12 @@ def with_unknown(columns: Mapping[str, np.ndarray], further: Mapping[str, str]) 
         columns: those that are known; an unknown token or rank in them is -1.
         further: columns beside ``TOKEN_COLUMNS`` and their types.
     """
-    known: dict[str, Any] = dict(columns)
-    for name, kind in {**TOKEN_COLUMNS, **further}.items():
-        if name not in known and kind != "string":
-            unknown = np.nan if kind == "float32" else -1
-            known[name] = np.full(len(known["token_id"]), unknown, dtype=np.dtype(kind))
+    unknown = {
+        name: np.full(len(columns["token_id"]), np.nan if kind == "float32" else -1, dtype=np.dtype(kind))
+        for name, kind in {**TOKEN_COLUMNS, **further}.items()
+        if name not in columns and kind != "string"
+    }
+    known: dict[str, Any] = {**columns, **unknown}
     for name in ("top1_policy", "top1_reference", "rank_reference"):
         known[name] = np.ma.masked_less(known[name], 0)
     return known
