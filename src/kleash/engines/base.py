@@ -7,12 +7,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from jaxtyping import Bool
-from torch import Tensor
 
 from kleash.jobs import MeasureJob
-from kleash.models import Model, Pair, Prompt, TokenSequence
+from kleash.models import Pair, Prompt, TokenSequence
 from kleash.models.generation import ignore
 from kleash.models.scoring import RoundingKind
 from kleash.models.tokenizers import token_texts
@@ -129,13 +126,6 @@ def with_unknown(columns: Mapping[str, np.ndarray], further: Mapping[str, str]) 
     for name in ("top1_policy", "top1_reference", "rank_reference"):
         known[name] = np.ma.masked_less(known[name], 0)
     return known
-
-
-def find_padding(model: Model) -> Bool[Tensor, " vocab"] | None:
-    """Whether each logit of a model is of no token of its tokenizer; None if all are of tokens."""
-    is_padding = torch.ones(model.vocab_size, dtype=torch.bool)
-    is_padding[list(model.tokenizer.get_vocab().values())] = False
-    return is_padding if bool(is_padding.any()) else None
 
 
 def round_outwards(name: str, values: np.ndarray) -> np.ndarray:

@@ -18,7 +18,6 @@ from kleash.engines.base import (
     JobEngine,
     Shard,
     ShardResult,
-    find_padding,
     round_outwards,
     shard_result,
     with_unknown,
@@ -198,7 +197,7 @@ class BaseLogitsEngine(JobEngine):
             SourceError: if a part of the file is damaged.
         """
         sequences = shard.sequences
-        is_padding = find_padding(self.pair.policy)
+        is_padding = self.pair.policy.padding_mask()
 
         def columns_of_batch(batch: list[int]) -> dict[str, np.ndarray]:
             chunks = [sequences[index] for index in batch]

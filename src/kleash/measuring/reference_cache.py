@@ -8,7 +8,6 @@ import torch
 
 from kleash.checkpoints.resolution import find_checkpoint
 from kleash.engines import LocalEngine
-from kleash.engines.base import find_padding
 from kleash.engines.base_logits import (
     begin_token_of,
     chunk_sequence,
@@ -214,7 +213,7 @@ def write_base_logits(job: CacheJob, reporter: ProgressReporter) -> WrittenLogit
     tokens = split_chunks([*([] if begin is None else [begin]), *token_ids], job.chunk_tokens, job.limit)
     require_context(model, job.chunk_tokens)
     reporter.set_total(len(tokens))
-    padding, in_padding = find_padding(model), list[torch.Tensor]()
+    is_padding, in_padding = model.padding_mask(), list[torch.Tensor]()
 
     def write(unfinished: Path) -> None:
         with unfinished.open("wb") as file, threads_for_scoring(pair):
@@ -223,8 +222,8 @@ def write_base_logits(job: CacheJob, reporter: ProgressReporter) -> WrittenLogit
                 sequence = chunk_sequence(chunk, chunk_tokens, begin, pair.tokenizer)
                 for _, logits in logit_tiles(model, read_hidden_states(model, [sequence]), sequence.name):
                     file.write(encode_rows(logits).tobytes())
-                    if padding is not None:
-                        in_padding.append(logits.softmax(-1)[:, padding.to(logits.device)].sum(-1).cpu())
+                    if is_padding is not None:
+                        in_padding.append(logits.softmax(-1)[:, is_padding.to(logits.device)].sum(-1).cpu())
                 reporter.add_scored(1, len(sequence.response_ids))
 
     path = Path(str(job.out)).expanduser()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -125,6 +125,12 @@ class Model:
         """
         if self.turns is not None and self.storage is not None:
             self.turns.wait_for(self.role, call)
+
+    def padding_mask(self) -> Bool[Tensor, " vocab"] | None:
+        """Whether each logit is of no token; None if all are of tokens, or several ranks store the head."""
+        if self.padding is None:
+            return None
+        return torch.isin(torch.arange(self.vocab_size), torch.tensor(self.padding.ids))
 
     @property
     def is_in_memory(self) -> bool:

@@ -13,7 +13,6 @@ from kleash.engines.base import (
     JobEngine,
     Shard,
     ShardResult,
-    find_padding,
     round_outwards,
     shard_result,
     with_unknown,
@@ -134,7 +133,7 @@ class EndpointEngine(JobEngine):
         self, sequences: Sequence[TokenSequence], answers: Sequence["Future[ListedLogprobs]"]
     ) -> dict[str, Any]:
         """The columns of ``tokens/`` of a shard."""
-        is_padding = find_padding(self.local_model)
+        is_padding = self.local_model.padding_mask()
 
         def columns_of_batch(batch: list[int]) -> dict[str, np.ndarray]:
             hidden = read_hidden_states(self.local_model, [sequences[index] for index in batch])
