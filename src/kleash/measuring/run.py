@@ -138,8 +138,9 @@ def _made_measurement(run: OpenRun, engine: Engine, source: ShardPlan, start: fl
 
     None for any other.
     """
-    waiting = partial(run.reporter.note, "another process makes the measurement; waiting for it")
-    with run.folder.making_result(waiting):
+    with run.folder.making_result(
+        partial(run.reporter.note, "another process makes the measurement; waiting for it")
+    ):
         if run.folder.measurement_version() not in (None, run.measurement_before):
             return None
         reference = run.pair.reference
