@@ -1,6 +1,6 @@
 """Loading policy and reference, and checking that they can be compared."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,6 @@ from kleash.models.model_building import build_model, check_vocab_size
 from kleash.models.network_loading import PARALLEL_MAPS, describe_weights, load_networks
 from kleash.models.padding_rows import PaddingRows
 from kleash.models.pair import Model, Pair
-from kleash.models.shared_base import LoadedNetwork
 from kleash.models.tokenizers import load_tokenizers, token_count
 
 DTYPES = {
@@ -129,6 +128,8 @@ def _load_models(
         loading: how they are loaded.
         stored_tokenizer: of a reference that is not loaded, with which the tokenizers are compared.
     """
+    models: dict[str, Model] = {}
+    model_notes: list[str] = []
     with suppress_library_output(), without_zero3_loading():
         tokenizers, tokenizer_notes = load_tokenizers(
             checkpoints, loading.trust_remote_code, loading.tokenizer, stored_reference=stored_tokenizer
@@ -141,39 +142,26 @@ def _load_models(
             device_map=loading.device_map,
             trust_remote_code=loading.trust_remote_code,
         )
-        models, model_notes = _build_models(checkpoints, networks, tokenizers, loading)
+        for role, checkpoint in checkpoints.items():
+            models[role], notes = build_model(
+                networks[role],
+                tokenizers[role],
+                role=role,
+                path=checkpoint.name,
+                revision=checkpoint.revision,
+                fingerprint=checkpoint.fingerprint(),
+                weights=describe_weights(checkpoint, networks[role]),
+                base=None if checkpoint.adapter is None else checkpoint.base,
+                device_map=loading.device_map,
+                trust_remote_code=loading.trust_remote_code,
+            )
+            model_notes += notes
     adapter_notes = [
         f"the {checkpoint.role} is the adapter {checkpoint.name} over {checkpoint.base}"
         for checkpoint in checkpoints.values()
         if checkpoint.adapter is not None
     ]
     return models, [*tokenizer_notes, *adapter_notes, *sharing_notes, *model_notes]
-
-
-def _build_models(
-    checkpoints: Mapping[str, Checkpoint],
-    networks: Mapping[str, LoadedNetwork],
-    tokenizers: Mapping[str, Any],
-    loading: Loading | ScoringOptions,
-) -> tuple[dict[str, Model], list[str]]:
-    """The model of each network, and notes on it."""
-    models: dict[str, Model] = {}
-    notes: list[str] = []
-    for role, checkpoint in checkpoints.items():
-        models[role], model_notes = build_model(
-            networks[role],
-            tokenizers[role],
-            role=role,
-            path=checkpoint.name,
-            revision=checkpoint.revision,
-            fingerprint=checkpoint.fingerprint(),
-            weights=describe_weights(checkpoint, networks[role]),
-            base=None if checkpoint.adapter is None else checkpoint.base,
-            device_map=loading.device_map,
-            trust_remote_code=loading.trust_remote_code,
-        )
-        notes += model_notes
-    return models, notes
 
 
 def pair_models(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pair:
