@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -11,8 +11,9 @@ import numpy as np
 from kleash.jobs import MeasureJob
 from kleash.models import Pair, Prompt, TokenSequence
 from kleash.models.generation import ignore
-from kleash.models.scoring import RoundingKind
+from kleash.models.scoring import ROUNDING, RoundingKind
 from kleash.models.tokenizers import token_texts
+from kleash.store.file_hashes import WatchedFiles, watched_files
 from kleash.store.tables import TOKEN_COLUMNS
 
 
@@ -68,6 +69,7 @@ class Engine(ABC):
         """Iterate over shards with their results, in the order in which they are scored."""
         return ((shard, self.run(shard)) for shard in shards)
 
+    @abstractmethod
     def rounding_columns(
         self, kind: RoundingKind, sequences: Sequence[TokenSequence]
     ) -> Mapping[str, np.ndarray] | None:
@@ -77,7 +79,6 @@ class Engine(ABC):
             kind: "noise" for another batch layout, "gap" for float32.
             sequences: that are scored again.
         """
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,29 @@ class JobEngine(Engine):
     job: MeasureJob
     on_scored: Callable[[int, int], None] = ignore
     """Called after each batch of a shard, or after the shard, with the number of its sequences and of their tokens."""
+    files: WatchedFiles = field(default_factory=watched_files)
+    """Those of the models."""
+
+    def rounding_columns(
+        self, kind: RoundingKind, sequences: Sequence[TokenSequence]
+    ) -> Mapping[str, np.ndarray] | None:
+        """Token columns of the reference compared with itself, in another batch layout or in float32.
+
+        For a stored reference, the columns that were computed when it was stored; None if its temperature differs. None
+        also for one that is not here, and for the gap of one that FSDP stores on several ranks, which would all have to
+        load it again, or that was given in memory, and has no file to load.
+        """
+        reference, temperature = self.pair.reference, self.traits.temperature
+        if reference.stored is not None:
+            return reference.stored.rounding_columns(kind, temperature)
+        is_reloadable = reference.storage is None and not reference.is_in_memory
+        if reference.network is None or (kind == "gap" and not is_reloadable):
+            return None
+        columns = ROUNDING[kind](
+            reference, sequences, temperature=temperature, batch_tokens=self.job.batch_tokens
+        )
+        self.files.require_unchanged()
+        return columns
 
 
 def shard_result(

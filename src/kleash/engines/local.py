@@ -1,17 +1,13 @@
 """The engine of one machine: both models in this process."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from kleash.engines.base import EngineTraits, JobEngine, Shard, ShardResult, shard_result
 from kleash.linear import LinearOptions
 from kleash.models import Prompt, ReferenceCache, TokenSequence, generate, score
 from kleash.models.generation import ignore
-from kleash.models.scoring import ROUNDING, RoundingKind
-from kleash.store.file_hashes import WatchedFiles, watched_files
 
 CPU_BUFFER_BYTES = 96 * 2**20
 """Memory for the logits of a chunk of tokens on a CPU: a run then needs at most 256 MB besides models and a batch."""
@@ -26,8 +22,6 @@ class LocalEngine(JobEngine):
     """Called while responses are generated, as by ``generate``."""
     top: int = 5
     """Number of likeliest tokens of each model in a shard's result."""
-    files: WatchedFiles = field(default_factory=watched_files)
-    """Those of the models."""
 
     @property
     def traits(self) -> EngineTraits:
@@ -70,26 +64,6 @@ class LocalEngine(JobEngine):
         names = [name for name in tokens if name.startswith("top_")]
         likeliest = {name.removeprefix("top_"): tokens.pop(name) for name in names}
         return shard_result(self.pair, sequences, tokens, likeliest)
-
-    def rounding_columns(
-        self, kind: RoundingKind, sequences: Sequence[TokenSequence]
-    ) -> dict[str, np.ndarray] | None:
-        """Token columns of the reference compared with itself, in another batch layout or in float32.
-
-        For a stored reference, the columns that were computed when it was stored; None if its temperature differs. None
-        also for the gap of a reference that FSDP stores on several ranks, which would all have to load it again, or
-        that was given in memory, and has no file to load.
-        """
-        reference = self.pair.reference
-        if reference.stored is not None:
-            return reference.stored.rounding_columns(kind, self.traits.temperature)
-        if kind == "gap" and (reference.storage is not None or reference.is_in_memory):
-            return None
-        columns = ROUNDING[kind](
-            reference, sequences, temperature=self.traits.temperature, batch_tokens=self.job.batch_tokens
-        )
-        self.files.require_unchanged()
-        return columns
 
     def _answer(self, prompts: Sequence[Prompt]) -> list[TokenSequence]:
         # The reference scores what the policy generates, so the shorter context of the two applies.

@@ -1,6 +1,6 @@
 """The engine of a model behind an inference server, compared with a local one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +25,7 @@ from kleash.errors import EndpointError
 from kleash.extras import suppress_library_output
 from kleash.linear import LinearOptions, token_statistics
 from kleash.models import Model, TokenSequence
-from kleash.models.scoring import ROUNDING, RoundingKind, columns_in_batches, read_hidden_states
+from kleash.models.scoring import columns_in_batches, read_hidden_states
 from kleash.store.measurement import ModelRecord
 from kleash.store.statistics import DIVERGENCE_COLUMNS
 from kleash.store.tables import BOUND_COLUMNS
@@ -118,16 +118,6 @@ class EndpointEngine(JobEngine):
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
         return shard_result(self.pair, sequences, columns)
-
-    def rounding_columns(
-        self, kind: RoundingKind, sequences: Sequence[TokenSequence]
-    ) -> Mapping[str, np.ndarray] | None:
-        """Token columns of the local reference compared with itself; None for a server."""
-        if self.endpoint_role == "reference":
-            return None
-        return ROUNDING[kind](
-            self.pair.reference, sequences, temperature=1.0, batch_tokens=self.job.batch_tokens
-        )
 
     def _columns(
         self, sequences: Sequence[TokenSequence], answers: Sequence["Future[ListedLogprobs]"]
