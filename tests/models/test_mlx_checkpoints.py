@@ -196,7 +196,7 @@ def test_a_text_tower_has_the_names_of_mlx(tmp_path, family):
         ({"mode": "mxfp3"}, "", r"its mode is 'mxfp3' of 4 bits"),
         ({"bits": 7.5}, "", r"its bits is 7.5"),
         ({"bits": 8}, "", r"24 words in a row and scales of \[40, 6\]"),
-        ({"mode": "mxfp4"}, "", r"has scales as F32 \[40, 6\], and not as U8"),
+        ({"mode": "mxfp4"}, "", r"has scales as F32 \[40, 6\], and not as non-empty U8"),
         ({}, "biases", r"has no tensor biases"),
     ],
 )

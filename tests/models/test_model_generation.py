@@ -359,10 +359,11 @@ def test_nan_logits_are_an_error_with_the_prompt(folders, unhooked):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"samples_per_prompt": 0}, "samples_per_prompt is 0; it is at least 1"),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
-        ({"temperature": -1.0}, "temperature is -1.0; it is a finite number from 0"),
-        ({"temperature": float("inf")}, "temperature is inf; it is a finite number from 0"),
+        ({"samples_per_prompt": 0}, "--samples-per-prompt must be at least 1; it is 0"),
+        ({"max_new_tokens": 0}, "--max-new-tokens must be at least 1"),
+        ({"temperature": -1.0}, "--temperature must be a number of 0 or more; it is -1.0"),
+        ({"temperature": float("inf")}, "--temperature must be a number of 0 or more; it is inf"),
+        ({"top_p": 0.0}, "--top-p must be above 0 and at most 1; it is 0.0"),
     ],
 )
 def test_invalid_sampling_options_are_errors(options, message):

@@ -33,7 +33,6 @@ def test_only_missing_sequences_are_computed(pair, tmp_path):
     counted = replace(pair, reference=replace(pair.reference, backbone=counting))
     same(score(counted, random_sequences(), cache=cache), score(pair, random_sequences()))
     assert sum(read) == len(rest)
-    assert cache.hits == 2
     score(counted, random_sequences(), cache=cache)
     assert sum(read) == len(rest)
     assert len(list(tmp_path.glob("*.safetensors"))) == 2

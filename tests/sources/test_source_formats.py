@@ -329,8 +329,11 @@ def test_invalid_preference_pairs_are_errors(pair, write, record, message, unhoo
         ({"logprobs": [10**400, -1]}, "at most 0, and found '1000"),
         ({"logprobs": [None, -1]}, "found 'null'"),
         ({"temperature": 10**400}, "'temperature' to be a number from 0 on"),
-        ({"prompt_id": 2**70}, "'prompt_id' to be from 0 to 2147483647"),
-        ({"prompt_id": 1.0}, "'prompt_id' to be a whole number and found '1.0'"),
+        ({"prompt_id": 2**70}, "'prompt_id' to be text, or a whole number from 0 to 2147483647"),
+        (
+            {"prompt_id": 1.0},
+            "'prompt_id' to be text, or a whole number from 0 to 2147483647 and found '1.0'",
+        ),
         ({"response_token_ids": [2**70]}, "to hold token ids from 0 to 319"),
     ],
 )

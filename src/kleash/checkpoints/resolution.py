@@ -93,8 +93,8 @@ class Checkpoint:
         return {} if self.gguf else read_json(self.folder / "config.json")
 
     @cached_property
-    def quantisation(self) -> Mapping[str, Any] | None:
-        """How the weights are quantised, by config.json or older files, with ``quant_method``; None if they are not.
+    def quantisation(self) -> Mapping[str, Any]:
+        """How the weights are quantised, by config.json or older files, with ``quant_method``; empty if they are not.
 
         Raises:
             ModelError: if a file is not JSON, or the settings are no object.
@@ -119,12 +119,12 @@ class Checkpoint:
         if (self.folder / MODELOPT_SETTINGS).is_file():
             value = read_json(self.folder / MODELOPT_SETTINGS).get("quantization")
             return {"quant_method": "modelopt", **(value if isinstance(value, dict) else {})}
-        return None
+        return {}
 
     @cached_property
     def quant_method(self) -> str | None:
         """The name of the format of a quantised checkpoint; None if it is not quantised."""
-        if self.quantisation is None:
+        if not self.quantisation:
             return None
         return str(self.quantisation.get("quant_method", "unknown")).lower()[:MAX_METHOD_CHARACTERS]
 

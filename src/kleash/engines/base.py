@@ -2,19 +2,18 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from jaxtyping import Bool
-from torch import Tensor
 
 from kleash.jobs import MeasureJob
-from kleash.models import Model, Pair, Prompt, TokenSequence
-from kleash.models.scoring import RoundingKind
+from kleash.models import Pair, Prompt, TokenSequence
+from kleash.models.generation import ignore
+from kleash.models.scoring import ROUNDING, RoundingKind
 from kleash.models.tokenizers import token_texts
+from kleash.store.file_hashes import WatchedFiles, watched_files
 from kleash.store.tables import TOKEN_COLUMNS
 
 
@@ -47,8 +46,6 @@ class EngineTraits(NamedTuple):
     """The temperature at which both models are scored."""
     unknown_columns: Mapping[str, str] = MappingProxyType({})
     """The columns of ``tokens/`` that the engine leaves null, each with the reason."""
-    float32_gap_reloads: bool = False
-    """Whether the gap to float32 loads a model a second time."""
     no_noise_floor: str = ""
     """The reason why there is no noise floor, and what to do, in words."""
 
@@ -72,6 +69,7 @@ class Engine(ABC):
         """Iterate over shards with their results, in the order in which they are scored."""
         return ((shard, self.run(shard)) for shard in shards)
 
+    @abstractmethod
     def rounding_columns(
         self, kind: RoundingKind, sequences: Sequence[TokenSequence]
     ) -> Mapping[str, np.ndarray] | None:
@@ -81,11 +79,6 @@ class Engine(ABC):
             kind: "noise" for another batch layout, "gap" for float32.
             sequences: that are scored again.
         """
-        return None
-
-
-def ignore(*_: float) -> None:
-    """Do nothing: the default of functions that are told of progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +89,29 @@ class JobEngine(Engine):
     job: MeasureJob
     on_scored: Callable[[int, int], None] = ignore
     """Called after each batch of a shard, or after the shard, with the number of its sequences and of their tokens."""
+    files: WatchedFiles = field(default_factory=watched_files)
+    """Those of the models."""
+
+    def rounding_columns(
+        self, kind: RoundingKind, sequences: Sequence[TokenSequence]
+    ) -> Mapping[str, np.ndarray] | None:
+        """Token columns of the reference compared with itself, in another batch layout or in float32.
+
+        For a stored reference, the columns that were computed when it was stored; None if its temperature differs. None
+        also for one that is not here, and for the gap of one that FSDP stores on several ranks, which would all have to
+        load it again, or that was given in memory, and has no file to load.
+        """
+        reference, temperature = self.pair.reference, self.traits.temperature
+        if reference.stored is not None:
+            return reference.stored.rounding_columns(kind, temperature)
+        is_reloadable = reference.storage is None and not reference.is_in_memory
+        if reference.network is None or (kind == "gap" and not is_reloadable):
+            return None
+        columns = ROUNDING[kind](
+            reference, sequences, temperature=temperature, batch_tokens=self.job.batch_tokens
+        )
+        self.files.require_unchanged()
+        return columns
 
 
 def shard_result(
@@ -125,21 +141,15 @@ def with_unknown(columns: Mapping[str, np.ndarray], further: Mapping[str, str]) 
         columns: those that are known; an unknown token or rank in them is -1.
         further: columns beside ``TOKEN_COLUMNS`` and their types.
     """
-    known: dict[str, Any] = dict(columns)
-    for name, kind in {**TOKEN_COLUMNS, **further}.items():
-        if name not in known and kind != "string":
-            unknown = np.nan if kind == "float32" else -1
-            known[name] = np.full(len(known["token_id"]), unknown, dtype=np.dtype(kind))
+    unknown = {
+        name: np.full(len(columns["token_id"]), np.nan if kind == "float32" else -1, dtype=np.dtype(kind))
+        for name, kind in {**TOKEN_COLUMNS, **further}.items()
+        if name not in columns and kind != "string"
+    }
+    known: dict[str, Any] = {**columns, **unknown}
     for name in ("top1_policy", "top1_reference", "rank_reference"):
         known[name] = np.ma.masked_less(known[name], 0)
     return known
-
-
-def find_padding(model: Model) -> Bool[Tensor, " vocab"] | None:
-    """Whether each logit of a model is of no token of its tokenizer; None if all are of tokens."""
-    is_padding = torch.ones(model.vocab_size, dtype=torch.bool)
-    is_padding[list(model.tokenizer.get_vocab().values())] = False
-    return is_padding if bool(is_padding.any()) else None
 
 
 def round_outwards(name: str, values: np.ndarray) -> np.ndarray:

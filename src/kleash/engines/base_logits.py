@@ -18,7 +18,6 @@ from kleash.engines.base import (
     JobEngine,
     Shard,
     ShardResult,
-    find_padding,
     round_outwards,
     shard_result,
     with_unknown,
@@ -93,7 +92,6 @@ def base_logits_beside(
     return BaseLogits(
         role="reference",
         path=str(file.path),
-        revision=None,
         dtype=policy.dtype,
         device=policy.device,
         parameters=None,
@@ -199,7 +197,7 @@ class BaseLogitsEngine(JobEngine):
             SourceError: if a part of the file is damaged.
         """
         sequences = shard.sequences
-        is_padding = find_padding(self.pair.policy)
+        is_padding = self.pair.policy.padding_mask()
 
         def columns_of_batch(batch: list[int]) -> dict[str, np.ndarray]:
             chunks = [sequences[index] for index in batch]
@@ -224,7 +222,11 @@ class BaseLogitsEngine(JobEngine):
     def _columns_of_chunk(
         self, sequence: TokenSequence, hidden: Tensor, is_padding: Tensor | None
     ) -> Iterator[dict[str, np.ndarray]]:
-        """The columns of a few rows of a chunk at a time."""
+        """The columns of a few rows of a chunk at a time.
+
+        Raises:
+            SourceError: with the chunk and the position of a row whose probabilities cannot sum to 1.
+        """
         file = self.reference.file
         chunk = sequence.prompt_id  # the number of its chunk in the file
         for start, tile in logit_tiles(self.pair.policy, hidden, sequence.name):
@@ -234,22 +236,14 @@ class BaseLogitsEngine(JobEngine):
             for row in range(0, len(tile), step):
                 part = slice(row, row + step)
                 base = logp_intervals(rows[part])
-                self._check_sums(base, chunk, start + row)
+                wrong = impossible_row(base)
+                if wrong is not None:
+                    low, high = float(base.p_lowest[wrong].sum()), float(base.p_highest[wrong].sum())
+                    raise SourceError(
+                        f"{file.path} has probabilities that sum to between {low:.6g} and {high:.6g}, and not to 1, at "
+                        f"scored position {start + row + wrong} of chunk {chunk}; write the file again"
+                    )
                 yield columns_of_rows(tile[part], rows[part], base, targets[part], is_padding)
-
-    def _check_sums(self, base: LogpIntervals, chunk: int, start: int) -> None:
-        """Check that the probabilities of each row can sum to 1.
-
-        Raises:
-            SourceError: with the chunk and the position of a row of which they cannot.
-        """
-        row = impossible_row(base)
-        if row is not None:
-            low, high = float(base.p_lowest[row].sum()), float(base.p_highest[row].sum())
-            raise SourceError(
-                f"{self.reference.path} has probabilities that sum to between {low:.6g} and {high:.6g}, and not to 1, "
-                f"at scored position {start + row} of chunk {chunk}; write the file again"
-            )
 
 
 def columns_of_rows(

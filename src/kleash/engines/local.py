@@ -1,18 +1,13 @@
 """The engine of one machine: both models in this process."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-import torch
-
-from kleash.engines.base import EngineTraits, JobEngine, Shard, ShardResult, ignore, shard_result
-from kleash.jobs import MeasureJob
+from kleash.engines.base import EngineTraits, JobEngine, Shard, ShardResult, shard_result
 from kleash.linear import LinearOptions
-from kleash.models import Prompt, ReferenceCache, Sampling, TokenSequence, generate, score
-from kleash.models.scoring import ROUNDING, RoundingKind
-from kleash.store.file_hashes import WatchedFiles, watched_files
+from kleash.models import Prompt, ReferenceCache, TokenSequence, generate, score
+from kleash.models.generation import ignore
 
 CPU_BUFFER_BYTES = 96 * 2**20
 """Memory for the logits of a chunk of tokens on a CPU: a run then needs at most 256 MB besides models and a batch."""
@@ -27,18 +22,13 @@ class LocalEngine(JobEngine):
     """Called while responses are generated, as by ``generate``."""
     top: int = 5
     """Number of likeliest tokens of each model in a shard's result."""
-    files: WatchedFiles = field(default_factory=watched_files)
-    """Those of the models."""
 
     @property
     def traits(self) -> EngineTraits:
         """The job's temperature, or 1 for greedy responses; a stored reference may lack it."""
         temperature = self.job.temperature if self.job.temperature > 0 else 1.0
-        reference = self.pair.reference
-        is_loaded_here = reference.stored is None and reference.storage is None and not reference.is_in_memory
         return EngineTraits(
             temperature=temperature,
-            float32_gap_reloads=is_loaded_here and reference.dtype not in (torch.float32, torch.float64),
             no_noise_floor=(
                 f"the reference was not loaded, and its cache holds no noise floor for temperature {temperature:g}; "
                 f"kleash cache with --temperature {temperature:g} adds it"
@@ -67,7 +57,7 @@ class LocalEngine(JobEngine):
             ),
             cache=self.cache,
             top=self.top,
-            sampler=sampling_of(self.job) if draws_from_part else None,
+            sampler=self.job if draws_from_part else None,
             on_scored=self.on_scored,
         )
         self.files.require_unchanged()
@@ -75,46 +65,13 @@ class LocalEngine(JobEngine):
         likeliest = {name.removeprefix("top_"): tokens.pop(name) for name in names}
         return shard_result(self.pair, sequences, tokens, likeliest)
 
-    def rounding_columns(
-        self, kind: RoundingKind, sequences: Sequence[TokenSequence]
-    ) -> dict[str, np.ndarray] | None:
-        """Token columns of the reference compared with itself, in another batch layout or in float32.
-
-        For a stored reference, the columns that were computed when it was stored; None if its temperature differs. None
-        also for the gap of a reference that FSDP stores on several ranks, which would all have to load it again, or
-        that was given in memory, and has no file to load.
-        """
-        reference = self.pair.reference
-        if reference.stored is not None:
-            return reference.stored.rounding_columns(kind, self.traits.temperature)
-        if kind == "gap" and (reference.storage is not None or reference.is_in_memory):
-            return None
-        columns = ROUNDING[kind](
-            reference, sequences, temperature=self.traits.temperature, batch_tokens=self.job.batch_tokens
-        )
-        self.files.require_unchanged()
-        return columns
-
     def _answer(self, prompts: Sequence[Prompt]) -> list[TokenSequence]:
         # The reference scores what the policy generates, so the shorter context of the two applies.
         policy = replace(self.pair.policy, context_length=self.pair.context_length)
         return generate(
             policy,
             prompts,
-            sampling_of(self.job),
+            self.job,
             batch_tokens=self.job.batch_tokens,
             on_tokens=self.on_tokens,
         )
-
-
-def sampling_of(job: MeasureJob) -> Sampling:
-    """The job's options of sampling."""
-    return Sampling(
-        samples_per_prompt=job.samples_per_prompt,
-        max_new_tokens=job.max_new_tokens,
-        temperature=job.temperature,
-        top_p=job.top_p,
-        top_k=job.top_k,
-        min_p=job.min_p,
-        seed=job.seed,
-    )

@@ -2,7 +2,6 @@
 
 import os.path
 from dataclasses import dataclass, fields
-from typing import Annotated
 
 from kleash.jobs.option_groups import (
     DEALING_OPTIONS,
@@ -12,18 +11,17 @@ from kleash.jobs.option_groups import (
     SHIPPED_POLICY,
     SHIPPED_PROMPTS,
     EndpointOptions,
-    GenerationOptions,
+    Sampling,
     ScoringOptions,
     WorkerOptions,
     is_endpoint,
     is_gguf,
     shown_endpoint,
 )
-from kleash.jobs.options import Allowed, Count, NotNegative, Refusal, Refusals, Share, changed_options, flag
+from kleash.jobs.options import Count, Refusal, Refusals, Share, changed_options, flag
 from kleash.jobs.output_options import DIRECTIONS, GateOptions, MeasurementFormatOption, TrackerOption
 from kleash.jobs.reading import SourceKind
 
-Probability = Annotated[float, Allowed("above 0 and at most 1", lambda x: 0 < x <= 1)]
 DRAWING = ("samples_per_prompt", "max_new_tokens", "top_p", "top_k", "min_p", "seed")
 WINDOWS = ("window", "stride")
 WITHOUT_EFFECT = {
@@ -39,7 +37,7 @@ class MeasureJob(
     MeasurementFormatOption,
     TrackerOption,
     GateOptions,
-    GenerationOptions,
+    Sampling,
     ScoringOptions,
     EndpointOptions,
     WorkerOptions,
@@ -62,14 +60,6 @@ class MeasureJob(
     """Source: JSONL, a JSON array, CSV, Parquet or Arrow with "prompt" or "messages", or plain text, a prompt a line,
     perhaps compressed (.gz, .zst); a data set's folder or user/name on the hub; - is standard input. The policy answers
     them."""
-    temperature: NotNegative = 1.0
-    """Divides the logits of both models. At 0 the policy decodes greedily and both are scored at 1."""
-    top_p: Probability | None = None
-    """Draw only from the likeliest tokens that together hold this probability."""
-    top_k: Count | None = None
-    """Draw only from so many of the likeliest tokens."""
-    min_p: Probability | None = None
-    """Draw only from tokens at least this fraction as likely as the likeliest."""
     limit: Count | None = None
     """Read only so many prompts, documents or responses."""
     until_relative_error: Share | None = None

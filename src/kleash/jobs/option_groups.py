@@ -14,6 +14,7 @@ from kleash.jobs.options import (
     Count,
     CountOrZero,
     JsonOption,
+    NotNegative,
     Options,
     Positive,
     Refusal,
@@ -39,6 +40,7 @@ DEALING_OPTIONS = frozenset({"engine", "address", "workers", "resources_per_work
 """Options that change which process does which part of the work, and not the result."""
 REQUEST_OPTIONS = frozenset({"endpoint_concurrency", "endpoint_timeout", "endpoint_retries"})
 """Options of how an inference server is asked, which change no number."""
+Probability = Annotated[float, Allowed("above 0 and at most 1", lambda x: 0 < x <= 1)]
 POSITIONAL = ("target", "folder", "folders", "rollouts")
 OPTION_HEADINGS: Mapping[str, str] = {
     "essentials": "policy candidates reference teacher prompts text responses pairs reward steps limit "
@@ -224,6 +226,20 @@ class GenerationOptions(SeedOption):
     """Tokens after which a response is cut off."""
     temperature: float = 1.0
     """Divides the logits of both models, where responses are drawn and where they are scored."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling(GenerationOptions):
+    """How responses are drawn."""
+
+    temperature: NotNegative = 1.0
+    """Divides the logits of both models. At 0 the policy decodes greedily and both are scored at 1."""
+    top_p: Probability | None = None
+    """Draw only from the likeliest tokens that together hold this probability."""
+    top_k: Count | None = None
+    """Draw only from so many of the likeliest tokens."""
+    min_p: Probability | None = None
+    """Draw only from tokens at least this fraction as likely as the likeliest."""
 
 
 def in_order_of_help(job: type) -> list["Field[Any]"]:

@@ -31,16 +31,15 @@ __all__ = [
     "sweep",
 ]
 
-MODULES = {
-    "comparison": ("compare",),
-    "drift": ("Drift", "DriftPart", "draw_drift", "drift_of"),
-    "progress": ("ProgressReporter",),
-    "reference_cache": ("cache_reference",),
-    "run": ("measure",),
-    "sweep_run": ("sweep",),
+MODULE_OF = {
+    "compare": "comparison",
+    **dict.fromkeys(("Drift", "DriftPart", "draw_drift", "drift_of"), "drift"),
+    "ProgressReporter": "progress",
+    "cache_reference": "reference_cache",
+    "measure": "run",
+    "sweep": "sweep_run",
 }
-"""Public names by the module that defines them."""
-MODULE_OF = {name: module for module, names in MODULES.items() for name in names}
+"""Public names, each with the module that defines it."""
 unknown = refuse_former(
     __name__,
     {

@@ -11,10 +11,11 @@ from kleash.engines import LocalEngine, Shard
 from kleash.errors import RunFolderError
 from kleash.jobs import MeasureJob, SweepJob
 from kleash.launch_environment import local_world_size
-from kleash.measuring.model_pair import header_of, load_models, loading
+from kleash.measuring.model_pair import header_of, load_models
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.run import on_device_of_rank
-from kleash.measuring.sequence_clusters import Floats, Ids, SequenceSums, clusters_of
+from kleash.measuring.sequence_clusters import Clusters, Floats, Ids, SequenceSums, clusters_of
+from kleash.measuring.shard_scoring import claim_of
 from kleash.measuring.shards import group_by_cost, hash_source, source_sequences
 from kleash.measuring.sweep_ranking import sum_run
 from kleash.models import Model, Pair, TokenSequence, load_reference
@@ -52,8 +53,8 @@ class SwapModels:
     groups: Mapping[str, Groups]
     """By grouping."""
     sequences: tuple[TokenSequence, ...]
-    prompts: Ids
-    """Of each sequence, as ``distinct_prompts`` of all that were measured."""
+    clusters: Clusters
+    """Of the sequences."""
     statistic: str
     """The token column that is attributed."""
 
@@ -120,7 +121,7 @@ def run_passes(
 
     def missing() -> list[str]:
         return [
-            _claim_of(name, shard)
+            claim_of(name, shard.index)
             for name in passes
             for shard in shards
             if not RunFolder(root / name).has(shard.index)
@@ -158,15 +159,10 @@ def _score_missing(
         pair = replace(models.pair, policy=policy)
         engine = LocalEngine(pair=pair, job=models.job, top=0, on_scored=reporter.add_scored)
         for shard in shards:
-            with claim(root, _claim_of(name, shard)) as is_ours:
+            with claim(root, claim_of(name, shard.index)) as is_ours:
                 if is_ours and not folder.has(shard.index):
                     result = engine.run(shard)
                     folder.write_shard(shard.index, result.tokens, result.sequences)
-
-
-def _claim_of(name: str, shard: Shard) -> str:
-    """The name of the claim of a pass's shard."""
-    return f"{name}-{shard.index:05d}"
 
 
 def attribute(
@@ -216,8 +212,7 @@ def attribute(
         with threads_for_scoring(models.pair, local_world_size()):
             sums = run_passes(passes, models, root, header, reporter)
         return tuple(
-            attribution_of(models, candidate.number, grouping, sums, names, on_text=job.responses is None)
-            for grouping in job.attribute
+            attribution_of(models, candidate.number, grouping, sums, names) for grouping in job.attribute
         )
 
 
@@ -229,19 +224,20 @@ def load_swap_models(job: SweepJob, out: Path, candidate: SweepCandidate, run: S
     """
     measure_job = on_device_of_rank(job.measure_job(candidate.number, out))
     pair = load_models(measure_job, None)
-    reference = load_reference(job.reference, job.revision_reference, loading(measure_job)).reference
+    reference = load_reference(job.reference, job.revision_reference, measure_job).reference
     groups = {grouping: weight_groups(pair.policy, reference, grouping) for grouping in job.attribute}
     chosen = choose_sequences(run.tokens, job.attribute_tokens)
     places = set(chosen.tolist())
     sequences = enumerate(islice(source_sequences(measure_job, pair), max(places) + 1))
-    prompts = run.distinct_prompts(on_text=job.responses is None)
+    on_text = job.responses is None
+    prompts = run.distinct_prompts(on_text=on_text)
     return SwapModels(
         job=measure_job,
         pair=pair,
         reference=reference,
         groups=groups,
         sequences=tuple(sequence for place, sequence in sequences if place in places),
-        prompts=prompts[chosen],
+        clusters=clusters_of(prompts[chosen], run.sample_id[chosen], on_text=on_text),
         statistic=job.statistic,
     )
 
@@ -252,8 +248,6 @@ def attribution_of(
     grouping: str,
     sums: Mapping[str, SequenceSums],
     names: Mapping[tuple[str, ...], str],
-    *,
-    on_text: bool,
 ) -> Attribution:
     """The numbers of one grouping from the sums of its passes.
 
@@ -263,14 +257,10 @@ def attribution_of(
         grouping: "layers" or "modules".
         sums: by the names of the passes.
         names: of the groups' passes, as from ``plan_passes``.
-        on_text: whether the source is text, whose clusters are documents.
     """
-    candidate = sums[CANDIDATE]
+    candidate, clusters, groups = sums[CANDIDATE], models.clusters, models.groups[grouping]
     again = sums.get(CONTROL, candidate)
-    clusters = clusters_of(models.prompts, candidate.sample_id, on_text=on_text)
-    groups = models.groups[grouping]
     swapped = [group for group in groups if not group.is_identical]
-
     candidate_sums, counts = clusters.sum(candidate.total), clusters.sum(candidate.tokens)
     single = [clusters.sum(sums[names[group.parts]].total) for group in swapped]
     everything = clusters.sum(sums.get(ALL, candidate).total)

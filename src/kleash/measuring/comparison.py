@@ -11,13 +11,7 @@ from numpy.typing import NDArray
 
 from kleash.errors import OptionError, RunFolderError
 from kleash.jobs.output_options import GateOptions
-from kleash.measuring.sequence_clusters import (
-    Floats,
-    clusters_of,
-    distinct_prompts,
-    hashes_as_ints,
-    sequence_starts,
-)
+from kleash.measuring.sequence_clusters import Floats, SequenceSums, clusters_of, sum_sequences
 from kleash.measuring.training_comparison import compare_training
 from kleash.reports.folder_report import kind_of_folder
 from kleash.reports.gate_verdicts import gate_of_measurement
@@ -111,8 +105,8 @@ def compare(
 class _Run:
     folder: Path
     measurement: Measurement
-    rows: dict[tuple[str, int], int]
-    """Prompt hash -> row of ``sums``; on text each copy of a window, counted from 0, has a row."""
+    rows: dict[tuple[int, int], int]
+    """Prompt hash as an integer -> row of ``sums``; on text each copy of a window, counted from 0, has a row."""
     sums: Floats
     """[row, column]: tokens, then the statistics ``SUMMED``, NaN where the run has no values of one."""
     prompts: NDArray[np.int64]
@@ -141,36 +135,31 @@ def _read(path: Path) -> _Run:
     columns = folder.token_columns()
     known = tuple(name for name in SUMMED if columns.issuperset(ALL_STATISTICS[name].columns))
     on_text = measurement.source_kind == "text"
-    names = ["prompt_id", "sample_id", "prompt_hash"]
     parts = folder.parts("tokens", ["prompt_id", "sample_id", *columns_of(known)])
-    sequences: list[tuple[int, int, str]] = []
-    sums = [np.zeros((0, 1 + len(SUMMED)))]
-    for tokens, part in zip(parts, folder.parts("sequences", names), strict=True):
-        counts = np.ones(len(tokens["prompt_id"]))
+    shards: list[SequenceSums] = []
+    for tokens, part in zip(parts, folder.parts("sequences", ["prompt_hash"]), strict=True):
         values = [
-            ALL_STATISTICS[name].values(tokens) if name in known else np.full(len(counts), np.nan)
+            ALL_STATISTICS[name].values(tokens)
+            if name in known
+            else np.full(len(tokens["prompt_id"]), np.nan)
             for name in SUMMED
         ]
-        starts = sequence_starts(tokens["prompt_id"], tokens["sample_id"])
-        sums.append(np.add.reduceat(np.stack([counts, *values], axis=1), starts))
-        sequences += zip(*(part[name] for name in names), strict=True)
-    prompts, samples = np.array([ids[:2] for ids in sequences], dtype=np.int64).reshape(-1, 2).T
-    hashes = [prompt_hash for _, _, prompt_hash in sequences]
-    copies = defaultdict[str, Iterator[int]](count if on_text else lambda: repeat(0))
-    keys = [(prompt_hash, next(copies[prompt_hash])) for prompt_hash in hashes]
+        shards.append(sum_sequences(tokens, part["prompt_hash"], np.stack(values, axis=1)))
+    sums = SequenceSums.concatenate(shards)
+    copies = defaultdict[int, Iterator[int]](count if on_text else lambda: repeat(0))
+    keys = [(prompt_hash, next(copies[prompt_hash])) for prompt_hash in sums.prompt_hash.tolist()]
     rows = {key: row for row, key in enumerate(dict.fromkeys(keys))}
     row_of_sequence = np.array([rows[key] for key in keys], dtype=np.int64)
     totals = np.zeros((len(rows), 1 + len(SUMMED)))
-    np.add.at(totals, row_of_sequence, np.concatenate(sums))
+    np.add.at(totals, row_of_sequence, np.column_stack([sums.tokens, sums.total]))
     first_sequences = np.unique(row_of_sequence, return_index=True)[1]
-    distinct = distinct_prompts(prompts, samples, hashes_as_ints(hashes), on_text=on_text)
     return _Run(
         folder=path,
         measurement=measurement,
         rows=rows,
         sums=totals,
-        prompts=distinct[first_sequences],
-        samples=samples[first_sequences],
+        prompts=sums.distinct_prompts(on_text=on_text)[first_sequences],
+        samples=sums.sample_id[first_sequences],
         unknown=frozenset(SUMMED).difference(known).union(measurement.left_out),
     )
 

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from kleash.errors import OptionError
 from kleash.measuring.sequence_clusters import hashes_as_ints
 from kleash.models import Pair, Prompt, Sampling, generate, score
+from kleash.registry import require_choice
 from kleash.uncertainty import Estimate, controlled_total
 from kleash.uncertainty.ratios import mean_per_token
 
@@ -43,8 +44,7 @@ class Drift:
         Raises:
             OptionError: if ``what`` is neither.
         """
-        if what not in ("token", "sequence"):
-            raise OptionError(f"per must be 'token' or 'sequence'; it is {what!r}")
+        require_choice(("token", "sequence"), per=what)
         return self.per_token if what == "token" else self.per_sequence
 
 

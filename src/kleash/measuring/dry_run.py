@@ -62,8 +62,7 @@ def dry_run(job: MeasureJob | CacheJob | SweepJob) -> Summary:
     else:
         lengths = [sequence.num_input_tokens for sequence in source_sequences(source, limits)]
         read = f"{counted(sum(lengths), 'token')} in {counted(len(lengths), 'sequence')}"
-    is_on_cpu = device.type == "cpu"
-    chunk_bytes = CPU_BUFFER_BYTES if is_on_cpu else GPU_BYTES_A_TOKEN * limits.vocab_size
+    chunk_bytes = CPU_BUFFER_BYTES if device.type == "cpu" else GPU_BYTES_A_TOKEN * limits.vocab_size
     rows = tuple(_model_row(checkpoint, dtype) for checkpoint in checkpoints.values())
     return Summary(
         headline=f"{counted(len(rows), 'model')} would be loaded and {read} scored; nothing was loaded or written",

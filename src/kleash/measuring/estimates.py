@@ -96,21 +96,13 @@ def bins(sums: ClusterSums, name: str, statistic: str) -> tuple[Bin, ...]:
         if SumKey(name, "tokens", index) not in sums:
             continue
         kl, tokens = sums[SumKey(name, "kl", index)], sums[SumKey(name, "tokens", index)]
-        has_tokens = tokens > 0
-        mean = ratio_of_sums(
-            kl[has_tokens],
-            tokens[has_tokens],
-            unit="nats",
-            lower=0.0,
-            known_value=0.0 if sums.is_one_model else None,
-        )
         records.append(
             Bin(
                 low=float(low),
                 high=float(high),
                 tokens=int(tokens.sum()),
                 share_of_kl=share(kl.sum(), total),
-                kl=mean,
+                kl=ratio_of_sums(kl, tokens, lower=0.0, known_value=0.0 if sums.is_one_model else None),
             )
         )
     return tuple(records)

@@ -5,7 +5,7 @@ the largest so far: about 50 · (1 + log(N / 50)) of N in all. The largest of th
 is computed twice and an interrupted run can be resumed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,7 +74,7 @@ class LargestDrift:
         kl = part[self.column].astype(np.float64)
         ids = {name: part[name] for name in ("prompt_id", "sample_id", "position")}
         self.tokens.add({"kl": kl, **ids, "text": np.array(part["text"], dtype=object)})
-        rows = sequence_rows(part, self.column)
+        rows = sequence_rows(part, kl)
         self.sequences.add(rows)
         largest = np.maximum.reduceat(kl, sequence_starts(part["prompt_id"], part["sample_id"]))
         self._sequences.append(np.stack([rows["prompt_id"], rows["tokens"], rows["kl"], largest]))
@@ -90,7 +90,8 @@ class LargestDrift:
         kl_max = np.full(len(ids), -np.inf)
         np.maximum.at(kl_max, group, largest)
         rows = np.lexsort((ids, -kl / tokens))[:MAX_PROMPTS]
-        texts = _texts_of_prompts(folder, set(ids[rows].astype(int).tolist()), on_text=on_text)
+        columns = ["prompt", "response"] if on_text else ["prompt"]
+        texts = first_texts(folder, set(ids[rows].astype(int).tolist()), columns)
         return tuple(
             PromptDrift(
                 prompt_id=int(ids[row]),
@@ -105,13 +106,19 @@ class LargestDrift:
         )
 
 
-def _texts_of_prompts(folder: RunFolder, prompts: set[int], *, on_text: bool) -> dict[int, str]:
-    """The beginning of each of these prompts' texts by its id."""
+def first_texts(folder: RunFolder, prompts: Collection[int], columns: Sequence[str]) -> dict[int, str]:
+    """The beginning of the text of each of these prompts' first sequence, by the prompt's id.
+
+    Args:
+        folder: of the run.
+        prompts: their ids.
+        columns: of ``sequences/``, whose texts are joined: "prompt", "response".
+    """
     texts: dict[int, str] = {}
-    for part in folder.parts("sequences", ["prompt_id", "prompt", "response"]):
-        for prompt_id, prompt, response in zip(*part.values(), strict=True):
-            if prompt_id in prompts and not texts.get(int(prompt_id)):
-                texts[int(prompt_id)] = shorten_text(prompt + response if on_text else prompt)
+    for part in folder.parts("sequences", ["prompt_id", *columns]):
+        for prompt_id, *parts in zip(*part.values(), strict=True):
+            if prompt_id in prompts:
+                texts.setdefault(int(prompt_id), shorten_text("".join(parts)))
     return texts
 
 

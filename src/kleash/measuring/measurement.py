@@ -53,7 +53,7 @@ from kleash.measuring.shard_scoring import OpenRun
 from kleash.measuring.shards import ShardPlan, source_warnings
 from kleash.store import Counts, Measurement, RunFolder
 from kleash.store.measurement import ModelRecord, describe_storage
-from kleash.store.statistics import KL_DIRECTIONS, STATISTICS, known_statistics, to_fields
+from kleash.store.statistics import KL_DIRECTIONS, known_statistics, to_fields
 from kleash.store.tables import KL_BOUND_COLUMNS
 from kleash.uncertainty import Estimate
 from kleash.version import __version__
@@ -86,6 +86,11 @@ class RunTotals:
     terms: SequenceTerms
     largest: LargestDrift
 
+    @property
+    def has_kl(self) -> bool:
+        """Whether the exact KL of each token is known: not where one model is behind a server."""
+        return KL in self.sums
+
 
 def make_measurement(
     run: OpenRun, engine: Engine, source: ShardPlan, seconds: Callable[[], float]
@@ -115,14 +120,7 @@ def make_measurement(
         storage=describe_storage(models),
     )
     statistics = known_statistics(run.folder.token_columns(), engine.traits.unknown_columns)
-    totals = sum_tokens(
-        run.folder,
-        estimand,
-        counts.clusters,
-        is_one_model=run.pair.is_one_model,
-        statistics=statistics,
-        headline=run.job.headline,
-    )
+    totals = sum_tokens(run, estimand, counts.clusters, statistics)
     summed = int(totals.sums[TOKENS].sum())
     if summed != counts.record.tokens:  # of processes that may round apart, on a disk without locks
         raise RunFolderError(
@@ -131,13 +129,12 @@ def make_measurement(
         )
     write_alternatives(run.folder, totals.largest.sequences.drifted(), run.pair.tokenizer)
     noise_floor, dtype_gap = measure_rounding(run.job, engine, run.folder, counts.record.tokens)
-    no_floor = "" if noise_floor is not None else f"no noise floor: {engine.traits.no_noise_floor}"
     numbers, padding_note, padding_warning = _numbers(run, totals.sums, statistics)
-    has_kl = "kl_policy_reference" in statistics
     warnings = (
         *(*run.pair.warnings, *counts.clusters.warnings, *estimand.warnings),
         *source_warnings(source.declared[: counts.record.sequences], run.job.temperature),
-        *(no_floor, *sampling_warnings(estimand, totals, has_kl=has_kl), padding_warning),
+        "" if noise_floor is not None else f"no noise floor: {engine.traits.no_noise_floor}",
+        *(*sampling_warnings(estimand, totals), padding_warning),
     )
     notes = (
         *(*run.pair.notes, padding_note, *run.source_notes, *source.notes),
@@ -147,9 +144,9 @@ def make_measurement(
         **_provenance(run, estimand, models),
         counts=replace(counts.record, clusters=len(totals.sums[TOKENS])),
         **to_fields(numbers),
-        left_out={} if has_kl else reasons_left_out(engine.traits.unknown_columns),
+        left_out={} if totals.has_kl else reasons_left_out(engine.traits.unknown_columns),
         estimators=estimator_records(totals.sums),
-        **_exact_fields(run, estimand, counts, totals, has_kl=has_kl),
+        **_exact_fields(run, estimand, counts.clusters, totals),
         noise_floor=noise_floor,
         dtype_gap=dtype_gap,
         warnings=tuple(filter(None, dict.fromkeys(warnings))),
@@ -191,16 +188,14 @@ def _numbers(
     return numbers, note, warning
 
 
-def _exact_fields(
-    run: OpenRun, estimand: Estimand, counts: SequenceCounts, totals: RunTotals, *, has_kl: bool
-) -> dict[str, Any]:
+def _exact_fields(run: OpenRun, estimand: Estimand, clusters: Clusters, totals: RunTotals) -> dict[str, Any]:
     """The fields of a measurement that are made of the exact KL of each token; empty where that is unknown."""
     sums, terms, headline = totals.sums, totals.terms, run.job.headline
-    is_one_model, clusters = run.pair.is_one_model, counts.clusters
+    is_one_model = run.pair.is_one_model
     quantiles, top_share, total = {}, float("nan"), None
-    if has_kl:
+    if totals.has_kl:
         quantiles, top_share = token_quantiles(run.folder, clusters, headline, is_one_model=is_one_model)
-    if has_kl and estimand.has_sequence_kl and np.isfinite(terms.weight).all():
+    if totals.has_kl and estimand.has_sequence_kl and np.isfinite(terms.weight).all():
         total = sequence_total(terms, clusters, is_one_model=is_one_model)
     return {
         "per_sequence": total,
@@ -208,7 +203,7 @@ def _exact_fields(
         "by_position": bins(sums, "position", headline),
         "by_confidence": bins(sums, "confidence", headline),
         "top_percent_share": top_share,
-        "convergence": convergence(sums, headline) if has_kl else (),
+        "convergence": convergence(sums, headline) if totals.has_kl else (),
         "worst_tokens": totals.largest.tokens.drifted(),
         "worst_sequences": totals.largest.sequences.drifted(),
         "prompts": totals.largest.worst_prompts(run.folder, on_text=run.job.source[0] == "text"),
@@ -256,36 +251,26 @@ def count_sequences(folder: RunFolder, *, on_text: bool) -> SequenceCounts:
 
 
 def sum_tokens(
-    folder: RunFolder,
-    estimand: Estimand,
-    clusters: Clusters,
-    *,
-    is_one_model: bool = False,
-    statistics: Collection[str] = tuple(STATISTICS),
-    headline: str = "kl_policy_reference",
+    run: OpenRun, estimand: Estimand, clusters: Clusters, statistics: Collection[str]
 ) -> RunTotals:
     """Sum all quantities within clusters, and collect the largest drift, in one pass over all tokens.
 
     Args:
-        folder: of the run.
+        run: the run.
         estimand: decides which sampled estimates are summed.
         clusters: of the run's sequences.
-        is_one_model: whether policy and reference are the same model.
         statistics: names of the statistics that can be computed.
-        headline: name of the KL of the binnings and of the largest drift.
     """
-    sums = ClusterSums(clusters.count, is_one_model=is_one_model)
-    largest = LargestDrift(column=headline)
+    sums = ClusterSums(clusters.count, is_one_model=run.pair.is_one_model)
+    largest = LargestDrift(column=run.job.headline)
     terms = [SequenceTerms(*np.zeros((3, 0)))]
-    has_kl = "kl_policy_reference" in statistics
-    for part, labels in labelled_parts(folder, clusters, [*columns_to_read(statistics), "text"]):
-        quantities = token_quantities(part, estimand.weighting, statistics, headline)
+    for part, labels in labelled_parts(run.folder, clusters, [*columns_to_read(statistics), "text"]):
+        quantities = token_quantities(part, estimand.weighting, statistics, run.job.headline)
         sums.add(labels, quantities)
-        if not has_kl:
-            continue
-        if estimand.has_sequence_kl and estimand.weighting is not None:
+        if KL in quantities:
+            largest.add(part)
+        if KL in quantities and estimand.has_sequence_kl and estimand.weighting is not None:
             terms.append(sequence_terms(part, quantities[KL], estimand.weighting))
-        largest.add(part)
     return RunTotals(
         sums=sums,
         largest=largest,
@@ -293,11 +278,9 @@ def sum_tokens(
     )
 
 
-def sampling_warnings(estimand: Estimand, totals: RunTotals, *, has_kl: bool) -> tuple[str, ...]:
+def sampling_warnings(estimand: Estimand, totals: RunTotals) -> tuple[str, ...]:
     """The warnings about how the tokens were drawn, where the exact KL is known; some may be empty."""
-    if not has_kl:
+    if not totals.has_kl or estimand.weighting is None:
         return ()
-    warning = weight_warning(totals.terms.weight, estimand)
-    if estimand.weighting is None:
-        return (warning,)
-    return on_policy_warning(estimator_error(totals.sums, "k1"), estimand), warning
+    k1_error = estimator_error(totals.sums, "k1")
+    return on_policy_warning(k1_error, estimand), weight_warning(totals.terms.weight, estimand)

@@ -26,7 +26,6 @@ from kleash.jobs.reading import READ_OPTIONS
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.shards import hash_source, source_sequences
 from kleash.models import (
-    Loading,
     Pair,
     ReferenceCache,
     StoredReference,
@@ -93,7 +92,7 @@ def _load_models(job: MeasureJob, source_sha256: str | None) -> Pair:
         job.reference,
         revision_policy=job.revision_policy,
         revision_reference=job.revision_reference,
-        loading=loading(job),
+        loading=job,
     )
     if source_sha256 is not None:
         _check_covered(job, pair, stored, source_sha256)
@@ -108,7 +107,7 @@ def load_beside_base_logits(job: MeasureJob) -> Pair:
         ModelError: if the policy cannot be loaded, or does not suit the file.
     """
     file = open_base_logits(Path(str(job.reference_cache)).expanduser())
-    loaded = load_reference(job.policy, job.revision_policy, loading(job), role="policy")
+    loaded = load_reference(job.policy, job.revision_policy, job, role="policy")
     reference = base_logits_beside(loaded.policy, job.revision_policy, file, f"sha256:{hash_source(job)}")
     size, vocabulary = file.vocab_size, f"the {file.vocab_size} logits of the file"
     note = (
@@ -152,7 +151,7 @@ def load_beside_server(job: MeasureJob, role: str) -> Pair:
     listed_model = find_model(client, getattr(job, f"{role}_model"))
     local_role = "reference" if role == "policy" else "policy"
     loaded = load_reference(
-        getattr(job, local_role), getattr(job, f"revision_{local_role}"), loading(job), role=local_role
+        getattr(job, local_role), getattr(job, f"revision_{local_role}"), job, role=local_role
     )
     local, notes = getattr(loaded, local_role), loaded.notes
     tokenizer = loaded.tokenizer
@@ -228,17 +227,6 @@ def _filled_cache(job: MeasureJob, pair: Pair) -> Generator[ReferenceCache | Non
         folder, "wait for it, or make the cache with kleash cache, which any number of runs can read"
     ):
         yield ReferenceCache(folder, pair.reference)
-
-
-def loading(job: MeasureJob) -> Loading:
-    """The loading options of a job."""
-    return Loading(
-        dtype=job.dtype,
-        device=job.device,
-        device_map=job.device_map,
-        trust_remote_code=job.trust_remote_code,
-        tokenizer=job.tokenizer,
-    )
 
 
 def source_of(job: MeasureJob, pair: Pair, sha256: str) -> CachedSource:

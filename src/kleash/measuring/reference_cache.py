@@ -8,7 +8,6 @@ import torch
 
 from kleash.checkpoints.resolution import find_checkpoint
 from kleash.engines import LocalEngine
-from kleash.engines.base import find_padding
 from kleash.engines.base_logits import (
     begin_token_of,
     chunk_sequence,
@@ -18,7 +17,7 @@ from kleash.engines.base_logits import (
 from kleash.jobs import CacheJob
 from kleash.measuring.estimand import padding_note
 from kleash.measuring.imported_states import ImportedStates, with_saved_dtype
-from kleash.measuring.model_pair import loading, source_of
+from kleash.measuring.model_pair import source_of
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.rescoring import noise_sequences
 from kleash.measuring.run import default_out, resumable
@@ -119,7 +118,7 @@ def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> 
         job = with_saved_dtype(job, saved)
     digest = hash_source(job.measurement())
     reporter.note_all(job.measurement().without_effect())
-    pair = load_reference(job.reference, job.revision_reference, loading(job.measurement()))
+    pair = load_reference(job.reference, job.revision_reference, job)
     kind, name = job.measurement().source
     reporter.note_all((*pair.notes, *describe_source(kind, name, job)))
     how = "finished shards are on disk: run the same command again with"
@@ -206,7 +205,7 @@ def write_base_logits(job: CacheJob, reporter: ProgressReporter) -> WrittenLogit
         ModelError: if the reference cannot be loaded, or its logits are not finite.
         ChangedInputError: if the text or a file of the reference is written to meanwhile.
     """
-    pair = load_reference(job.reference, job.revision_reference, loading(job.measurement()))
+    pair = load_reference(job.reference, job.revision_reference, job)
     model, notes = pair.reference, pair.notes
     begin = begin_token_of(model, job.revision_reference)
     text = read_whole_text(job.measurement().source[1])
@@ -214,7 +213,7 @@ def write_base_logits(job: CacheJob, reporter: ProgressReporter) -> WrittenLogit
     tokens = split_chunks([*([] if begin is None else [begin]), *token_ids], job.chunk_tokens, job.limit)
     require_context(model, job.chunk_tokens)
     reporter.set_total(len(tokens))
-    padding, in_padding = find_padding(model), list[torch.Tensor]()
+    is_padding, in_padding = model.padding_mask(), list[torch.Tensor]()
 
     def write(unfinished: Path) -> None:
         with unfinished.open("wb") as file, threads_for_scoring(pair):
@@ -223,8 +222,8 @@ def write_base_logits(job: CacheJob, reporter: ProgressReporter) -> WrittenLogit
                 sequence = chunk_sequence(chunk, chunk_tokens, begin, pair.tokenizer)
                 for _, logits in logit_tiles(model, read_hidden_states(model, [sequence]), sequence.name):
                     file.write(encode_rows(logits).tobytes())
-                    if padding is not None:
-                        in_padding.append(logits.softmax(-1)[:, padding.to(logits.device)].sum(-1).cpu())
+                    if is_padding is not None:
+                        in_padding.append(logits.softmax(-1)[:, is_padding.to(logits.device)].sum(-1).cpu())
                 reporter.add_scored(1, len(sequence.response_ids))
 
     path = Path(str(job.out)).expanduser()

@@ -104,5 +104,5 @@ def _mean_kl(columns: Mapping[str, np.ndarray] | None, sequences: Sequence[Token
         for start in sequence_starts(prompt, sample)
     ]
     # is_one_model: a KL of 0 on every token is exact here, since the same model is scored twice.
-    sums = sum_sequences(columns, hashes, "kl_policy_reference")
+    sums = sum_sequences(columns, hashes, columns["kl_policy_reference"])
     return mean_of_sequences([sums], on_text=False, is_one_model=True)

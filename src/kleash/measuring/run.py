@@ -5,6 +5,7 @@ from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -12,13 +13,12 @@ from typing import Any
 import torch
 
 from kleash.engines import Engine
-from kleash.engines.local import sampling_of
 from kleash.errors import Interrupted, OptionError, TrackerWarning
 from kleash.jobs import MeasureJob
 from kleash.launch_environment import launched_world_size, local_rank, local_world_size
 from kleash.measuring.estimand import sampler_note
 from kleash.measuring.keywords import job_of_keywords, pair_in_memory
-from kleash.measuring.largest_drift import NUM_ALTERNATIVES, shorten_text
+from kleash.measuring.largest_drift import NUM_ALTERNATIVES, first_texts, shorten_text
 from kleash.measuring.measurement import make_measurement
 from kleash.measuring.model_pair import engine_for, header_of, load_models
 from kleash.measuring.progress import ProgressReporter
@@ -138,15 +138,14 @@ def _made_measurement(run: OpenRun, engine: Engine, source: ShardPlan, start: fl
 
     None for any other.
     """
-
-    def note() -> None:
-        run.reporter.note("another process makes the measurement; waiting for it")
-
-    with run.folder.making_result(note):
+    with run.folder.making_result(
+        partial(run.reporter.note, "another process makes the measurement; waiting for it")
+    ):
         if run.folder.measurement_version() not in (None, run.measurement_before):
             return None
-        if engine.traits.float32_gap_reloads:
-            run.reporter.note("the reference is loaded a second time, in float32, for dtype_gap")
+        reference = run.pair.reference
+        if reference.network is not None and reference.dtype not in (torch.float32, torch.float64):
+            run.reporter.note("a reference from files is loaded a second time, in float32, for dtype_gap")
         measurement = make_measurement(run, engine, source, seconds=lambda: monotonic() - start)
         if run.job.show_reference:
             measurement = replace(measurement, prompts=_with_responses(run, measurement.prompts))
@@ -167,17 +166,13 @@ def _with_responses(run: OpenRun, prompts: Sequence[PromptDrift]) -> tuple[Promp
     job, shown = run.job, {prompt.prompt_id for prompt in prompts[:WITH_RESPONSES]}
     source = read_prompts(job.source[1], run.pair, limit=job.limit, reading=job)
     reference = replace(run.pair.reference, context_length=run.pair.context_length)
-    sampling = replace(sampling_of(job), samples_per_prompt=1)
+    sampling = replace(job, samples_per_prompt=1)
     chosen = [prompt for prompt in source if prompt.prompt_id in shown]
     drawn = {
         sequence.prompt_id: shorten_text(sequence.response_text)
         for sequence in generate(reference, chosen, sampling, batch_tokens=job.batch_tokens)
     }
-    first: dict[int, str] = {}
-    for part in run.folder.parts("sequences", ["prompt_id", "response"]):
-        for prompt_id, response in zip(*part.values(), strict=True):
-            if prompt_id in shown:
-                first.setdefault(int(prompt_id), shorten_text(response))
+    first = first_texts(run.folder, shown, ["response"])
     return tuple(
         replace(
             prompt,

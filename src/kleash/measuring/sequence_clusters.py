@@ -123,14 +123,14 @@ def clusters_of(prompt: Ids, sample: Ids, *, on_text: bool) -> Clusters:
 
 
 class SequenceSums(NamedTuple):
-    """A token column summed over each sequence: one row per sequence."""
+    """Numbers of each token summed over each sequence: one row per sequence."""
 
     prompt_id: Ids
     sample_id: Ids
     prompt_hash: Ids
     """As ``hashes_as_ints``."""
     total: Floats
-    """Of the column, over the tokens."""
+    """Over the tokens: [sequences], or [sequences, columns]."""
     tokens: Floats
     """Number of tokens."""
 
@@ -151,32 +151,32 @@ class SequenceSums(NamedTuple):
         return cls(*map(np.concatenate, zip(*shards, strict=True)))
 
 
-def sequence_rows(tokens: Mapping[str, Any], column: str) -> dict[str, NDArray[Any]]:
+def sequence_rows(tokens: Mapping[str, Any], kl: NDArray[Any]) -> dict[str, NDArray[Any]]:
     """A row for each sequence of a shard, with its summed KL and its number of tokens.
 
     Args:
-        tokens: the shard's columns ``prompt_id``, ``sample_id`` and ``column``.
-        column: the KL.
+        tokens: the shard's columns ``prompt_id`` and ``sample_id``.
+        kl: of each token; several numbers of each are summed as well.
     """
-    prompt, sample, kl = (np.asarray(tokens[name]) for name in ("prompt_id", "sample_id", column))
-    starts = sequence_starts(prompt, sample)
+    prompt, sample = (np.asarray(tokens[name]) for name in ("prompt_id", "sample_id"))
+    starts, kl = sequence_starts(prompt, sample), kl.astype(np.float64)
     return {
-        "kl": np.add.reduceat(kl.astype(np.float64), starts) if len(starts) else np.zeros(0),
+        "kl": np.add.reduceat(kl, starts) if len(starts) else kl,
         "prompt_id": prompt[starts],
         "sample_id": sample[starts],
         "tokens": np.diff([*starts, len(kl)]),
     }
 
 
-def sum_sequences(tokens: Mapping[str, Any], hashes: Iterable[str], column: str) -> SequenceSums:
+def sum_sequences(tokens: Mapping[str, Any], hashes: Iterable[str], values: NDArray[Any]) -> SequenceSums:
     """The sums of a shard's sequences.
 
     Args:
-        tokens: its token columns ``prompt_id``, ``sample_id`` and ``column``.
+        tokens: its token columns ``prompt_id`` and ``sample_id``.
         hashes: ``prompt_hash`` of each sequence.
-        column: what is summed.
+        values: what is summed: a number of each token, or several.
     """
-    rows = sequence_rows(tokens, column)
+    rows = sequence_rows(tokens, values)
     return SequenceSums(
         prompt_id=rows["prompt_id"].astype(np.int64),
         sample_id=rows["sample_id"].astype(np.int64),

@@ -13,6 +13,8 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
+
 from kleash.engines import Engine, Shard
 from kleash.jobs import MeasureJob
 from kleash.measuring.largest_drift import MAX_SEQUENCES, Largest, alternatives_of_shard
@@ -96,7 +98,7 @@ class RunningKL:
         while (index := len(self._sums)) in on_disk:
             part = folder.part("tokens", index, ["prompt_id", "sample_id", column], checksums)
             hashes = folder.part("sequences", index, ["prompt_hash"], checksums)["prompt_hash"]
-            yield sum_sequences(part, hashes, column)
+            yield sum_sequences(part, hashes, part[column])
 
     def _add(self, sums: SequenceSums) -> None:
         """Add the sums of a shard; show the KL and decide whether to stop, where that is due."""
@@ -179,7 +181,7 @@ class ShardClaims:
             self.total += 1
             shard_claim = self._open_claims[shard.index] = ExitStack()
             is_ours = not self.run.folder.has(shard.index) and shard_claim.enter_context(
-                claim(self.run.folder.root, _claim_of(shard.index))
+                claim(self.run.folder.root, claim_of("shard", shard.index))
             )
             is_counted = shard.index in self.counted
             self.counted.add(shard.index)
@@ -195,12 +197,12 @@ class ShardClaims:
         """The claims of the shards that are not on disk."""
         self.running.advance()
         total, on_disk = self.running.stop or self.total, self.run.folder.on_disk()
-        return [_claim_of(index) for index in range(total) if index not in on_disk]
+        return [claim_of("shard", index) for index in range(total) if index not in on_disk]
 
 
-def _claim_of(index: int) -> str:
-    """The name of the claim of a shard."""
-    return f"shard-{index:05d}"
+def claim_of(kind: str, index: int) -> str:
+    """The name of the claim of a shard; ``kind`` of an attribution's is the name of the pass."""
+    return f"{kind}-{index:05d}"
 
 
 def _score(engine: Engine, claims: ShardClaims, shards: Iterator[Shard], largest: Largest) -> None:
@@ -209,13 +211,13 @@ def _score(engine: Engine, claims: ShardClaims, shards: Iterator[Shard], largest
     for shard, result in engine.results(claimed):
         require_unchanged_files()
         alternatives = None
+        kl = np.asarray(result.tokens[run.job.headline])
         if running.has_kl:
-            largest.add(sequence_rows(result.tokens, run.job.headline))
+            largest.add(sequence_rows(result.tokens, kl))
             alternatives = alternatives_of_shard(largest, result.tokens, result.likeliest)
         if not run.folder.has(shard.index):  # as it may be where the disk knows no claims
             run.folder.write_shard(shard.index, result.tokens, result.sequences, alternatives)
-            prompt_hash = result.sequences["prompt_hash"]
-            running.add(shard.index, sum_sequences(result.tokens, prompt_hash, run.job.headline))
+            running.add(shard.index, sum_sequences(result.tokens, result.sequences["prompt_hash"], kl))
         claims.release(shard.index)
         if running.stop is not None:
             break

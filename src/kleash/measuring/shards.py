@@ -11,7 +11,7 @@ from kleash.jobs import MeasureJob
 from kleash.models import Pair, Prompt, TokenSequence, find_source, read_prompts, read_responses, read_text
 from kleash.sources.documents import count_documents
 from kleash.sources.prompts import describe_forms
-from kleash.sources.sequences import SourceForm, retokenisation_warnings
+from kleash.sources.sequences import SourceForm
 
 BATCHES = 4
 """Batches in a shard. A killed run loses at most one shard, and sequences are sorted by length within one."""
@@ -106,12 +106,15 @@ def source_warnings(declared: Sequence[tuple[bool, float | None]], temperature: 
         declared: as in ``ShardPlan``, of the responses that were scored.
         temperature: of the run.
     """
-    warnings = retokenisation_warnings(len(declared), sum(retokenised for retokenised, _ in declared))
-    temperatures = sorted({value for _, value in declared if value is not None} - {temperature})
-    if not temperatures:
-        return warnings
-    warning = (
-        f"some responses declare temperature {', '.join(f'{value:g}' for value in temperatures)}, and both models "
-        f"were scored at {temperature:g}; set --temperature"
-    )
-    return (*warnings, warning)
+    warnings: list[str] = []
+    if retokenised := sum(is_retokenised for is_retokenised, _ in declared):
+        warnings.append(
+            f"{retokenised} of {len(declared)} responses came as text and were tokenised again: where they were drawn "
+            "as other tokens, the numbers are of tokens that were not drawn; give response_token_ids to be sure"
+        )
+    if temperatures := sorted({value for _, value in declared if value is not None} - {temperature}):
+        warnings.append(
+            f"some responses declare temperature {', '.join(f'{value:g}' for value in temperatures)}, and both models "
+            f"were scored at {temperature:g}; set --temperature"
+        )
+    return tuple(warnings)

@@ -145,7 +145,7 @@ def sum_run(path: Path, statistic: str, shards: int) -> SequenceSums:
         strict=True,
     )
     return SequenceSums.concatenate(
-        [sum_sequences(tokens, sequences["prompt_hash"], statistic) for tokens, sequences in parts]
+        [sum_sequences(tokens, sequences["prompt_hash"], tokens[statistic]) for tokens, sequences in parts]
     )
 
 

@@ -126,10 +126,7 @@ def check_sweep_folder(out: Path, *, resume: bool) -> None:
 
 def _sweep(job: SweepJob, out: Path, reporter: ProgressReporter) -> tuple[Sweep, bool]:
     """``sweep_together`` in a folder that this process takes part in."""
-
-    def note() -> None:
-        reporter.note("another process runs the reference or writes the ranking; waiting for it")
-
+    note = partial(reporter.note, "another process runs the reference or writes the ranking; waiting for it")
     before = _written(out)
     with folder_lock(out, ADVICE_IF_LOCKED, on_wait=note):
         _check_runs(job, out)
@@ -153,9 +150,16 @@ def _sweep(job: SweepJob, out: Path, reporter: ProgressReporter) -> tuple[Sweep,
         with folder_lock(out, ADVICE_IF_LOCKED, on_wait=note):
             _write(out, ranked)
     for candidate in ranked.ranking if job.attribute else ():
-        attributions = _attribute_candidate(
-            job, out, candidate, sequences[candidate.number], digest, reporter
-        )
+        run = sequences[candidate.number]
+        attributions, failure = _attempt(partial(attribute, job, out, candidate, run, digest, reporter))
+        if attributions is None:
+            reporter.note(f"the attribution of candidate {candidate.number} failed: {failure}")
+            attributions = tuple(
+                Attribution(
+                    candidate=candidate.number, grouping=each, failure=failure, statistic=job.statistic
+                )
+                for each in job.attribute
+            )
         result = replace(result, attributions=(*result.attributions, *attributions))
         _free_memory()
     with folder_lock(out, ADVICE_IF_LOCKED, on_wait=note):
@@ -263,29 +267,6 @@ def _measure_candidate(
         return replace(candidate, failure=failure)
     file = out / candidate.folder / "measurement.json"
     return measured_candidate(replace(candidate, measurement_sha256=file_checksum(file).sha256), measurement)
-
-
-def _attribute_candidate(
-    job: SweepJob,
-    out: Path,
-    candidate: SweepCandidate,
-    run: SequenceSums,
-    digest: str,
-    reporter: ProgressReporter,
-) -> tuple[Attribution, ...]:
-    """The attributions of a candidate, or the reason why there are none.
-
-    Raises:
-        RunFolderError: if no space is left.
-    """
-    attributions, failure = _attempt(lambda: attribute(job, out, candidate, run, digest, reporter))
-    if attributions is not None:
-        return attributions
-    reporter.note(f"the attribution of candidate {candidate.number} failed: {failure}")
-    return tuple(
-        Attribution(candidate=candidate.number, grouping=grouping, failure=failure, statistic=job.statistic)
-        for grouping in job.attribute
-    )
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, str]:

@@ -99,7 +99,6 @@ def _compared(run: _TrainingRun, first: _TrainingRun, steps: range) -> ComparedT
         if values:
             numbers[metric] = number_of({metric: fmean(values)}, metric)
     settings, first_settings = run.header.settings, first.header.settings
-    result = run.result
     return ComparedTraining(
         name=run.name,
         folder=str(run.folder),
@@ -112,7 +111,7 @@ def _compared(run: _TrainingRun, first: _TrainingRun, steps: range) -> ComparedT
             if option in first_settings.keys() - NOT_COMPARED and value != first_settings[option]
         },
         alerts=sum(len(record.alerts) for record in run.history),
-        ended="running or interrupted" if result is None else result.stopped or "finished",
+        ended="running or interrupted" if run.result is None else run.result.stopped or "finished",
     )
 
 

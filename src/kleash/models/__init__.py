@@ -1,8 +1,9 @@
 """Language models for comparison: loading pairs, reading sources, generation, scoring, reference caches."""
 
+from kleash.jobs.option_groups import Sampling
 from kleash.models.cache.reference_cache import ReferenceCache
 from kleash.models.cache.stored_reference import StoredReference
-from kleash.models.generation import Sampling, generate
+from kleash.models.generation import generate
 from kleash.models.keyed_draws import draw
 from kleash.models.live_models import at_rest, live_model
 from kleash.models.lockstep import in_lockstep, turns_of

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kleash.divergences import truncate
-from kleash.errors import NonFiniteError, OptionError
+from kleash.errors import NonFiniteError
 from kleash.extras import suppress_library_output
+from kleash.jobs.option_groups import Sampling
 from kleash.linear import log_probabilities
 from kleash.models.heads import rounding_tolerance
 from kleash.models.keyed_draws import draw
@@ -28,33 +29,8 @@ MAX_ACTIVE_FRACTION = 7 / 8
 """Finished responses are removed from a batch when at most this fraction of it is unfinished."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """Options of sampling."""
-
-    samples_per_prompt: int = 1
-    max_new_tokens: int = 256
-    temperature: float = 1.0
-    """Divides the logits; 0 means greedy decoding, and then the other options have no effect."""
-    top_p: float | None = None
-    """Smallest total probability of the likeliest tokens that are sampled from; None for all tokens."""
-    top_k: int | None = None
-    """Number of likeliest tokens that are sampled from; None for all tokens."""
-    min_p: float | None = None
-    """Smallest probability of a sampled token, relative to the likeliest; None for no limit."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Validate the options.
-
-        Raises:
-            OptionError: naming the invalid option.
-        """
-        for name in ("samples_per_prompt", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"{name} is {getattr(self, name)}; it is at least 1")
-        if not 0 <= self.temperature < float("inf"):
-            raise OptionError(f"temperature is {self.temperature}; it is a finite number from 0")
+def ignore(*_: float) -> None:
+    """Do nothing: the default of functions that are told of progress."""
 
 
 def generate(
@@ -63,7 +39,7 @@ def generate(
     sampling: Sampling,
     *,
     batch_tokens: int = 4096,
-    on_tokens: Callable[[int, float], object] | None = None,
+    on_tokens: Callable[[int, float], object] = ignore,
 ) -> list[TokenSequence]:
     """Draw ``samples_per_prompt`` responses to each prompt.
 
@@ -77,7 +53,7 @@ def generate(
     Args:
         model: the policy.
         prompts: not longer than the model's context.
-        sampling: options of sampling.
+        sampling: how they are drawn, such as a job; at temperature 0 greedily, whatever the other options are.
         batch_tokens: largest number of prompt tokens in a batch, padding included; the key-value cache of a batch holds
             at most eight times as many.
         on_tokens: called after each step with the number of tokens drawn in it, and by how many responses the work is
@@ -89,7 +65,6 @@ def generate(
 
     Raises:
         NonFiniteError: if the model gives NaN or infinities, with the prompt.
-        OptionError: if a truncation option is out of its range.
     """
     context = sys.maxsize if model.context_length is None else model.context_length
     responses = [
@@ -156,7 +131,7 @@ class _Response:
 
 
 def _generate_batch(
-    model: Model, responses: list[_Response], sampling: Sampling, drawn: Callable[[int, float], object] | None
+    model: Model, responses: list[_Response], sampling: Sampling, drawn: Callable[[int, float], object]
 ) -> None:
     """Generate one batch of responses until all have ended."""
     with torch.inference_mode():
@@ -168,8 +143,7 @@ def _generate_batch(
             for response, token, token_logp in zip(responses, tokens.tolist(), logp.tolist(), strict=True):
                 if response.finish_reason is None:
                     response.append(token, token_logp, model.eos_token_ids)
-            if drawn is not None:
-                drawn(len(active), sum(response.last_share for response in active))
+            drawn(len(active), sum(response.last_share for response in active))
             active_rows = [row for row, response in enumerate(responses) if response.finish_reason is None]
             if not active_rows:
                 return

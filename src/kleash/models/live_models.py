@@ -19,6 +19,7 @@ from kleash.models.model_building import build_model
 from kleash.models.pair import Model
 from kleash.models.pair_loading import DTYPES
 from kleash.models.sharded_networks import reshard, shard_storage, view_of_shards, with_mean_gradient
+from kleash.models.shared_base import LoadedNetwork
 
 ACTIVE_ADAPTER = "the one in use"
 """Value of ``adapter`` for the adapter that is active in the PEFT model."""
@@ -70,18 +71,15 @@ def live_model(
     elif error is not None:
         raise error
     base = network if adapters is None else adapters.get_base_model()
-    return build_model(
-        base,
-        tokenizer,
-        role=role,
-        path=name or base.name_or_path or type(base).__name__,
-        revision=None,
-        fingerprint="",
+    loaded = LoadedNetwork(
+        network=base,
         parameters=sum(parameter.numel() for parameter in base.parameters()),
+        storage=storage,
         adapters=adapters,
         adapter=adapter_name,
-        storage=storage,
-    )[0]
+    )
+    path = name or base.name_or_path or type(base).__name__
+    return build_model(loaded, tokenizer, role=role, path=path)[0]
 
 
 def base_network(network: Any) -> Any:

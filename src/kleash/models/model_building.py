@@ -16,7 +16,7 @@ from kleash.models.compat import find_backbone
 from kleash.models.filling import loading
 from kleash.models.heads import ExtractedHead, extract_head
 from kleash.models.pair import Model
-from kleash.models.sharded_networks import ShardStorage
+from kleash.models.shared_base import LoadedNetwork
 from kleash.models.tokenizers import PROBES, token_count
 
 HEAD_PROBE_TOKENS = 24
@@ -24,65 +24,47 @@ HEAD_PROBE_TOKENS = 24
 
 
 def build_model(
-    network: Any,
-    tokenizer: Any,
-    *,
-    role: str,
-    path: str,
-    revision: str | None,
-    fingerprint: str,
-    parameters: int,
-    adapters: Any,
-    adapter: str | None,
-    device_map: str | None = None,
-    trust_remote_code: bool = False,
-    storage: ShardStorage | None = None,
+    loaded: LoadedNetwork, tokenizer: Any, *, role: str, path: str, fingerprint: str = "", **known: Any
 ) -> tuple[Model, tuple[str, ...]]:
     """Make a ``Model`` of a loaded network: find its head, and check it against the tokenizer.
 
     Args:
-        network: a transformers causal language model in evaluation mode, without PEFT's wrapper.
+        loaded: a transformers causal language model in evaluation mode.
         tokenizer: of the model.
         role: "policy" or "reference".
         path: the model's name in errors and records.
-        revision: commit of a hub id; None for a folder or a network in memory.
         fingerprint: hash of the checkpoint's files; "" for a network in memory.
-        parameters: number of parameters of the network and the adapter.
-        adapters: the PEFT model around the network; None without adapters.
-        adapter: name of the adapter in ``adapters``; None for the base.
-        device_map: the device map that the network was loaded with.
-        trust_remote_code: whether the checkpoint's own code may run.
-        storage: the ranks of whose shards the network is a view; None for a whole network.
+        known: further fields of the model, which its checkpoint and the options of loading say.
 
     Returns:
-        The model, and notes: on end tokens that do not exist, and if no head reproduces the network's logits.
+        The model, and notes: those of loading, on end tokens that do not exist, and if no head reproduces the
+        network's logits.
 
     Raises:
         ModelError: if the network is not causal, cannot be run, or has fewer embeddings than the tokenizer has tokens;
             if it is sharded and only its logits are available, for which the head would be gathered.
     """
+    network, storage = loaded.network, loaded.storage
     eos_token_ids, eos_note = read_eos_token_ids(network, tokenizer)
     model = Model(
         role=role,
         path=path,
-        revision=revision,
         dtype=(None if storage is None else storage.param_dtype) or network.dtype,
         device=network.get_input_embeddings().weight.device,
-        parameters=parameters,
+        parameters=loaded.parameters,
         vocab_size=0,
         context_length=read_context_length(network),
         eos_token_ids=eos_token_ids,
         generation_settings=read_generation_settings(network, with_file=bool(fingerprint)),
         head=Head(weight=None),
         fingerprint=fingerprint,
-        device_map=device_map,
-        trust_remote_code=trust_remote_code,
         tokenizer=tokenizer,
         network=network,
         backbone=find_backbone(network),
-        adapters=adapters,
-        adapter=adapter,
+        adapters=loaded.adapters,
+        adapter=loaded.adapter,
         storage=storage,
+        **known,
     )
     check_vocab_size(model, len(network.get_input_embeddings().weight), "embeddings")
     extracted = _extract_head(model)
@@ -97,7 +79,7 @@ def build_model(
         vocab_size=extracted.vocab_size,
         max_padded_length=extracted.max_padded_length,
     )
-    return model, tuple(note for note in (eos_note, extracted.note) if note is not None)
+    return model, (*loaded.notes, *filter(None, (eos_note, extracted.note)))
 
 
 def _extract_head(model: Model) -> ExtractedHead:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +27,7 @@ from kleash.models.transformers_formats import (
     is_packed,
     quantisation_advice,
 )
+from kleash.registry import grouped
 from kleash.store.measurement import StoredWeights
 
 PARALLEL_MAPS = {"fsdp": "fsdp_size", "tensor": "tp_size"}
@@ -70,10 +70,10 @@ def load_networks(
     Raises:
         ModelError: if a network cannot be loaded, is not a decoder-only model, or lacks weights.
     """
-    checkpoints_by_folder: dict[tuple[Path, ...], dict[str, Checkpoint]] = {}
-    for role, checkpoint in checkpoints.items():
-        files = tuple(path.resolve() for path in checkpoint.gguf or (checkpoint.folder,))
-        checkpoints_by_folder.setdefault(files, {})[role] = checkpoint
+    roles_by_files = grouped(
+        (tuple(path.resolve() for path in checkpoint.gguf or (checkpoint.folder,)), role)
+        for role, checkpoint in checkpoints.items()
+    )
     networks: dict[str, LoadedNetwork] = {}
     notes: list[str] = []
 
@@ -94,12 +94,12 @@ def load_networks(
             base = replace(base, network=view_of_shards(base.network, storage), storage=storage)
         return base
 
-    for checkpoints_of_folder in checkpoints_by_folder.values():
-        networks_of_folder, note = load_over_one_base(checkpoints_of_folder, load_base)
-        networks |= networks_of_folder
+    for roles in roles_by_files.values():
+        networks_of_roles, note = load_over_one_base({role: checkpoints[role] for role in roles}, load_base)
+        networks |= networks_of_roles
         notes += [note] if note else []
     has_adapters = any(checkpoint.adapter is not None for checkpoint in checkpoints.values())
-    if len(checkpoints_by_folder) > 1 and has_adapters:
+    if len(roles_by_files) > 1 and has_adapters:
         notes.append("policy and reference have different bases, which are both loaded")
     return networks, tuple(notes)
 
@@ -108,7 +108,7 @@ def _require_ranks(checkpoint: Checkpoint, device_map: str) -> None:
     """Check that a checkpoint can be spread over the ranks of torch.distributed.
 
     Raises:
-        CannotRunError: if there are no ranks, or transformers is too old.
+        CannotRunError: if there are no ranks.
         ModelError: if it is an adapter.
     """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
@@ -121,7 +121,6 @@ def _require_ranks(checkpoint: Checkpoint, device_map: str) -> None:
             f"{checkpoint} is an adapter or a GGUF file, which --device-map {device_map} does not take; merge or "
             "convert it into a folder of safetensors"
         )
-    import_extra("transformers.distributed.configuration_utils", "models")
 
 
 def _placement(device_map: str | None) -> dict[str, Any]:
@@ -269,14 +268,13 @@ def _load_as(
 
 def _describe_replaced_class(config: Any, network: Any, subject: str) -> tuple[str, ...]:
     """A note on a checkpoint that names a class of its own code, in place of which transformers' class is run."""
-    names = getattr(config, "architectures", None) or []
-    if not getattr(config, "auto_map", None) or not names or type(network).__name__ in names:
-        return ()
+    names = getattr(config, "architectures", None) or [type(network).__name__]
+    is_replaced = getattr(config, "auto_map", None) and type(network).__name__ not in names
     note = (
         f"{subject} names the class {str(names[0])[:60]} of its own code, and transformers' {type(network).__name__} "
         "is measured; --trust-remote-code runs that code"
     )
-    return (note,)
+    return (note,) if is_replaced else ()
 
 
 def describe_weights(checkpoint: Checkpoint, loaded: LoadedNetwork) -> StoredWeights:
@@ -324,15 +322,15 @@ def _types_of_modules(checkpoint: Checkpoint, packed: Sequence[PackedModule]) ->
 
 def _by_layers(modules: Mapping[str, str]) -> dict[str, str]:
     """Modules by type, those that differ in the number of a layer together: "blk.0-27.attn_q" → "Q4_K"."""
-    layers: dict[tuple[str, str], set[int]] = {}
-    for module, kind in modules.items():
-        numbers = NUMBER.findall(module)
-        layers.setdefault((NUMBER.sub("*", module), kind), set()).update(map(int, numbers[:1]))
+    layers = grouped(
+        ((NUMBER.sub("*", module), kind), NUMBER.findall(module)[:1]) for module, kind in modules.items()
+    )
     names: dict[str, str] = {}
     for (pattern, kind), numbers in layers.items():
+        distinct = {int(number) for first in numbers for number in first}
         runs = [
             [number for _, number in run]
-            for _, run in groupby(enumerate(sorted(numbers)), key=lambda place: place[1] - place[0])
+            for _, run in groupby(enumerate(sorted(distinct)), key=lambda place: place[1] - place[0])
         ]
         ranges = (str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
         names[pattern.replace("*", ",".join(ranges), 1)] = kind

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -25,8 +25,8 @@ class Model:
     """"policy" or "reference"."""
     path: str
     """The name that it was loaded by."""
-    revision: str | None
-    """Commit of a hub id; None for a folder."""
+    revision: str | None = None
+    """Commit of a hub id; None for a folder or a network in memory."""
     dtype: torch.dtype
     device: torch.device
     """Device of the inputs and the hidden states."""
@@ -126,6 +126,12 @@ class Model:
         if self.turns is not None and self.storage is not None:
             self.turns.wait_for(self.role, call)
 
+    def padding_mask(self) -> Bool[Tensor, " vocab"] | None:
+        """Whether each logit is of no token; None if all are of tokens, or several ranks store the head."""
+        if self.padding is None:
+            return None
+        return torch.isin(torch.arange(self.vocab_size), torch.tensor(self.padding.ids))
+
     @property
     def is_in_memory(self) -> bool:
         """Whether it was given as a network in memory (``live_model``), whose files are unknown."""
@@ -170,11 +176,6 @@ class Pair:
         policy, reference = self.policy, self.reference
         has_same_files = not policy.is_in_memory and policy.fingerprint == reference.fingerprint
         return policy.is_same_as(reference) or (has_same_files and policy.dtype == reference.dtype)
-
-    def wait_for_statistics(self, *, top: bool) -> None:
-        """Wait until all ranks that store weights compare the two models; returns at once if they are whole."""
-        if self.policy.turns is not None:
-            self.policy.turns.wait_for(self.policy.role, "statistics_and_top" if top else "statistics")
 
     @property
     def vocab_size(self) -> int:

@@ -1,6 +1,6 @@
 """Loading policy and reference, and checking that they can be compared."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from kleash.checkpoints.resolution import Checkpoint, find_checkpoint
 from kleash.errors import CannotRunError, OptionError, summarise_error
 from kleash.extras import suppress_library_output
 from kleash.jobs import MeasureJob
+from kleash.jobs.option_groups import ScoringOptions
 from kleash.jobs.reading_jobs import DoctorJob
 from kleash.models.cache.stored_reference import StoredReference
 from kleash.models.compat import without_zero3_loading
@@ -18,7 +19,6 @@ from kleash.models.model_building import build_model, check_vocab_size
 from kleash.models.network_loading import PARALLEL_MAPS, describe_weights, load_networks
 from kleash.models.padding_rows import PaddingRows
 from kleash.models.pair import Model, Pair
-from kleash.models.shared_base import LoadedNetwork
 from kleash.models.tokenizers import load_tokenizers, token_count
 
 DTYPES = {
@@ -33,7 +33,7 @@ DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", *PARALLEL_MAP
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """Options of loading that apply to policy and reference alike."""
+    """Options of loading that apply to policy and reference alike; a job that loads two models has them, too."""
 
     dtype: str = "auto"
     """"float32", "bfloat16", "float16" or "float64"; "auto" is float32 on a CPU and the checkpoint's dtype on an
@@ -119,7 +119,7 @@ def load_pair_with(policy: str, reference: str, options: MeasureJob | DoctorJob)
 
 
 def _load_models(
-    checkpoints: dict[str, Checkpoint], loading: Loading, stored_tokenizer: Any = None
+    checkpoints: dict[str, Checkpoint], loading: Loading | ScoringOptions, stored_tokenizer: Any = None
 ) -> tuple[dict[str, Model], list[str]]:
     """Load the model of each role, with its tokenizer; also return notes for the user.
 
@@ -128,6 +128,8 @@ def _load_models(
         loading: how they are loaded.
         stored_tokenizer: of a reference that is not loaded, with which the tokenizers are compared.
     """
+    models: dict[str, Model] = {}
+    model_notes: list[str] = []
     with suppress_library_output(), without_zero3_loading():
         tokenizers, tokenizer_notes = load_tokenizers(
             checkpoints, loading.trust_remote_code, loading.tokenizer, stored_reference=stored_tokenizer
@@ -140,47 +142,26 @@ def _load_models(
             device_map=loading.device_map,
             trust_remote_code=loading.trust_remote_code,
         )
-        models, model_notes = _build_models(checkpoints, networks, tokenizers, loading)
+        for role, checkpoint in checkpoints.items():
+            models[role], notes = build_model(
+                networks[role],
+                tokenizers[role],
+                role=role,
+                path=checkpoint.name,
+                revision=checkpoint.revision,
+                fingerprint=checkpoint.fingerprint(),
+                weights=describe_weights(checkpoint, networks[role]),
+                base=None if checkpoint.adapter is None else checkpoint.base,
+                device_map=loading.device_map,
+                trust_remote_code=loading.trust_remote_code,
+            )
+            model_notes += notes
     adapter_notes = [
         f"the {checkpoint.role} is the adapter {checkpoint.name} over {checkpoint.base}"
         for checkpoint in checkpoints.values()
         if checkpoint.adapter is not None
     ]
     return models, [*tokenizer_notes, *adapter_notes, *sharing_notes, *model_notes]
-
-
-def _build_models(
-    checkpoints: Mapping[str, Checkpoint],
-    networks: Mapping[str, LoadedNetwork],
-    tokenizers: Mapping[str, Any],
-    loading: Loading,
-) -> tuple[dict[str, Model], list[str]]:
-    """The model of each network, and notes on it."""
-    models: dict[str, Model] = {}
-    notes: list[str] = []
-    for role, checkpoint in checkpoints.items():
-        loaded = networks[role]
-        model, model_notes = build_model(
-            loaded.network,
-            tokenizers[role],
-            role=role,
-            path=checkpoint.name,
-            revision=checkpoint.revision,
-            fingerprint=checkpoint.fingerprint(),
-            parameters=loaded.parameters,
-            adapters=loaded.adapters,
-            adapter=loaded.adapter,
-            device_map=loading.device_map,
-            trust_remote_code=loading.trust_remote_code,
-            storage=loaded.storage,
-        )
-        models[role] = replace(
-            model,
-            weights=describe_weights(checkpoint, loaded),
-            base=None if checkpoint.adapter is None else checkpoint.base,
-        )
-        notes += [*loaded.notes, *model_notes]
-    return models, notes
 
 
 def pair_models(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pair:
@@ -281,13 +262,15 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype | str:
     return DTYPES[name]
 
 
-def load_reference(name: str, revision: str | None, loading: Loading, *, role: str = "reference") -> Pair:
+def load_reference(
+    name: str, revision: str | None, loading: Loading | ScoringOptions, *, role: str = "reference"
+) -> Pair:
     """Load one model as both policy and reference, for reading a source with it.
 
     Args:
         name: folder, hub id, adapter's folder or GGUF file.
         revision: branch, tag or commit of a hub id.
-        loading: how it is loaded.
+        loading: how it is loaded, such as a job.
         role: what it is called in notes and errors.
 
     Raises:
@@ -307,7 +290,7 @@ def load_beside(
     *,
     revision_policy: str | None,
     revision_reference: str | None,
-    loading: Loading,
+    loading: Loading | ScoringOptions,
 ) -> Pair:
     """Load a policy and pair it with a reference that is read from its cache.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from kleash.divergences import truncate
 from kleash.errors import NonFiniteError, OptionError
 from kleash.extras import suppress_library_output
-from kleash.jobs.option_groups import is_gguf
+from kleash.jobs.option_groups import Sampling, is_gguf
 from kleash.linear import (
     Head,
     LinearOptions,
@@ -24,7 +24,7 @@ from kleash.linear import (
     token_statistics_and_top,
 )
 from kleash.models.cache.reference_cache import ReferenceCache
-from kleash.models.generation import Sampling
+from kleash.models.generation import ignore
 from kleash.models.heads import truncate_head
 from kleash.models.padding_rows import padding_columns
 from kleash.models.pair import Model, Pair
@@ -65,7 +65,7 @@ def score(
     cache: ReferenceCache | None = None,
     top: int = 0,
     sampler: Sampling | None = None,
-    on_scored: Callable[[int, int], object] | None = None,
+    on_scored: Callable[[int, int], object] = ignore,
     read_reference: HiddenStateReader | None = None,
 ) -> dict[str, np.ndarray]:
     """Per-token statistics of both models for each response token, in the order of ``sequences``.
@@ -136,7 +136,7 @@ def columns_in_batches(
     sequences: Sequence[TokenSequence],
     batch_tokens: int,
     columns_of_batch: Callable[[list[int]], Mapping[str, np.ndarray]],
-    on_scored: Callable[[int, int], object] | None = None,
+    on_scored: Callable[[int, int], object] = ignore,
 ) -> dict[str, np.ndarray]:
     """Columns of the token table, with a row for each response token, in the order of ``sequences``.
 
@@ -158,8 +158,7 @@ def columns_in_batches(
         for name, values in batch_columns.items():
             dtype = np.int32 if values.dtype.kind == "i" else np.float32
             columns.setdefault(name, np.empty((sum(counts), *values.shape[1:]), dtype=dtype))[rows] = values
-        if on_scored is not None:
-            on_scored(len(batch), len(rows))
+        on_scored(len(batch), len(rows))
     return columns
 
 
@@ -195,7 +194,8 @@ def _columns_of_models(
     ids = [token for sequence in batch for token in sequence.response_ids]
     tokens = torch.tensor(ids, device=inputs[0].device)
     columns: dict[str, np.ndarray] = {}
-    pair.wait_for_statistics(top=top > 0)
+    if policy.turns is not None:  # until all ranks that store weights compare the two models
+        policy.turns.wait_for(policy.role, "statistics_and_top" if top else "statistics")
     with torch.inference_mode():
         if top:
             statistics, *top_of_models = _statistics_and_top(inputs, tokens, top, temperature, options)

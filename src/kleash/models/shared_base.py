@@ -40,7 +40,7 @@ class LoadedNetwork:
     """Without PEFT's wrapper."""
     parameters: int
     """Number of parameters of the network and the adapter."""
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     packed: tuple[PackedModule, ...] = ()
     """The modules that were unpacked."""
     storage: ShardStorage | None = None

@@ -44,7 +44,7 @@ def has_kernels(checkpoint: Checkpoint, device: torch.device) -> bool:
     if device.type == "cpu":
         return False
     settings, method = checkpoint.quantisation, checkpoint.quant_method
-    if settings is not None and method == "fp8":
+    if method == "fp8":
         has_units = device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
         if not settings.get("weight_block_size") or not has_units or settings.get(SCALE_MEANING):
             return False

@@ -8,6 +8,7 @@ from pathlib import Path
 from kleash.errors import SourceError, summarise_error
 from kleash.extras import import_extra, is_installed, suppress_library_output
 from kleash.jobs.reading import ReadOptions
+from kleash.registry import grouped
 from kleash.sources.records import shorten, uncompressed_suffix
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
@@ -144,15 +145,13 @@ def _unread_formats(name: str, folder: Path, splits: dict[str, tuple[str, ...]])
 
 def _require_all_shards(name: str, paths: tuple[Path, ...]) -> None:
     """Check that no file of a numbered series, such as train-00000-of-00002.parquet, is missing."""
-    numbers: dict[tuple[str, ...], set[str]] = {}
-    for match in filter(None, (SHARD.fullmatch(str(path)) for path in paths)):
-        stem, number, *rest = match.groups()
-        numbers.setdefault((stem, *rest), set()).add(number)
-    for (stem, count, suffix), shards in numbers.items():
-        if len(shards) != int(count):
+    matches = filter(None, (SHARD.fullmatch(str(path)) for path in paths))
+    series = grouped(((match[1], match[3], match[4]), match[2]) for match in matches)
+    for (stem, count, suffix), numbers in series.items():
+        if len(set(numbers)) != int(count):
             raise SourceError(
-                f"{name} has {len(shards)} of the {int(count)} files {Path(stem).name}-*-of-{count}{suffix}; fetch "
-                "the others"
+                f"{name} has {len(set(numbers))} of the {int(count)} files {Path(stem).name}-*-of-{count}{suffix}; "
+                "fetch the others"
             )
 
 

@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -136,20 +136,28 @@ def read_plain_documents(path: Path) -> Iterator[SourceRecord]:
             lines = []
 
 
-def get_field(record: SourceRecord, name: str, types: type | tuple[type, ...], expected: str) -> Any:
-    """The field ``name`` of a record, with its type checked; None if it is missing or null.
+def get_field(
+    record: SourceRecord,
+    name: str,
+    types: type | tuple[type, ...],
+    expected: str,
+    is_allowed: Callable[[Any], bool] = lambda value: True,
+) -> Any:
+    """The field ``name`` of a record, with its type and value checked; None if it is missing or null.
 
     Args:
         record: the record.
         name: of the field.
         types: the accepted types; bool is not accepted as a number.
-        expected: these types in words, for the error.
+        expected: what it must be in words, for the error.
+        is_allowed: whether a value of these types is one.
 
     Raises:
-        SourceError: if it has another type, or is text with a lone surrogate.
+        SourceError: if it has another type or value, or is text with a lone surrogate.
     """
     value = record.fields.get(name)
-    if value is not None and (not isinstance(value, types) or isinstance(value, bool)):
+    is_of_type = isinstance(value, types) and not isinstance(value, bool)
+    if value is not None and not (is_of_type and is_allowed(value)):
         raise record.error(f"expected {name!r} to be {expected} and found {show_value(value)}")
     return check_unicode(record, name, value) if isinstance(value, str) else value
 

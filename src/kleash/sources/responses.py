@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
-from typing import Any
 
 import numpy as np
 
@@ -30,6 +29,7 @@ from kleash.sources.records import (
 from kleash.sources.sequences import TokenLimits, TokenSequence, hash_prompt, is_padded, padding_length
 
 MAX_ID = 2**31 - 1
+ID_RANGE = f"a whole number from 0 to {MAX_ID}"
 ROUNDING_NATS = 1e-3
 """Largest log-probability above 0 that is taken for a rounding error and replaced by 0."""
 LISTS = ("teacher_ids", "teacher_logprobs")
@@ -115,7 +115,8 @@ class _IdAssigner:
         Raises:
             SourceError: if a prompt id stands for two prompts, or a sample id is used twice.
         """
-        stated, sample = _read_id(record, "prompt_id", (int, str)), _read_id(record, "sample_id", int)
+        stated = get_field(record, "prompt_id", (int, str), f"text, or {ID_RANGE}", _is_id)
+        sample = get_field(record, "sample_id", int, ID_RANGE, _is_id)
         group = (stated if isinstance(stated, str) else "") or first_hash or prompt_hash
         prompt = (
             stated if isinstance(stated, int) else self.prompt_ids.setdefault(group, len(self.prompt_ids))
@@ -143,6 +144,7 @@ def _response(
         record, pair, prompt.text, finish_reason, chat_template
     )
     check_length(record, "prompt with its response", len(prompt.token_ids) + len(response_ids) - 1, pair)
+    temperature = get_field(record, "temperature", (int, float), "a number from 0 on", _is_temperature)
     prompt_id, sample_id = assigner.assign(
         record, prompt.prompt_hash, _first_hash(record, pair, chat_template)
     )
@@ -156,7 +158,7 @@ def _response(
         finish_reason=finish_reason,
         logp_sampled=_logprobs(record, len(response_ids), pair.vocab_size),
         prompt_hash=prompt.prompt_hash,
-        temperature=_temperature(record),
+        temperature=None if temperature is None else float(temperature),
         retokenised=retokenised,
         location=record.location,
         prompt_form=prompt.form,
@@ -286,17 +288,11 @@ def _lists(record: SourceRecord, sequence: TokenSequence, pair: TokenLimits) -> 
     return dict(zip(LISTS, (ids, logp.astype(np.float32)), strict=True))
 
 
-def _temperature(record: SourceRecord) -> float | None:
-    """The sampling temperature of a record, from 0; None if it has none."""
-    value = get_field(record, "temperature", (int, float), "a number")
-    if value is not None and not (is_finite_number(value) and value >= 0):
-        raise record.error(f"expected 'temperature' to be a number from 0 on and found {show_value(value)}")
-    return None if value is None else float(value)
+def _is_temperature(value: float) -> bool:
+    """Whether a number can be a sampling temperature."""
+    return is_finite_number(value) and value >= 0
 
 
-def _read_id(record: SourceRecord, name: str, types: type | tuple[type, ...]) -> Any:
-    """The prompt or sample id of a record, of one of the types; None if it has none."""
-    value = get_field(record, name, types, "a whole number")
-    if isinstance(value, int) and not 0 <= value <= MAX_ID:
-        raise record.error(f"expected {name!r} to be from 0 to {MAX_ID} and found {show_value(value)}")
-    return value
+def _is_id(value: int | str) -> bool:
+    """Whether a value can be the id of a prompt or a sample; texts stand for numbers that are assigned."""
+    return isinstance(value, str) or 0 <= value <= MAX_ID

@@ -120,17 +120,6 @@ def hash_prompt(token_ids: tuple[int, ...], tokenizer: Any) -> str:
     return hash_tokens(token_ids[counted[0] : counted[-1] + 1] if counted else token_ids)
 
 
-def retokenisation_warnings(sequences: int, retokenised: int) -> tuple[str, ...]:
-    """The warning about responses that were tokenised from text; empty if there were none."""
-    if not retokenised:
-        return ()
-    warning = (
-        f"{retokenised} of {sequences} responses came as text and were tokenised again: where they were drawn as "
-        "other tokens, the numbers are of tokens that were not drawn; give response_token_ids to be sure"
-    )
-    return (warning,)
-
-
 def batch_by_length(
     lengths: Sequence[int], batch_tokens: int, *, max_sequences: int | None = None
 ) -> list[list[int]]:

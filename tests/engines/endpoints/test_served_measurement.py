@@ -15,12 +15,12 @@ from single_loads import load_one_at_a_time
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kleash.cli import main
-from kleash.engines.endpoints import engine as engine_module
 from kleash.errors import OptionError
 from kleash.jobs import MeasureJob
 from kleash.measuring import compare, measure
 from kleash.measuring.cluster_sums import LISTED_AND_SAMPLED, SumKey, token_quantities
 from kleash.measuring.progress import ProgressReporter
+from kleash.models import Model
 from kleash.reports.gate_verdicts import gate_of_measurement
 from kleash.reports.measurement import write_report
 from kleash.shipped import shipped_folder
@@ -231,7 +231,7 @@ def test_listed_rows_that_are_no_tokens_are_named(
     server, text, distributions, tmp_path, monkeypatch, least, warns
 ):
     """With the rows from ``least`` on taken for rows that are no tokens."""
-    monkeypatch.setattr(engine_module, "find_padding", lambda model: torch.arange(model.vocab_size) >= least)
+    monkeypatch.setattr(Model, "padding_mask", lambda model: torch.arange(model.vocab_size) >= least)
     options = {"text": str(text), "limit": 1, "quiet": True}
     measurement = measure(policy=f"{server}/vllm/none/v1", out=tmp_path / "run", **options)
     ids = AutoTokenizer.from_pretrained(shipped_folder("reference"))(TEXT.partition("\n")[0])["input_ids"]

@@ -7,6 +7,7 @@ from collections import UserDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from math import log
 from typing import Any
 
@@ -329,10 +330,32 @@ def log_of_negated(values: Tensor) -> Tensor:
     return (-values).log()
 
 
-def restore_convolutions(parameters: dict[str, Tensor], attributes: Mapping[str, Any]) -> None:
-    """Put the kernels of convolutions into their shape: a file has no dimension for the one channel of a group."""
-    for name in [name for name in parameters if name.endswith((".conv.weight", ".conv1d.weight"))]:
-        parameters[name] = parameters[name].unsqueeze(1)
+def change_parameters(
+    parameters: dict[str, Tensor],
+    attributes: Mapping[str, Any],
+    *,
+    ends: tuple[str, ...],
+    by: Callable[[Tensor], Tensor],
+) -> None:
+    """Change the parameters whose names have these ends.
+
+    Args:
+        parameters: by name.
+        attributes: of the configuration; unused.
+        ends: of their names.
+        by: the function of the values.
+    """
+    for name in parameters:
+        if name.endswith(ends):
+            parameters[name] = by(parameters[name])
+
+
+restore_convolutions = partial(
+    change_parameters, ends=(".conv.weight", ".conv1d.weight"), by=lambda kernels: kernels.unsqueeze(1)
+)
+"""Puts the kernels of convolutions into their shape: a file has no dimension for the one channel of a group."""
+transpose = partial(change_parameters, by=lambda matrix: matrix.mT.contiguous())
+"""Transposes the matrices whose names have the ``ends``, which a file has as [outputs, inputs]."""
 
 
 def join_parameters(
@@ -359,10 +382,3 @@ def join_parameters(
         if all(value is not None for value in values):
             with suppress(RuntimeError):
                 parameters[name.replace(parts[0], joined)] = join(*values)
-
-
-def transpose(parameters: dict[str, Tensor], attributes: Mapping[str, Any], *, ends: tuple[str, ...]) -> None:
-    """Transpose the matrices whose names have these ends, which a file has as [outputs, inputs]."""
-    for name in parameters:
-        if name.endswith(ends):
-            parameters[name] = parameters[name].mT.contiguous()

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kleash.checkpoints.gguf.architectures import (
     GATING,
@@ -29,6 +28,7 @@ from kleash.checkpoints.gguf.architectures import (
     GGUFArchitecture,
     Settings,
     TensorSummary,
+    change_parameters,
     check_gating,
     join_parameters,
     log_of_negated,
@@ -141,11 +141,10 @@ def adjust_granite_hybrid(attributes: dict[str, Any], settings: Settings, tensor
         attributes["shared_intermediate_size"] = tensors.shapes["blk.0.ffn_gate.weight"][0]
 
 
-def flatten_state_space(parameters: dict[str, Tensor], attributes: Mapping[str, Any]) -> None:
-    """Make vectors of the parameters of Mamba 2 that a file has as columns of decays, and rows of norms by groups."""
-    for name in parameters:
-        if name.endswith((".A_log", ".D", ".mamba.norm.weight", ".mixer.norm.weight")):
-            parameters[name] = parameters[name].flatten()
+flatten_state_space = partial(
+    change_parameters, ends=(".A_log", ".D", ".mamba.norm.weight", ".mixer.norm.weight"), by=torch.flatten
+)
+"""Makes vectors of the parameters of Mamba 2 that a file has as columns of decays, and rows of norms by groups."""
 
 
 def adjust_nemotron_h(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:

@@ -72,7 +72,6 @@ def find_bitsandbytes_modules(checkpoint: Checkpoint) -> list[PackedModule]:
 def _describe_integers(tensors: ModuleTensors) -> PackedModule:
     """A module of 8 bits, after checking the headers of its tensors."""
     rows, columns = tensors.shape("weight", ("I8",))
-    tensors.require(min(rows, columns) > 0, "has an empty weight")
     tensors.check_shape("SCB", ("F32", "F16", "BF16"), (rows,))
     parts = ["weight", "SCB"]
     if "weight_format" in tensors.headers:

@@ -15,7 +15,7 @@ Source: GPTQModel, ``nn_modules/qlinear/torch.py`` and ``utils/model_dequant.py`
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ def find_gptq_modules(checkpoint: Checkpoint) -> list[PackedModule]:
         UnsupportedLayoutError: if its layout is none of ``GPTQ_LAYOUTS``.
         ModelError: if the tensors of a module do not fit together or contradict the settings.
     """
-    settings: Mapping[str, Any] = checkpoint.quantisation or {}
+    settings = checkpoint.quantisation
     layout = str(settings.get("checkpoint_format") or settings.get("format") or "gptq")
     if layout not in GPTQ_LAYOUTS or settings.get("is_marlin_format") is True:
         raise UnsupportedLayoutError(f"its checkpoint_format is {layout!r:.60}, and not gptq or gptq_v2")
@@ -80,7 +80,7 @@ def find_auto_round_modules(checkpoint: Checkpoint) -> list[PackedModule]:
         UnsupportedLayoutError: if its ``packing_format`` is of neither.
         ModelError: if the tensors of a module do not fit together or contradict the settings.
     """
-    layout = str((checkpoint.quantisation or {}).get("packing_format"))
+    layout = str(checkpoint.quantisation.get("packing_format"))
     if layout in ("auto_round:auto_awq", "auto_round:awq"):
         return find_awq_modules(checkpoint)
     if layout not in AUTO_ROUND_LAYOUTS:
@@ -92,7 +92,7 @@ def _find_word_modules(
     checkpoint: Checkpoint, overrides: str, *, has_shifted_zeros: bool
 ) -> list[PackedModule]:
     """The modules in the layout of GPTQ; ``overrides`` is the name of the settings of single modules."""
-    settings: Mapping[str, Any] = checkpoint.quantisation or {}
+    settings = checkpoint.quantisation
     values = _GPTQSettings(
         bits=read_integer(settings, "bits"),
         group_size=read_group_size(settings),
@@ -128,7 +128,6 @@ def _describe_module(tensors: ModuleTensors, settings: _GPTQSettings) -> PackedM
     words, rows = tensors.shape("qweight", ("I32",))
     groups, scale_rows = tensors.shape("scales", SCALE_TYPES)
     zero_groups, zero_words = tensors.shape("qzeros", ("I32",))
-    tensors.require(min(words, rows, groups) > 0, "has an empty tensor")
     tensors.require(
         scale_rows == rows and zero_groups == groups,
         f"has scales of {groups} x {scale_rows} and qzeros of {zero_groups} groups for {rows} outputs",
@@ -225,7 +224,7 @@ def find_awq_modules(checkpoint: Checkpoint) -> list[PackedModule]:
         UnsupportedLayoutError: if its layout is none of ``AWQ_LAYOUTS``, or has other bits.
         ModelError: if the tensors of a module do not fit together.
     """
-    settings: Mapping[str, Any] = checkpoint.quantisation or {}
+    settings = checkpoint.quantisation
     layout = str(settings.get("version") or settings.get("checkpoint_format") or "gemm").lower()
     bits = read_integer(settings, "bits", "w_bit")
     if bits != AWQ_BITS:
@@ -239,7 +238,6 @@ def find_awq_modules(checkpoint: Checkpoint) -> list[PackedModule]:
 def _describe_awq_module(tensors: ModuleTensors, group_size: int) -> PackedModule:
     """A module of AWQ, after checking the headers of its tensors."""
     columns, words = tensors.shape("qweight", ("I32",))
-    tensors.require(min(columns, words) > 0, "has an empty tensor")
     rows = words * AWQ_WEIGHTS_OF_WORD
     size = group_size if group_size > 0 else columns
     groups = columns // size

@@ -80,14 +80,13 @@ def find_mlx_modules(checkpoint: Checkpoint) -> list[PackedModule]:
         UnsupportedLayoutError: if a mode is not one of ``MODES``, or mlx-lm changes the weights of the architecture.
         ModelError: if the tensors of a module do not fit together or contradict the settings.
     """
-    settings: Mapping[str, Any] = checkpoint.quantisation or {}
     model_type = str(checkpoint.config.get("model_type", ""))
     if model_type.startswith(CHANGED_ARCHITECTURES):
         raise UnsupportedLayoutError(f"mlx-lm changes weights of {model_type:.40} when it converts them")
     return [
         module
         for tensors in modules_with(checkpoint, "scales")
-        for module in _describe_module(tensors, _read_settings(settings, tensors.name))
+        for module in _describe_module(tensors, _read_settings(checkpoint.quantisation, tensors.name))
     ]
 
 
@@ -111,7 +110,6 @@ def _describe_module(tensors: ModuleTensors, settings: MLXSettings) -> Iterator[
     *experts, rows, words = tensors.shape("weight", ("U32",), (2, 3))
     scale_types = FLOAT_TYPES if settings.mode == AFFINE else ("U8",)
     scales = tensors.shape("scales", scale_types, (2, 3))
-    tensors.require(min(*experts, rows, words) > 0, "has an empty weight")
     columns = scales[-1] * settings.group_size
     tensors.require(
         scales[:-1] == (*experts, rows) and words * WORD_BITS == columns * settings.bits,

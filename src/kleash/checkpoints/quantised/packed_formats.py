@@ -76,7 +76,7 @@ def find_packed_modules(checkpoint: Checkpoint) -> PackedCheckpoint | None:
         ModelError: if the layout is not supported, or the tensors contradict the settings.
     """
     settings, method = checkpoint.quantisation, checkpoint.quant_method
-    if settings is None or method is None or method not in FORMATS:
+    if method is None or method not in FORMATS:
         return None
     subject = f"{checkpoint} is quantised ({method})"
     try:

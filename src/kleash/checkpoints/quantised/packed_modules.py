@@ -13,6 +13,7 @@ from torch import Tensor
 from kleash.checkpoints.files import StoredTensor
 from kleash.checkpoints.resolution import Checkpoint
 from kleash.errors import ModelError
+from kleash.registry import grouped
 
 MAX_SHOWN_CHARACTERS = 120
 MAX_GROUP_SIZE = 1 << 24
@@ -80,7 +81,7 @@ class ModuleTensors:
         return indices
 
     def shape(self, part: str, kinds: Sequence[str], dimensions: Collection[int] = (2,)) -> tuple[int, ...]:
-        """The shape of a tensor.
+        """The shape of a tensor, which is not empty.
 
         Args:
             part: last part of its name.
@@ -88,13 +89,13 @@ class ModuleTensors:
             dimensions: the numbers of dimensions that it may have.
 
         Raises:
-            ModelError: if it is missing, or has another type or number of dimensions.
+            ModelError: if it is missing or empty, or has another type or number of dimensions.
         """
         header = self.headers.get(part)
         if header is None:
             raise self.error(f"has no tensor {part}")
-        if header.kind not in kinds or len(header.shape) not in dimensions:
-            expected = f"{' or '.join(kinds)} of {' or '.join(map(str, dimensions))} dimensions"
+        if header.kind not in kinds or len(header.shape) not in dimensions or 0 in header.shape:
+            expected = f"non-empty {' or '.join(kinds)} of {' or '.join(map(str, dimensions))} dimensions"
             raise self.error(f"has {part} as {header.kind} {list(header.shape)}, and not as {expected}")
         return header.shape
 
@@ -131,11 +132,9 @@ class ModuleTensors:
 
 def group_by_module(checkpoint: Checkpoint) -> dict[str, dict[str, StoredTensor]]:
     """The tensors of a checkpoint by module, which is all of a name but its last part, and by that part."""
-    modules: dict[str, dict[str, StoredTensor]] = {}
-    for name, header in checkpoint.safetensors.items():
-        module, _, part = name.rpartition(".")
-        modules.setdefault(module, {})[part] = header
-    return modules
+    names = ((name.rpartition("."), header) for name, header in checkpoint.safetensors.items())
+    modules = grouped((module, (part, header)) for (module, _, part), header in names)
+    return {module: dict(parts) for module, parts in modules.items()}
 
 
 def modules_with(checkpoint: Checkpoint, *parts: str) -> Iterator[ModuleTensors]:

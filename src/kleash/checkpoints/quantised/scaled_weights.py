@@ -19,10 +19,9 @@ Source: compressed-tensors, ``compressors/``; NVIDIA ModelOpt, ``export/quant_ut
 ``inference/fp8_cast_bf16.py``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,7 +90,7 @@ def find_compressed_modules(checkpoint: Checkpoint) -> list[PackedModule]:
         UnsupportedLayoutError: if a format is none of ``COMPRESSED_FORMATS``.
         ModelError: if the tensors of a module do not fit together or contradict the settings.
     """
-    settings: Mapping[str, Any] = checkpoint.quantisation or {}
+    settings = checkpoint.quantisation
     groups = read_weight_groups(settings)
     formats = [
         settings.get("format", "dense"),
@@ -122,7 +121,7 @@ def find_scaled_float_modules(checkpoint: Checkpoint) -> list[PackedModule]:
         UnsupportedLayoutError: if a setting is not supported.
         ModelError: if the tensors of a module do not fit together or contradict the settings.
     """
-    settings: Mapping[str, Any] = checkpoint.quantisation or {}
+    settings = checkpoint.quantisation
     if checkpoint.quant_method == "modelopt":
         check_modelopt_algorithms(settings)
     ends = [name.rpartition(".")[2] for name in checkpoint.tensors]
@@ -142,7 +141,6 @@ def _describe_module(tensors: ModuleTensors, schemes: Sequence[WeightScheme]) ->
         codes, ("I32", "U8") if codes == "weight_packed" else (*INTEGER_TYPES, *FLOAT_TYPES, "U8")
     )
     dtype = tensors.headers[codes].kind
-    tensors.require(min(stored) > 0, f"has an empty tensor {codes}")
     bits, kind = 8, "int8" if dtype in INTEGER_TYPES else "fp8"
     shape = (stored[0], stored[1])
     if dtype == "U8":

@@ -58,8 +58,7 @@ def divergence_bounds(
         parts.append(_columns_of_chunk(local_logp, answer, rows, endpoint_role))
         if is_padding is not None:
             parts[-1] |= _padding_columns(local_logp, answer, rows, endpoint_role, is_padding.numpy())
-    names = list(parts[0]) if parts else []
-    return {name: np.concatenate([part[name] for part in parts]) for name in names}
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 class _KnownLogprobs(NamedTuple):

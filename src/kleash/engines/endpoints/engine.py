@@ -1,6 +1,6 @@
 """The engine of a model behind an inference server, compared with a local one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +13,6 @@ from kleash.engines.base import (
     JobEngine,
     Shard,
     ShardResult,
-    find_padding,
     round_outwards,
     shard_result,
     with_unknown,
@@ -26,7 +25,7 @@ from kleash.errors import EndpointError
 from kleash.extras import suppress_library_output
 from kleash.linear import LinearOptions, token_statistics
 from kleash.models import Model, TokenSequence
-from kleash.models.scoring import ROUNDING, RoundingKind, columns_in_batches, read_hidden_states
+from kleash.models.scoring import columns_in_batches, read_hidden_states
 from kleash.store.measurement import ModelRecord
 from kleash.store.statistics import DIVERGENCE_COLUMNS
 from kleash.store.tables import BOUND_COLUMNS
@@ -51,7 +50,6 @@ def served_model(endpoint: Endpoint, role: str, local: Model) -> ServedModel:
     return ServedModel(
         role=role,
         path=f"{endpoint.client.url} ({endpoint.probe.model})",
-        revision=None,
         dtype=local.dtype,
         device=local.device,
         parameters=None,
@@ -90,10 +88,8 @@ class EndpointEngine(JobEngine):
             f"the server of the {self.endpoint_role} lists {self.endpoint.probe.top} tokens at each position and not "
             "its whole distribution"
         )
-        is_float32 = self.local_model.dtype in (torch.float32, torch.float64)
         return EngineTraits(
             unknown_columns=dict.fromkeys((*DIVERGENCE_COLUMNS, f"entropy_{self.endpoint_role}"), reason),
-            float32_gap_reloads=self.endpoint_role == "policy" and not is_float32,
             no_noise_floor="the reference is behind a server, which scores a sequence in batches of its own choice",
         )
 
@@ -123,21 +119,11 @@ class EndpointEngine(JobEngine):
             pool.shutdown(wait=False, cancel_futures=True)
         return shard_result(self.pair, sequences, columns)
 
-    def rounding_columns(
-        self, kind: RoundingKind, sequences: Sequence[TokenSequence]
-    ) -> Mapping[str, np.ndarray] | None:
-        """Token columns of the local reference compared with itself; None for a server."""
-        if self.endpoint_role == "reference":
-            return None
-        return ROUNDING[kind](
-            self.pair.reference, sequences, temperature=1.0, batch_tokens=self.job.batch_tokens
-        )
-
     def _columns(
         self, sequences: Sequence[TokenSequence], answers: Sequence["Future[ListedLogprobs]"]
     ) -> dict[str, Any]:
         """The columns of ``tokens/`` of a shard."""
-        is_padding = find_padding(self.local_model)
+        is_padding = self.local_model.padding_mask()
 
         def columns_of_batch(batch: list[int]) -> dict[str, np.ndarray]:
             hidden = read_hidden_states(self.local_model, [sequences[index] for index in batch])

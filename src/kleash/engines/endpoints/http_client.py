@@ -44,19 +44,15 @@ def server_root(url: str, option: str, api_key: str | None = None) -> str:
         parts = urlsplit(url)
         has_host = bool(parts.hostname) and parts.port != 0
     except ValueError:  # a port that is no number
-        raise _not_an_address(option) from None
+        parts, has_host = urlsplit(""), False
     has_key = api_key is not None and len(api_key) >= SHORTEST_KEY and api_key in url
     if not has_host or has_key or not (url.isascii() and url.isprintable()) or re.search(r"[\s@?#\\]", url):
-        raise _not_an_address(option)
+        raise OptionError(
+            f"{option} is not an address of a host, a port and a path alone, as http://host:port/v1 (it is written to "
+            "the run's files); give keys in the environment variables KLEASH_POLICY_API_KEY and "
+            "KLEASH_REFERENCE_API_KEY"
+        )
     return f"{parts.scheme}://{parts.netloc}{API_PATHS.sub('', parts.path.rstrip('/'))}".rstrip("/")
-
-
-def _not_an_address(option: str) -> OptionError:
-    """The error of an address with more or less than a host, a port and a path, without the address."""
-    return OptionError(
-        f"{option} is not an address of a host, a port and a path alone, as http://host:port/v1 (it is written to the "
-        "run's files); give keys in the environment variables KLEASH_POLICY_API_KEY and KLEASH_REFERENCE_API_KEY"
-    )
 
 
 class _EveryStatus(HTTPErrorProcessor):

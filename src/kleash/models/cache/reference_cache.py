@@ -73,8 +73,6 @@ class ReferenceCache:
         self._device = model.device
         self._unsaved: dict[bytes, Tensor] = {}
         """Hidden states that are not on disk yet, by key."""
-        self.hits = 0
-        """Number of sequences read from the folder."""
 
     def __contains__(self, sequence: TokenSequence) -> bool:
         """Whether the hidden states of a sequence are in the cache."""
@@ -90,7 +88,6 @@ class ReferenceCache:
             missing = [sequence for sequence in batch if sequence not in self]
             if missing:
                 self.add(missing, read(missing))
-            self.hits += len(batch) - len(missing)
             return torch.cat([self._get(sequence) for sequence in batch]).to(self._device)
 
         return read_with_cache
