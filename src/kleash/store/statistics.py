@@ -86,18 +86,6 @@ def log_ratio(logp: Floats, logq: Floats) -> Floats:
         return np.where(logp == logq, 0.0, logp - logq)
 
 
-def _probability_change(logp: Floats, logq: Floats) -> Floats:
-    return np.exp(logp) - np.exp(logq)
-
-
-def _squared_probability_change(logp: Floats, logq: Floats) -> Floats:
-    return _probability_change(logp, logq) ** 2
-
-
-def _negative_log_ratio(logp: Floats, logq: Floats) -> Floats:
-    return -log_ratio(logp, logq)
-
-
 def _acceptance_rate(total_variation: Floats) -> Floats:
     """The probability that speculative sampling accepts a token drafted from p for the target q, or the reverse.
 
@@ -230,7 +218,7 @@ STATISTICS: Mapping[str, Statistic] = MappingProxyType(
             label="Perplexity ratio",
             explanation="policy over reference",
             columns=TOKEN_LOGP,
-            function=_negative_log_ratio,
+            function=lambda logp, logq: -log_ratio(logp, logq),
             reduction=EXP_MEAN,
             field="perplexity",
         ),
@@ -238,7 +226,7 @@ STATISTICS: Mapping[str, Statistic] = MappingProxyType(
             label="Δp of the observed token, mean",
             explanation="the policy's probability minus the reference's",
             columns=TOKEN_LOGP,
-            function=_probability_change,
+            function=lambda logp, logq: np.exp(logp) - np.exp(logq),
             unit="probability",
             lower=-1.0,
             upper=1.0,
@@ -249,7 +237,7 @@ STATISTICS: Mapping[str, Statistic] = MappingProxyType(
             label="Δp of the observed token, RMS",
             explanation="root of the mean square",
             columns=TOKEN_LOGP,
-            function=_squared_probability_change,
+            function=lambda logp, logq: (np.exp(logp) - np.exp(logq)) ** 2,
             unit="probability",
             lower=0.0,
             upper=1.0,
@@ -267,8 +255,8 @@ DIVERGENCE_COLUMNS = tuple(
 """Columns of ``tokens/`` that need the whole distributions of both models; entropies need that of one."""
 
 
-def _bounds_of(name: str, exact: Statistic) -> dict[str, Statistic]:
-    """The statistics of the lower and the upper bound of a divergence of this name."""
+def _bounds_of(divergences: Mapping[str, Statistic]) -> dict[str, Statistic]:
+    """The statistics of the lower and the upper bound of each of these divergences."""
     ends = {"lower": "no smaller value is possible", "upper": "no larger value is possible"}
     return {
         f"{name}_{end}": Statistic(
@@ -282,16 +270,14 @@ def _bounds_of(name: str, exact: Statistic) -> dict[str, Statistic]:
             compared=False,
             in_summary=exact.in_summary,
         )
+        for name, exact in divergences.items()
         for end, meaning in ends.items()
     }
 
 
 BOUND_STATISTICS: Mapping[str, Statistic] = MappingProxyType(
     {
-        **_bounds_of("kl_policy_reference", STATISTICS["kl_policy_reference"]),
-        **_bounds_of("kl_reference_policy", STATISTICS["kl_reference_policy"]),
-        **_bounds_of("jensen_shannon", STATISTICS["jensen_shannon"]),
-        **_bounds_of("total_variation", STATISTICS["total_variation"]),
+        **_bounds_of({name: STATISTICS[name] for name in DIVERGENCE_COLUMNS}),
         "listed_probability": Statistic(
             label="Probability of the listed tokens",
             explanation="under the model behind the server; the bounds are tighter the larger it is",
@@ -308,24 +294,18 @@ BOUND_STATISTICS: Mapping[str, Statistic] = MappingProxyType(
 logits."""
 
 
-def _over(name: str, what: str) -> Statistic:
-    """The statistic of a KL over the tokens, or over all rows of the heads."""
-    exact = STATISTICS[name]
-    return Statistic(
-        label=f"{exact.label} over {what}",
-        explanation="where a head has rows that are no tokens",
-        columns=(f"{name}_over_{what.split()[-1]}",),
-        lower=exact.lower,
-        compared=False,
-        in_summary=False,
-    )
-
-
 OVER_PARTS: Mapping[str, Statistic] = MappingProxyType(
     {
-        f"{name}_over_{what.split()[-1]}": _over(name, what)
+        f"{name}_over_{part}": Statistic(
+            label=f"{STATISTICS[name].label} over {what}",
+            explanation="where a head has rows that are no tokens",
+            columns=(f"{name}_over_{part}",),
+            lower=STATISTICS[name].lower,
+            compared=False,
+            in_summary=False,
+        )
         for name in KL_DIRECTIONS
-        for what in ("tokens", "all rows")
+        for part, what in (("tokens", "tokens"), ("rows", "all rows"))
     }
 )
 """Name -> statistic of both KLs over the tokens alone, and over all rows of the heads."""
@@ -376,11 +356,7 @@ OPTIONAL_STATISTICS: Mapping[str, Statistic] = MappingProxyType(
             )
         },
         **OVER_PARTS,
-        **{
-            name: bound
-            for over, exact in OVER_PARTS.items()
-            for name, bound in _bounds_of(over, exact).items()
-        },
+        **_bounds_of(OVER_PARTS),
     }
 )
 """Name -> statistic, of runs that draw greedily or from truncated distributions, of those in which a head has rows that
