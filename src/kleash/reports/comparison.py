@@ -61,8 +61,9 @@ def write_comparison(path: Path, comparison: Comparison) -> Path:
         "comparison": comparison,
         "statistics": statistics,
         "run_statistics": [
-            *(name for name in BOUND_STATISTICS if any(name in run.numbers for run in comparison.runs)),
-            *(name for name in compared if any(name in run.numbers for run in comparison.runs)),
+            name
+            for name in (*BOUND_STATISTICS, *compared)
+            if any(name in run.numbers for run in comparison.runs)
         ],
         "charts": comparison_charts(comparison),
         "summary": summarize(comparison),

@@ -99,7 +99,7 @@ def pairs_in_order(sweep: Sweep) -> list[SweepPair]:
     The differences have the simultaneous intervals, and no warnings of the sweep.
     """
     places = {candidate.number: place for place, candidate in enumerate(sweep.ranking)}
-    ordered: dict[tuple[int, int], SweepPair] = {}
+    pairs: list[SweepPair] = []
     for pair in sweep.pairs:
         nearer, farther = sorted((pair.first, pair.second), key=places.__getitem__)
         sign = 1 if nearer == pair.first else -1
@@ -107,9 +107,8 @@ def pairs_in_order(sweep: Sweep) -> list[SweepPair]:
         warnings = tuple(each for each in pair.difference.warnings if each not in sweep.warnings)
         value = sign * pair.difference.value
         difference = replace(pair.difference, value=value, ci95=(low, high), warnings=warnings)
-        key = places[nearer], places[farther]
-        ordered[key] = replace(pair, first=nearer, second=farther, difference=difference)
-    return [ordered[key] for key in sorted(ordered)]
+        pairs.append(replace(pair, first=nearer, second=farther, difference=difference))
+    return sorted(pairs, key=lambda pair: (places[pair.first], places[pair.second]))
 
 
 def sweep_charts(sweep: Sweep) -> list[Chart]:

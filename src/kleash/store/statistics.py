@@ -86,19 +86,6 @@ def log_ratio(logp: Floats, logq: Floats) -> Floats:
         return np.where(logp == logq, 0.0, logp - logq)
 
 
-def _acceptance_rate(total_variation: Floats) -> Floats:
-    """The probability that speculative sampling accepts a token drafted from p for the target q, or the reverse.
-
-        sum_x p(x) min(1, q(x) / p(x)) = sum_x min(p(x), q(x)) = 1 - total variation
-
-    References:
-        Leviathan, Kalman & Matias (2023), "Fast Inference from Transformers via Speculative Decoding",
-        https://arxiv.org/abs/2211.17192. Chen et al. (2023), "Accelerating Large Language Model Decoding with
-        Speculative Sampling", https://arxiv.org/abs/2302.01318.
-    """
-    return 1.0 - total_variation
-
-
 def _agreement(top1_policy: Floats, top1_reference: Floats) -> Floats:
     is_unknown = np.isnan(top1_policy) | np.isnan(top1_reference)
     return np.where(is_unknown, np.nan, top1_policy == top1_reference)
@@ -139,7 +126,9 @@ STATISTICS: Mapping[str, Statistic] = MappingProxyType(
             label="Expected acceptance rate, whole distributions",
             explanation="speculative decoding, one model drafting for the other: Σ min(p, q) = 1 − total variation",
             columns=("total_variation",),
-            function=_acceptance_rate,
+            # A token drafted from p is accepted for q with sum_x p(x) min(1, q(x) / p(x)) (and the reverse): Leviathan,
+            # Kalman & Matias (2023), https://arxiv.org/abs/2211.17192; Chen et al. (2023), https://arxiv.org/abs/2302.01318
+            function=lambda total_variation: 1.0 - total_variation,
             unit="probability",
             lower=0.0,
             upper=1.0,
