@@ -150,8 +150,9 @@ class ParagraphFormatter(HelpFormatter):
 
     def __init__(self, prog: str) -> None:
         """Format the help of ``prog``."""
-        width = min(shutil.get_terminal_size().columns, MAX_HELP_COLUMNS)
-        super().__init__(prog, max_help_position=26, width=width)
+        super().__init__(
+            prog, max_help_position=26, width=min(shutil.get_terminal_size().columns, MAX_HELP_COLUMNS)
+        )
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         fill = super()._fill_text
@@ -240,8 +241,9 @@ class CommandParser(ArgumentParser):
         self.positionals: list[Action] = []
         self.groups: dict[str, Any] = {}
         if name in SUBCOMMANDS:
-            rows = [Action([], word, help=_summary(f"{name} {word}")) for word in SUBCOMMANDS[name]]
-            self.group("algorithms" if name else "commands")._group_actions += rows
+            self.group("algorithms" if name else "commands")._group_actions += [
+                Action([], word, help=_summary(f"{name} {word}")) for word in SUBCOMMANDS[name]
+            ]
         if name in RECORDS:
             self._add_record(RECORDS[name])
         words = [action.metavar if action.required else f"[{action.metavar}]" for action in self.positionals]

@@ -69,8 +69,10 @@ class CacheJob(ScoringOptions):
             for name in changed_options(self, ("responses", "stride", "from_hidden_states", "temperature")):
                 yield Refusal(True, f"{flag(name)} is not for --format llama.cpp; leave it out")
             yield Refusal(self.out is None, "--format llama.cpp writes one file; give its name as --out")
-            reason = f"--window must be at least 4 for --format llama.cpp; it is {self.window}"
-            yield Refusal(self.chunk_tokens < 4, reason)
+            yield Refusal(
+                self.chunk_tokens < 4,
+                f"--window must be at least 4 for --format llama.cpp; it is {self.window}",
+            )
         self.measurement()
 
     @property

@@ -66,8 +66,10 @@ class SweepJob(FormatOption, TrackerOption, ScoringOptions, WorkerOptions):
         yield from super()._refusals()
         yield Refusal(not self.candidates, "name the models to measure: --candidates q8/ q4/ ...")
         for name in self.candidates:
-            is_repeated = self.candidates.count(name) > 1
-            yield Refusal(is_repeated, f"--candidates names {name} twice; a model is measured once")
+            yield Refusal(
+                self.candidates.count(name) > 1,
+                f"--candidates names {name} twice; a model is measured once",
+            )
         for address in map(shown_endpoint, filter(is_endpoint, self.candidates)):
             yield Refusal(
                 True,
@@ -104,8 +106,9 @@ class SweepJob(FormatOption, TrackerOption, ScoringOptions, WorkerOptions):
 
     def cache_job(self, out: Path) -> CacheJob:
         """The job that runs the reference once, into ``reference-cache`` of the sweep's folder."""
-        shared = shared_options(self, CacheJob, without=OUTPUT_OPTIONS)
-        return CacheJob(**shared, out=str(out / "reference-cache"))
+        return CacheJob(
+            **shared_options(self, CacheJob, without=OUTPUT_OPTIONS), out=str(out / "reference-cache")
+        )
 
     def measure_job(self, number: int, out: Path) -> MeasureJob:
         """The job that measures the candidate ``number``, counted from 1, into its folder of the sweep."""

@@ -53,7 +53,7 @@ from kleash.measuring.shard_scoring import OpenRun
 from kleash.measuring.shards import ShardPlan, source_warnings
 from kleash.store import Counts, Measurement, RunFolder
 from kleash.store.measurement import ModelRecord, describe_storage
-from kleash.store.statistics import KL_DIRECTIONS, STATISTICS, known_statistics, to_fields
+from kleash.store.statistics import KL_DIRECTIONS, known_statistics, to_fields
 from kleash.store.tables import KL_BOUND_COLUMNS
 from kleash.uncertainty import Estimate
 from kleash.version import __version__
@@ -115,14 +115,7 @@ def make_measurement(
         storage=describe_storage(models),
     )
     statistics = known_statistics(run.folder.token_columns(), engine.traits.unknown_columns)
-    totals = sum_tokens(
-        run.folder,
-        estimand,
-        counts.clusters,
-        is_one_model=run.pair.is_one_model,
-        statistics=statistics,
-        headline=run.job.headline,
-    )
+    totals = sum_tokens(run, estimand, counts.clusters, statistics)
     summed = int(totals.sums[TOKENS].sum())
     if summed != counts.record.tokens:  # of processes that may round apart, on a disk without locks
         raise RunFolderError(
@@ -256,30 +249,22 @@ def count_sequences(folder: RunFolder, *, on_text: bool) -> SequenceCounts:
 
 
 def sum_tokens(
-    folder: RunFolder,
-    estimand: Estimand,
-    clusters: Clusters,
-    *,
-    is_one_model: bool = False,
-    statistics: Collection[str] = tuple(STATISTICS),
-    headline: str = "kl_policy_reference",
+    run: OpenRun, estimand: Estimand, clusters: Clusters, statistics: Collection[str]
 ) -> RunTotals:
     """Sum all quantities within clusters, and collect the largest drift, in one pass over all tokens.
 
     Args:
-        folder: of the run.
+        run: whose headline is the KL of the binnings and of the largest drift.
         estimand: decides which sampled estimates are summed.
         clusters: of the run's sequences.
-        is_one_model: whether policy and reference are the same model.
         statistics: names of the statistics that can be computed.
-        headline: name of the KL of the binnings and of the largest drift.
     """
-    sums = ClusterSums(clusters.count, is_one_model=is_one_model)
-    largest = LargestDrift(column=headline)
+    sums = ClusterSums(clusters.count, is_one_model=run.pair.is_one_model)
+    largest = LargestDrift(column=run.job.headline)
     terms = [SequenceTerms(*np.zeros((3, 0)))]
     has_kl = "kl_policy_reference" in statistics
-    for part, labels in labelled_parts(folder, clusters, [*columns_to_read(statistics), "text"]):
-        quantities = token_quantities(part, estimand.weighting, statistics, headline)
+    for part, labels in labelled_parts(run.folder, clusters, [*columns_to_read(statistics), "text"]):
+        quantities = token_quantities(part, estimand.weighting, statistics, run.job.headline)
         sums.add(labels, quantities)
         if not has_kl:
             continue

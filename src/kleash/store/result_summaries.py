@@ -324,8 +324,11 @@ def attribution_table(sweep: Sweep, attribution: Attribution) -> SummaryTable:
         interval = "identical weights" if group.is_identical else interval
         rows.append((group.name, value, interval, share_cell, f"{group.parameters:,}"))
     rows += [(name, *_value_cells(number), "", "") for name, number in attribution.changes_together.items()]
-    header = ("group", "change", "simultaneous 95 % interval", "share of the KL", "weights")
-    return SummaryTable(title=title, header=header, rows=tuple(rows))
+    return SummaryTable(
+        title=title,
+        header=("group", "change", "simultaneous 95 % interval", "share of the KL", "weights"),
+        rows=tuple(rows),
+    )
 
 
 @summarize.register
@@ -460,9 +463,8 @@ def _(training: TrainingResult) -> Summary:
 def _held_out_clause(held_out: Mapping[str, float]) -> str:
     """The reward and the KL of the last evaluation with their standard errors; empty without one."""
     names = (("held-out reward", "eval/reward", ""), ("KL", "eval/kl_per_sequence", " nats per sequence"))
-    parts = [
-        f"{label} {with_error(number_of(held_out, name))}{unit}"
+    return "".join(
+        f"; {label} {with_error(number_of(held_out, name))}{unit}"
         for label, name, unit in names
         if name in held_out
-    ]
-    return "".join(f"; {part}" for part in parts)
+    )

@@ -34,8 +34,13 @@ def warnings_about(estimate: LinearisedEstimate, bounds: tuple[float, float]) ->
     if estimate.why_no_standard_error or clusters < 2:
         return
     is_constant = float(estimate.influence @ estimate.influence) == 0
-    if not is_constant:
-        yield from _concentration_warning(clusters, estimate.effective_clusters)
+    effective = estimate.effective_clusters
+    if not is_constant and clusters >= FEW_CLUSTERS and effective < FEW_EFFECTIVE_CLUSTERS:
+        yield (
+            f"a few of the {clusters} clusters hold most of the tokens: they are worth {effective:.0f} of equal "
+            f"length, and below {FEW_EFFECTIVE_CLUSTERS} the interval is too narrow; measure more of them, or limit "
+            "their length"
+        )
     if finite_bounds == 2:
         return
     untied = clusters - estimate.tied
@@ -73,15 +78,3 @@ def unseen_share(clusters: float | int, confidence: float = 0.95) -> float:
         Hanley & Lippman-Hand (1983), "If Nothing Goes Wrong, Is Everything All Right?".
     """
     return -math.expm1(math.log1p(-confidence) / clusters)
-
-
-def _concentration_warning(clusters: int, effective_clusters: float) -> tuple[str, ...]:
-    """The warning that a few clusters hold most of the tokens; none below 30 clusters, which have one of their own."""
-    if clusters < FEW_CLUSTERS or effective_clusters >= FEW_EFFECTIVE_CLUSTERS:
-        return ()
-    warning = (
-        f"a few of the {clusters} clusters hold most of the tokens: they are worth {effective_clusters:.0f} of equal "
-        f"length, and below {FEW_EFFECTIVE_CLUSTERS} the interval is too narrow; measure more of them, or limit their "
-        "length"
-    )
-    return (warning,)

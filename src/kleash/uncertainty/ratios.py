@@ -181,8 +181,9 @@ def paired_difference(
     Raises:
         ShapeError: if the four differ in shape.
     """
-    columns = {"sums_a": sums_a, "counts_a": counts_a, "sums_b": sums_b, "counts_b": counts_b}
-    require_one_each("cluster of both measurements", **columns)
+    require_one_each(
+        "cluster of both measurements", sums_a=sums_a, counts_a=counts_a, sums_b=sums_b, counts_b=counts_b
+    )
     terms = [RatioTerm(1.0, sums_a, counts_a), RatioTerm(-1.0, sums_b, counts_b)]
     if _are_identical(terms[0], terms[1]):
         known_value = 0.0
