@@ -50,7 +50,7 @@ class Statistic:
     """What it says, in one line."""
     columns: tuple[str, ...]
     """Columns of ``tokens/`` that it is computed from."""
-    function: Callable[..., Floats] = stored_column
+    function: Callable[[Floats], Floats] | Callable[[Floats, Floats], Floats] = stored_column
     """numpy function of these columns in float64; by default the one stored column."""
     unit: str = "nats"
     """"nats", "probability" or "none"."""
@@ -77,7 +77,8 @@ class Statistic:
         Args:
             tokens: columns of ``tokens/``, ``columns`` among them.
         """
-        return self.function(*(tokens[name].astype(np.float64) for name in self.columns))
+        function: Callable[..., Floats] = self.function
+        return function(*(tokens[name].astype(np.float64) for name in self.columns))
 
 
 def log_ratio(logp: Floats, logq: Floats) -> Floats:
@@ -206,8 +207,8 @@ STATISTICS: Mapping[str, Statistic] = MappingProxyType(
         "perplexity_ratio": Statistic(
             label="Perplexity ratio",
             explanation="policy over reference",
-            columns=TOKEN_LOGP,
-            function=lambda logp, logq: -log_ratio(logp, logq),
+            columns=TOKEN_LOGP[::-1],
+            function=log_ratio,
             reduction=EXP_MEAN,
             field="perplexity",
         ),
