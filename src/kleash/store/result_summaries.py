@@ -47,6 +47,8 @@ EXTREMES = (
     ("largest_log_ratio", "largest log ratio", "{:.4g} nats"),
 )
 """Values of a mismatch that its summary has: name, label and format."""
+DIFFERENCE_HEADER = ("95 % interval", "difference from the first", "95 % interval")
+"""Header beside that of a run's own number."""
 ALIKE = (
     'causes joined by "or": the data cannot tell these apart; the next test can, or --policy and --reference '
     "if they were not given"
@@ -109,10 +111,6 @@ def _(measurement: Measurement) -> Summary:
     )
 
 
-DIFFERENCE_HEADER = ("95 % interval", "difference from the first", "95 % interval")
-"""Header beside that of the run's own number."""
-
-
 def _differences(comparison: Comparison | TrainingComparison) -> list[RunDifference | None]:
     """How each run differs from the first; None for the first."""
     return [None, *comparison.differences]
@@ -120,7 +118,8 @@ def _differences(comparison: Comparison | TrainingComparison) -> list[RunDiffere
 
 @summarize.register
 def _(comparison: Comparison) -> Summary:
-    first, pairs = comparison.runs[0], [*zip(comparison.runs, _differences(comparison), strict=True)]
+    first = comparison.runs[0]
+    pairs = list(zip(comparison.runs, _differences(comparison), strict=True))
     kl_tables = tuple(
         SummaryTable(
             header=("run", label_of(kl), *DIFFERENCE_HEADER, f"shared {comparison.paired_noun}"),

@@ -27,7 +27,8 @@ def warnings_about(estimate: LinearisedEstimate, bounds: tuple[float, float]) ->
         bounds: the smallest and the largest possible value of the quantity. With two finite bounds the interval is
             valid without rare clusters; with one, as for a KL, a long tail is to be expected.
     """
-    clusters, finite_bounds = estimate.clusters, sum(map(math.isfinite, bounds))
+    clusters = estimate.clusters
+    finite_bounds = sum(map(math.isfinite, bounds))
     if estimate.why_no_standard_error:
         yield estimate.why_no_standard_error
     yield from few_clusters(clusters)
