@@ -41,11 +41,11 @@ def grouped(pairs: Iterable[tuple[K, T]]) -> dict[K, list[T]]:
     return groups
 
 
-def require_choice(choices: Sequence[str], **named: str) -> None:
+def require_choice(choices: Sequence[object], **named: object) -> None:
     """Raise OptionError unless each value is one of ``choices``; an argument's name is that in the error."""
     for name, value in named.items():
         if value not in choices:
-            raise OptionError(f"{name} is {value!r}; there are {', '.join(choices)}")
+            raise OptionError(f"{name} is {value!r}; there are {', '.join(map(str, choices))}")
 
 
 def refuse_former(package: str, former: Mapping[str, str]) -> Callable[[str], Any]:

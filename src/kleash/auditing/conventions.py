@@ -3,20 +3,20 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
 from kleash.auditing.toy_distributions import AuditInputs
 from kleash.divergences import DIVERGENCES
-from kleash.errors import OptionError
 from kleash.linear import Head
-from kleash.registry import look_up
+from kleash.registry import look_up, require_choice
 
 Call = Callable[[Callable[..., Any], AuditInputs], Tensor]
 Place = Literal["loss", "reward", "metric"]
 Gives = Literal["vocabulary", "token", "sequence", "mean"]
 Sees = Literal["tokens", "distributions", "hidden"]
+Sign = Literal[1, -1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Convention:
     "sequence" [sequences], the sum of each response; "mean", one number, the mean over the mask."""
     sees: Sees = "tokens"
     """The kind of its arguments: log-probabilities of sampled tokens, whole distributions, or hidden states."""
-    sign: Literal[1, -1] = 1
+    sign: Sign = 1
     """-1 if it is meant to return minus the divergence."""
     takes_behaviour: bool = False
     """Whether it receives the behaviour log-probabilities, without which it cannot be right off-policy."""
@@ -51,16 +51,8 @@ class Convention:
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        for field, choices in (
-            ("place", ("loss", "reward", "metric")),
-            ("gives", ("vocabulary", "token", "sequence", "mean")),
-            ("sees", ("tokens", "distributions", "hidden")),
-            ("sign", (1, -1)),
-        ):
-            if getattr(self, field) not in choices:
-                raise OptionError(
-                    f"a convention's {field} is {getattr(self, field)!r}; there are {', '.join(map(str, choices))}"
-                )
+        for field, values in {"place": Place, "gives": Gives, "sees": Sees, "sign": Sign}.items():
+            require_choice(get_args(values), **{field: getattr(self, field)})
         look_up(DIVERGENCES, self.claims, "divergence")
 
 

@@ -5,7 +5,7 @@ import re
 import shutil
 import sys
 from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, HelpFormatter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -150,12 +150,72 @@ class ParagraphFormatter(HelpFormatter):
 
     def __init__(self, prog: str) -> None:
         """Format the help of ``prog``."""
-        width = min(shutil.get_terminal_size().columns, MAX_HELP_COLUMNS)
-        super().__init__(prog, max_help_position=26, width=width)
+        super().__init__(
+            prog, max_help_position=26, width=min(shutil.get_terminal_size().columns, MAX_HELP_COLUMNS)
+        )
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         fill = super()._fill_text
         return "\n\n".join(fill(paragraph, width, indent) for paragraph in text.split("\n\n"))
+
+
+class Show(Action):
+    """The action that prints the text that its ``const`` makes of the parser and the option's value, and exits."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        """Print the text."""
+        sys.stdout.write(self.const(parser, values))
+        parser.exit()
+
+
+GENERAL_OPTIONS: tuple[tuple[Collection[str], tuple[str, ...], Mapping[str, Any]], ...] = (
+    (DESCRIPTIONS, ("-h", "--help"), {"action": "help", "help": "Show the help of kleash or of a command."}),
+    (
+        RECORDS,
+        ("--help-all",),
+        {
+            "action": Show,
+            "nargs": 0,
+            "const": lambda parser, _: parser.format_help(shows_all=True),
+            "help": "Show all options.",
+        },
+    ),
+    (
+        RECORDS,
+        ("--config",),
+        {
+            "type": Path,
+            "metavar": "FILE",
+            "help": "A file with options, as limit: 64 on a line (YAML), JSON, or the run.json of a run. Options that "
+            "are given here win.",
+        },
+    ),
+    (
+        DRY_RUNS,
+        ("--dry-run",),
+        {
+            "action": "store_true",
+            "help": "Say what would be loaded and read, with memory and tokens, and end: no weights are read, nothing "
+            "is written.",
+        },
+    ),
+    (
+        ("",),
+        ("-V", "--version"),
+        {"action": "version", "version": f"kleash {__version__}", "help": "Show the version."},
+    ),
+    (
+        ("",),
+        ("--completion",),
+        {
+            "action": Show,
+            "metavar": "SHELL",
+            "const": lambda _, shell: completion_script(shell),
+            "help": "Print a completion script for bash, zsh or fish.",
+        },
+    ),
+)
+"""Commands, and an option that they have beside those of their record: its strings, arguments of ``add_argument``."""
 
 
 class CommandParser(ArgumentParser):
@@ -166,9 +226,7 @@ class CommandParser(ArgumentParser):
         super().__init__(
             prog=f"kleash {name}".strip(),
             description=DESCRIPTIONS[name],
-            epilog="\n\n".join(
-                filter(None, (EPILOGS.get(name), f"Example: {EXAMPLES[name]}" if name in EXAMPLES else ""))
-            ),
+            epilog="\n\n".join(filter(None, (EPILOGS.get(name), f"Example: {EXAMPLES[name]}"))),
             formatter_class=ParagraphFormatter,
             add_help=False,
             allow_abbrev=False,
@@ -183,42 +241,17 @@ class CommandParser(ArgumentParser):
         self.positionals: list[Action] = []
         self.groups: dict[str, Any] = {}
         if name in SUBCOMMANDS:
-            rows = [Action([], word, help=_summary(f"{name} {word}")) for word in SUBCOMMANDS[name]]
-            self.group("algorithms" if name else "commands")._group_actions += rows
+            self.group("algorithms" if name else "commands")._group_actions += [
+                Action([], word, help=_summary(f"{name} {word}")) for word in SUBCOMMANDS[name]
+            ]
         if name in RECORDS:
             self._add_record(RECORDS[name])
         words = [action.metavar if action.required else f"[{action.metavar}]" for action in self.positionals]
         words += {"": ["COMMAND"], "train": ["ALGORITHM"]}.get(name, [])
         self.usage = " ".join([self.prog, *map(str, words), "[options]"])
-        options = self.group("options")
-        options.add_argument("-h", "--help", action="help", help="Show the help of kleash or of a command.")
-        if name in RECORDS:
-            options.add_argument("--help-all", action=ShowAll, nargs=0, help="Show all options.")
-            options.add_argument(
-                "--config",
-                type=Path,
-                metavar="FILE",
-                help="A file with options, as limit: 64 on a line (YAML), JSON, or the run.json of a run. Options that "
-                "are given here win.",
-            )
-        if name in DRY_RUNS:
-            options.add_argument(
-                "--dry-run",
-                action="store_true",
-                help="Say what would be loaded and read, with memory and tokens, and end: no weights are read, "
-                "nothing is written.",
-            )
-        if not name:
-            version = f"kleash {__version__}"
-            options.add_argument(
-                "-V", "--version", action="version", version=version, help="Show the version."
-            )
-            options.add_argument(
-                "--completion",
-                action=ShowCompletion,
-                metavar="SHELL",
-                help="Print a completion script for bash, zsh or fish.",
-            )
+        for names, flags, settings in GENERAL_OPTIONS:
+            if name in names:
+                self.group("options").add_argument(*flags, **settings)
 
     def group(self, title: str) -> Any:
         """The group of arguments under one heading of the help, created on first use."""
@@ -302,26 +335,6 @@ class CommandParser(ArgumentParser):
     def _print_message(self, message: str, file: Any = None) -> None:
         """Write help to standard output; argparse's version ignores errors of writing."""
         (file or sys.stdout).write(message)
-
-
-class ShowAll(Action):
-    """The action that prints the help with all options and exits."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        """Print the help."""
-        sys.stdout.write(parser.format_help(shows_all=True))
-        parser.exit()
-
-
-class ShowCompletion(Action):
-    """The action that prints the completion script of a shell and exits."""
-
-    def __call__(
-        self, parser: ArgumentParser, namespace: Any, values: Any, option_string: Any = None
-    ) -> None:
-        """Print the script of the shell named ``values``."""
-        sys.stdout.write(completion_script(values))
-        parser.exit()
 
 
 @cache

@@ -137,8 +137,10 @@ class DPOJob(TrainJob, DatasetOptions):
 
     def _refusals(self) -> Refusals:
         yield from super()._refusals()
-        reason = "say what is preferred to what: --pairs, JSONL with prompt, chosen and rejected"
-        yield Refusal(self.pairs is None, reason)
+        yield Refusal(
+            self.pairs is None,
+            "say what is preferred to what: --pairs, JSONL with prompt, chosen and rejected",
+        )
         yield no_tightening(self)
 
 

@@ -1,6 +1,6 @@
 """The job of ``kleash cache``."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated
 
 from kleash.errors import OptionError
@@ -13,10 +13,8 @@ from kleash.jobs.option_groups import (
     is_endpoint,
     shown_endpoint,
 )
-from kleash.jobs.options import Count, Refusal, Refusals, changed_options, flag, one_of
+from kleash.jobs.options import Count, Refusal, Refusals, changed_options, flag, one_of, shared_options
 
-IMPORT_OPTIONS = ("from_hidden_states", "layers")
-"""Options of hidden states that an engine saved; they do not change what is read."""
 CHUNK_TOKENS = 512
 """Tokens in a chunk of llama-perplexity without -c."""
 
@@ -71,8 +69,10 @@ class CacheJob(ScoringOptions):
             for name in changed_options(self, ("responses", "stride", "from_hidden_states", "temperature")):
                 yield Refusal(True, f"{flag(name)} is not for --format llama.cpp; leave it out")
             yield Refusal(self.out is None, "--format llama.cpp writes one file; give its name as --out")
-            reason = f"--window must be at least 4 for --format llama.cpp; it is {self.window}"
-            yield Refusal(self.chunk_tokens < 4, reason)
+            yield Refusal(
+                self.chunk_tokens < 4,
+                f"--window must be at least 4 for --format llama.cpp; it is {self.window}",
+            )
         self.measurement()
 
     @property
@@ -103,14 +103,9 @@ class CacheJob(ScoringOptions):
     def measurement(self) -> MeasureJob:
         """The measurement of the reference against itself that reads what this job reads."""
         without_source = self.text is None and self.responses is None
-        same = {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if field.name not in {"text", *IMPORT_OPTIONS, *OUTPUT_OPTIONS}
-        }
         return MeasureJob(
             policy=self.reference,
             revision_policy=self.revision_reference,
             text=SHIPPED_TEXT if without_source else self.text,
-            **same,
+            **shared_options(self, MeasureJob, without={"text", *OUTPUT_OPTIONS}),
         )

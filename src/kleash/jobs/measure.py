@@ -161,8 +161,10 @@ class MeasureJob(
             ("reference_cache", "holds a loaded reference's hidden states"),
             ("until_relative_error", "needs the exact KL, of which a server allows bounds"),
         ):
-            is_set = getattr(self, name) is not None
-            yield Refusal(is_set, f"{flag(name)} {reason}; leave it out where --{role} is a server")
+            yield Refusal(
+                getattr(self, name) is not None,
+                f"{flag(name)} {reason}; leave it out where --{role} is a server",
+            )
 
     @property
     def has_base_logits(self) -> bool:

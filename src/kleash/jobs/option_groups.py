@@ -176,8 +176,10 @@ class WorkerOptions(Options):
     def _refusals(self) -> Refusals:
         yield from super()._refusals()
         for name in changed_options(self, ("address", "workers", "resources_per_worker")):
-            reason = f"{flag(name)} is for --engine ray; add that, or leave {flag(name)} out"
-            yield Refusal(self.engine != "ray", reason)
+            yield Refusal(
+                self.engine != "ray",
+                f"{flag(name)} is for --engine ray; add that, or leave {flag(name)} out",
+            )
         if self.resources_per_worker is not None:
             parse_resources(self.resources_per_worker)
 

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import index
 from pathlib import Path, PurePath
@@ -156,6 +156,12 @@ def job_of(kind: type[JobT], options: Mapping[str, Any]) -> JobT:
     for name in options:
         look_up(names, name, "option")
     return kind(**options)
+
+
+def shared_options(job: Options, kind: type[Options], without: Collection[str] = ()) -> dict[str, Any]:
+    """The options of a job that jobs of another kind have as well, but for those in ``without``."""
+    names = {field.name for field in fields(kind)} - set(without)
+    return {field.name: getattr(job, field.name) for field in fields(job) if field.name in names}
 
 
 def changed_options(job: Any, names: Iterable[str]) -> list[str]:

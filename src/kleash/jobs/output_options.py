@@ -38,8 +38,10 @@ class FormatOption(JsonOption):
 
     def _refusals(self) -> Refusals:
         yield from super()._refusals()
-        has_both = self.json and self.format is not None
-        yield Refusal(has_both, f"--json prints JSON; give it or --format {self.format}, not both")
+        yield Refusal(
+            self.json and self.format is not None,
+            f"--json prints JSON; give it or --format {self.format}, not both",
+        )
 
     @property
     def output_format(self) -> str | None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
-from kleash.jobs.options import Name, Options, one_of
+from kleash.jobs.options import Name, Options, one_of, shared_options
 
 SourceKind = Literal["prompts", "text", "responses", "pairs", "rollouts", "whole text"]
 """What is in a source; "whole text" is one text of plain text, not divided into documents."""
@@ -45,7 +45,7 @@ class ReadOptions(PromptOptions):
     @classmethod
     def of(cls, options: DatasetOptions | None) -> "ReadOptions":
         """These options out of a job's, with the defaults of those that it lacks; None for the defaults."""
-        return cls(**{name: getattr(options, name) for name in READ_OPTIONS if hasattr(options, name)})
+        return cls() if options is None else cls(**shared_options(options, cls))
 
 
 READ_OPTIONS = tuple(option.name for option in fields(ReadOptions))

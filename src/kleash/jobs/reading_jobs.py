@@ -103,8 +103,10 @@ class DoctorJob(FormatOption, LoadingOptions):
             has_models != (self.reference is not None), "give both models, --policy and --reference, or none"
         )
         for role in ("policy", "reference"):
-            is_pinned = getattr(self, f"revision_{role}") is not None
-            yield Refusal(is_pinned and not has_models, f"--revision-{role} needs --{role}")
+            yield Refusal(
+                getattr(self, f"revision_{role}") is not None and not has_models,
+                f"--revision-{role} needs --{role}",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +142,10 @@ class AuditJob(Options):
 
     def _refusals(self) -> Refusals:
         yield from super()._refusals()
-        needs_source = self.trust_source and self.source is None
-        yield Refusal(needs_source, "--trust-source needs --source, the folder of a checkout")
+        yield Refusal(
+            self.trust_source and self.source is None,
+            "--trust-source needs --source, the folder of a checkout",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

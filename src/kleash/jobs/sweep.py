@@ -1,11 +1,11 @@
 """The job of ``kleash sweep``."""
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Annotated
 
-from kleash.jobs.cache import IMPORT_OPTIONS, CacheJob
+from kleash.jobs.cache import CacheJob
 from kleash.jobs.measure import MeasureJob
 from kleash.jobs.option_groups import (
     OUTPUT_OPTIONS,
@@ -16,7 +16,7 @@ from kleash.jobs.option_groups import (
     is_endpoint,
     shown_endpoint,
 )
-from kleash.jobs.options import Count, Limit, Refusal, Refusals, changed_options, one_of
+from kleash.jobs.options import Count, Limit, Refusal, Refusals, changed_options, one_of, shared_options
 from kleash.jobs.output_options import (
     DIRECTION_OF_SWEEPS,
     DIRECTIONS,
@@ -66,8 +66,10 @@ class SweepJob(FormatOption, TrackerOption, ScoringOptions, WorkerOptions):
         yield from super()._refusals()
         yield Refusal(not self.candidates, "name the models to measure: --candidates q8/ q4/ ...")
         for name in self.candidates:
-            is_repeated = self.candidates.count(name) > 1
-            yield Refusal(is_repeated, f"--candidates names {name} twice; a model is measured once")
+            yield Refusal(
+                self.candidates.count(name) > 1,
+                f"--candidates names {name} twice; a model is measured once",
+            )
         for address in map(shown_endpoint, filter(is_endpoint, self.candidates)):
             yield Refusal(
                 True,
@@ -104,20 +106,18 @@ class SweepJob(FormatOption, TrackerOption, ScoringOptions, WorkerOptions):
 
     def cache_job(self, out: Path) -> CacheJob:
         """The job that runs the reference once, into ``reference-cache`` of the sweep's folder."""
-        names = {field.name for field in fields(CacheJob)} - {*IMPORT_OPTIONS, *OUTPUT_OPTIONS}
-        shared = {field.name: getattr(self, field.name) for field in fields(self) if field.name in names}
-        return CacheJob(**shared, out=str(out / "reference-cache"))
+        return CacheJob(
+            **shared_options(self, CacheJob, without=OUTPUT_OPTIONS), out=str(out / "reference-cache")
+        )
 
     def measure_job(self, number: int, out: Path) -> MeasureJob:
         """The job that measures the candidate ``number``, counted from 1, into its folder of the sweep."""
         cache_job = self.cache_job(out)
-        like_reference = cache_job.measurement()
-        names = {field.name for field in fields(MeasureJob)} & {field.name for field in fields(cache_job)}
-        shared = {name: getattr(like_reference, name) for name in names - OUTPUT_OPTIONS}
-        return MeasureJob(
-            **shared,
-            **{field.name: getattr(self, field.name) for field in fields(WorkerOptions)},
+        return replace(
+            cache_job.measurement(),
+            **shared_options(self, WorkerOptions),
             policy=self.candidates[number - 1],
+            revision_policy=None,
             reference_cache=cache_job.out,
             out=str(out / self.folder_of(number)),
         )

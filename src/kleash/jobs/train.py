@@ -105,8 +105,10 @@ class OnlineJob(TrainJob, GenerationOptions, PromptOptions):
 
     def _refusals(self) -> Refusals:
         yield from super()._refusals()
-        is_unsaid = self.given_source is None and self.policy != SHIPPED_REFERENCE
-        yield Refusal(is_unsaid, f"say what {self.policy} should answer: --prompts")
+        yield Refusal(
+            self.given_source is None and self.policy != SHIPPED_REFERENCE,
+            f"say what {self.policy} should answer: --prompts",
+        )
 
     @property
     def given_source(self) -> str | None:

@@ -256,7 +256,7 @@ def sum_tokens(
     """Sum all quantities within clusters, and collect the largest drift, in one pass over all tokens.
 
     Args:
-        run: the run.
+        run: whose headline is the KL of the binnings and of the largest drift.
         estimand: decides which sampled estimates are summed.
         clusters: of the run's sequences.
         statistics: names of the statistics that can be computed.

@@ -41,16 +41,17 @@ def write_audits(path: Path, audits: Sequence[Audit], command: str = "") -> Path
         RunFolderError: if the page cannot be written.
         MissingExtraError: if Jinja2 or Matplotlib is not installed.
     """
-    context: dict[str, Any] = {
-        "audits": audits,
-        "command": command,
-        "curves": [curve_charts(number, audit) for number, audit in enumerate(audits, 1)],
-        "is_folded": len(audits) > MAX_UNFOLDED,
-        "format_value": format_or_dash,
-        "verdict": verdict_without_findings,
-        "title_of": title_of,
-    }
-    return write_page(path, "audits.html", context)
+    return write_page(
+        path,
+        "audits.html",
+        audits=audits,
+        command=command,
+        curves=[curve_charts(number, audit) for number, audit in enumerate(audits, 1)],
+        is_folded=len(audits) > MAX_UNFOLDED,
+        format_value=format_or_dash,
+        verdict=verdict_without_findings,
+        title_of=title_of,
+    )
 
 
 def title_of(audit: Audit) -> str:

@@ -57,19 +57,21 @@ def write_comparison(path: Path, comparison: Comparison) -> Path:
         for name in compared
         if any(name in difference.differences for difference in comparison.differences)
     ]
-    context = {
-        "comparison": comparison,
-        "statistics": statistics,
-        "run_statistics": [
-            *(name for name in BOUND_STATISTICS if any(name in run.numbers for run in comparison.runs)),
-            *(name for name in compared if any(name in run.numbers for run in comparison.runs)),
+    return write_page(
+        path,
+        "comparison.html",
+        comparison=comparison,
+        statistics=statistics,
+        run_statistics=[
+            name
+            for name in (*BOUND_STATISTICS, *compared)
+            if any(name in run.numbers for run in comparison.runs)
         ],
-        "charts": comparison_charts(comparison),
-        "summary": summarize(comparison),
-        "noun": comparison.paired_noun,
-        "gates": [(run.name, describe_gate(run.gate)) for run in comparison.runs if run.gate is not None],
-    }
-    return write_page(path, "comparison.html", context)
+        charts=comparison_charts(comparison),
+        summary=summarize(comparison),
+        noun=comparison.paired_noun,
+        gates=[(run.name, describe_gate(run.gate)) for run in comparison.runs if run.gate is not None],
+    )
 
 
 def comparison_charts(comparison: Comparison) -> dict[str, Chart]:
@@ -152,8 +154,13 @@ def write_training_comparison(path: Path, comparison: TrainingComparison) -> Pat
     charts = [_metric_chart(metric, runs) for metric in CHARTED if metric in has]
     if {*PAIRED[:2]} <= has:
         charts.insert(0, _frontier(runs))
-    context = {"comparison": comparison, "summary": summarize(comparison), "charts": charts}
-    return write_page(path, "training_comparison.html", context)
+    return write_page(
+        path,
+        "training_comparison.html",
+        comparison=comparison,
+        summary=summarize(comparison),
+        charts=charts,
+    )
 
 
 def _metric_chart(metric: str, runs: Sequence[Run]) -> Chart:
@@ -217,7 +224,8 @@ def _known(steps: Sequence[StepRecord], metric: str) -> list[float]:
 def _draw_metric(axes: Any, *, metric: str, title: str, runs: Sequence[Run]) -> None:
     """Draw a line for each run, that of the first with a band of two standard errors."""
     for (name, steps), (dash, color) in zip(runs, cycle(STROKES), strict=False):
-        has_band = steps is runs[0][1]
-        metric_line(axes, steps, metric, has_band=has_band, color=color, label=name, linestyle=dash)
+        metric_line(
+            axes, steps, metric, has_band=steps is runs[0][1], color=color, label=name, linestyle=dash
+        )
     step_axis(axes)
     name_axes(axes, "step", title)

@@ -24,18 +24,12 @@ def kind_of_folder(folder: Path) -> str:
         RunFolderError: if the folder cannot be read.
     """
     try:
-        kind = next((name for name in (STEPS, SWEEP) if (folder / name).exists()), None)
-        if (
-            kind is None
-            and (folder / HEADER).exists()
-            and "algorithm" in TrainingFolder(folder).header().settings
-        ):
-            kind = STEPS
-    except RunFolderError:
-        raise
+        there = [name for name in (STEPS, SWEEP, HEADER) if (folder / name).exists()]
     except OSError as error:  # the name is too long, or the folder is not readable
         raise RunFolderError(f"{folder} cannot be read: {error.strerror or error}") from error
-    return MEASUREMENT if kind is None else kind
+    if STEPS in there or (there == [HEADER] and "algorithm" in TrainingFolder(folder).header().settings):
+        return STEPS
+    return SWEEP if SWEEP in there else MEASUREMENT
 
 
 def read_result(folder: Path) -> Measurement | Sweep:

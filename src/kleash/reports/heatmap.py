@@ -166,18 +166,15 @@ def read_alternatives(
         return alternatives
     table = folder.alternatives()
     order = np.lexsort([table[name] for name in ("place", "position", "sample_id", "prompt_id")])
-    columns = [(table[f"text_{model}"], table[f"probability_{model}"]) for model in ("policy", "reference")]
-    rows = zip(
-        table["prompt_id"][order], table["sample_id"][order], table["position"][order], order, strict=True
-    )
-    for prompt, sample, position, row in rows:
-        by_position = alternatives.get((int(prompt), int(sample)))
+    for row in order:
+        by_position = alternatives.get((int(table["prompt_id"][row]), int(table["sample_id"][row])))
         if by_position is None:
             continue
-        lists = by_position.setdefault(int(position), ([], []))
-        for likeliest, (texts, probabilities) in zip(lists, columns, strict=True):
-            if texts[row] is not None:
-                likeliest.append((make_visible(texts[row]), round_for_display(probabilities[row])))
+        lists = by_position.setdefault(int(table["position"][row]), ([], []))
+        for likeliest, model in zip(lists, ("policy", "reference"), strict=True):
+            text, probability = table[f"text_{model}"][row], table[f"probability_{model}"][row]
+            if text is not None:
+                likeliest.append((make_visible(text), round_for_display(probability)))
     return alternatives
 
 

@@ -61,8 +61,12 @@ def write_report(folder: Path, at_most: float | None = None, statistic: str | No
     measurement = with_gate(Measurement.read(folder), at_most, statistic)
     files = RunFolder(folder)
     files.require_shards(measurement.counts.shards)
-    context = report_context(files, measurement)
-    return write_page(folder / "report.html", "measurement.html", context, ("tables.js", "heatmap.js"))
+    return write_page(
+        folder / "report.html",
+        "measurement.html",
+        ("tables.js", "heatmap.js"),
+        **report_context(files, measurement),
+    )
 
 
 def report_context(files: RunFolder, measurement: Measurement) -> dict[str, Any]:

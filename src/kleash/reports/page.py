@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -27,21 +27,24 @@ SCRIPT_ESCAPES = str.maketrans(
 )
 
 
-def write_page(path: Path, template: str, context: Mapping[str, Any], scripts: Sequence[str] = ()) -> Path:
+def write_page(path: Path, template: str, assets: Sequence[str] = (), **variables: Any) -> Path:
     """Render ``template`` and write it to ``path`` atomically.
 
     Args:
         path: the HTML file.
         template: a file in ``templates/`` that extends ``shell.html``.
-        context: the variables of the template; text in them is escaped.
-        scripts: files in ``assets/`` that run at the end of the page, in this order.
+        assets: scripts in ``assets/`` that run at the end of the page, in this order.
+        variables: those of the template; text in them is escaped.
+
+    Returns:
+        ``path``.
     """
-    sources = list(map(_asset, scripts))
+    sources = list(map(_asset, assets))
     text = (
         _environment()
         .get_template(template)
         .render(
-            **context,
+            **variables,
             style=_asset("style.css") + _asset("heat.css"),
             scripts=sources,
             content_policy=_content_policy(sources),

@@ -66,19 +66,20 @@ def write_sweep(path: Path, sweep: Sweep) -> Path:
         MissingExtraError: if Jinja2 or Matplotlib is not installed.
     """
     columns = (*kl_directions(sweep.rank_by), *COLUMNS)
-    context = {
-        "sweep": sweep,
-        "summary": summarize(sweep),
-        "names": names_of_candidates(sweep),
-        "columns": [name for name in columns if any(name in each.numbers for each in sweep.ranking)],
-        "quantile": lambda candidate, name: candidate.numbers.get(f"{name}_{QUANTILE}"),
-        "rank_label": label_of(sweep.rank_by),
-        "charts": sweep_charts(sweep),
-        "pairs": pairs_in_order(sweep),
-        "gate": describe_sweep_gate(sweep),
-        "attributions": [attribution_context(sweep, each) for each in sweep.attributions],
-    }
-    return write_page(path, "sweep.html", context)
+    return write_page(
+        path,
+        "sweep.html",
+        sweep=sweep,
+        summary=summarize(sweep),
+        names=names_of_candidates(sweep),
+        columns=[name for name in columns if any(name in each.numbers for each in sweep.ranking)],
+        quantile=lambda candidate, name: candidate.numbers.get(f"{name}_{QUANTILE}"),
+        rank_label=label_of(sweep.rank_by),
+        charts=sweep_charts(sweep),
+        pairs=pairs_in_order(sweep),
+        gate=describe_sweep_gate(sweep),
+        attributions=[attribution_context(sweep, each) for each in sweep.attributions],
+    )
 
 
 def attribution_context(sweep: Sweep, attribution: Attribution) -> dict[str, Any]:
@@ -99,17 +100,17 @@ def pairs_in_order(sweep: Sweep) -> list[SweepPair]:
     The differences have the simultaneous intervals, and no warnings of the sweep.
     """
     places = {candidate.number: place for place, candidate in enumerate(sweep.ranking)}
-    ordered: dict[tuple[int, int], SweepPair] = {}
+    pairs: list[SweepPair] = []
     for pair in sweep.pairs:
         nearer, farther = sorted((pair.first, pair.second), key=places.__getitem__)
         sign = 1 if nearer == pair.first else -1
         low, high = sorted(sign * end for end in pair.simultaneous_ci95)
         warnings = tuple(each for each in pair.difference.warnings if each not in sweep.warnings)
-        value = sign * pair.difference.value
-        difference = replace(pair.difference, value=value, ci95=(low, high), warnings=warnings)
-        key = places[nearer], places[farther]
-        ordered[key] = replace(pair, first=nearer, second=farther, difference=difference)
-    return [ordered[key] for key in sorted(ordered)]
+        difference = replace(
+            pair.difference, value=sign * pair.difference.value, ci95=(low, high), warnings=warnings
+        )
+        pairs.append(replace(pair, first=nearer, second=farther, difference=difference))
+    return sorted(pairs, key=lambda pair: (places[pair.first], places[pair.second]))
 
 
 def sweep_charts(sweep: Sweep) -> list[Chart]:

@@ -48,25 +48,26 @@ def write_training_report(folder: Path) -> Path:
             else f"{folder} holds a training run without a step; the report needs at least one"
         )
     events = [(record.step, event) for record in history for event in record.events]
-    context = {
-        "warnings": run_warnings(history),
-        "algorithm": str(header.settings.get("algorithm", "")),
-        "settings": header.settings,
-        "kleash": header.kleash,
-        "result": result,
-        "steps": history[-1].step,
-        "cards": summary_cards(header, history, result),
-        "alerts": [(record.step, alert) for record in history for alert in record.alerts],
-        "events": events[-MAX_EVENTS:],
-        "events_left_out": max(0, len(events) - MAX_EVENTS),
-        "charts": run_charts(
+    return write_page(
+        folder / "report.html",
+        "training.html",
+        warnings=run_warnings(history),
+        algorithm=str(header.settings.get("algorithm", "")),
+        settings=header.settings,
+        kleash=header.kleash,
+        result=result,
+        steps=history[-1].step,
+        cards=summary_cards(header, history, result),
+        alerts=[(record.step, alert) for record in history for alert in record.alerts],
+        events=events[-MAX_EVENTS:],
+        events_left_out=max(0, len(events) - MAX_EVENTS),
+        charts=run_charts(
             history, target=target_nats(header), per=str(header.settings.get("target_per", "sequence"))
         ),
-        "samples": samples_by_step(read_samples(folder)),
-        "metrics": metrics_table(history),
-        "command": None if "trainer" in header.settings else rerun_command(header, history),
-    }
-    return write_page(folder / "report.html", "training.html", context)
+        samples=samples_by_step(read_samples(folder)),
+        metrics=metrics_table(history),
+        command=None if "trainer" in header.settings else rerun_command(header, history),
+    )
 
 
 def summary_cards(

@@ -48,8 +48,7 @@ class CachedSource:
 
     def covers(self, other: "CachedSource") -> bool:
         """Whether all that comes out of ``other`` comes out of this one too; False if that is not plain."""
-        names = ("kind", "sha256", "window", "stride", "reading")
-        same = all(getattr(self, name) == getattr(other, name) for name in names)
+        same = replace(self, path=other.path, limit=other.limit, batch_tokens=other.batch_tokens) == other
         return same and (self.limit is None or (other.limit is not None and other.limit <= self.limit))
 
 
@@ -124,8 +123,9 @@ def read_label(folder: Path) -> CacheLabel:
     Raises:
         RunFolderError: if the file is damaged, or of another version of kleash.
     """
-    what = "a part of a reference cache"
-    return Checksums.read(folder).read_record(CacheLabel, folder / LABEL, what, REMAKE_CACHE)
+    return Checksums.read(folder).read_record(
+        CacheLabel, folder / LABEL, "a part of a reference cache", REMAKE_CACHE
+    )
 
 
 def read_contents(folder: Path) -> CacheContents:

@@ -50,23 +50,19 @@ class RunHeader:
         """What differs in ``other``, each as "NAME was 1 and is NOW 2"."""
         mine, yours = self.described(), other.described()
         names = [name for name in {**mine, **yours} if mine.get(name) != yours.get(name)]
-        return [
-            *(f"{name} was {mine.get(name)!r} and is {now} {yours.get(name)!r}" for name in names),
-            *self.probe_differences(other),
-        ]
-
-    def probe_differences(self, other: "RunHeader") -> list[str]:
-        """The servers that serve another model in ``other``, each as a clause; the roles that both have count."""
-        changes = {
+        probe_changes = {
             role: probe_change(probe, other.probes[role])
             for role, probe in self.probes.items()
             if role in other.probes
         }
         return [
-            f"the server of the {role} serves another model: its log-probabilities of the probe differ by "
-            f"{change:.2g} nats in the median"
-            for role, change in changes.items()
-            if change > PROBE_NATS
+            *(f"{name} was {mine.get(name)!r} and is {now} {yours.get(name)!r}" for name in names),
+            *(
+                f"the server of the {role} serves another model: its log-probabilities of the probe differ by "
+                f"{change:.2g} nats in the median"
+                for role, change in probe_changes.items()
+                if change > PROBE_NATS
+            ),
         ]
 
     def described(self) -> dict[str, Any]:

@@ -317,8 +317,7 @@ class Measurement(MeasuredResult):
         """Every reported statistic by its name in ``STATISTICS``: the headline or its bounds, then in that order."""
         numbers = from_fields(vars(self))
         names = (self.headline, f"{self.headline}_lower", f"{self.headline}_upper")
-        first = [name for name in names if name in numbers]
-        return {name: numbers[name] for name in (*first, *numbers)}
+        return {name: numbers[name] for name in (*names, *numbers) if name in numbers}
 
     @classmethod
     def read(cls, folder: Path | str) -> "Measurement":

@@ -47,10 +47,18 @@ EXTREMES = (
     ("largest_log_ratio", "largest log ratio", "{:.4g} nats"),
 )
 """Values of a mismatch that its summary has: name, label and format."""
+DIFFERENCE_HEADER = ("95 % interval", "difference from the first", "95 % interval")
+"""Header beside that of a run's own number."""
 ALIKE = (
     'causes joined by "or": the data cannot tell these apart; the next test can, or --policy and --reference '
     "if they were not given"
 )
+
+
+def _value_cells(number: Estimate) -> tuple[str, str]:
+    """The value with its unit, and the interval."""
+    value, interval, _, unit = cells(number)
+    return f"{value} {unit}", interval or UNKNOWN_INTERVAL
 
 
 def _number_row(label: str, number: Estimate, *, is_one_cluster: bool = False) -> tuple[str, ...]:
@@ -103,21 +111,18 @@ def _(measurement: Measurement) -> Summary:
     )
 
 
+def _differences(comparison: Comparison | TrainingComparison) -> list[RunDifference | None]:
+    """How each run differs from the first; None for the first."""
+    return [None, *comparison.differences]
+
+
 @summarize.register
 def _(comparison: Comparison) -> Summary:
     first = comparison.runs[0]
-    differences: list[RunDifference | None] = [None, *comparison.differences]
-    pairs = list(zip(comparison.runs, differences, strict=True))
+    pairs = list(zip(comparison.runs, _differences(comparison), strict=True))
     kl_tables = tuple(
         SummaryTable(
-            header=(
-                "run",
-                label_of(kl),
-                "95 % interval",
-                "difference from the first",
-                "95 % interval",
-                f"shared {comparison.paired_noun}",
-            ),
+            header=("run", label_of(kl), *DIFFERENCE_HEADER, f"shared {comparison.paired_noun}"),
             rows=tuple(_kl_row(run, difference, kl) for run, difference in pairs),
         )
         for kl in kl_directions(comparison.headline)
@@ -150,24 +155,16 @@ def _(comparison: Comparison) -> Summary:
 
 @summarize.register
 def _(comparison: TrainingComparison) -> Summary:
-    differences: list[RunDifference | None] = [None, *comparison.differences]
-    pairs = list(zip(comparison.runs, differences, strict=True))
     tables = [
         SummaryTable(
-            header=(
-                "run",
-                title_of(metric),
-                "95 % interval",
-                "difference from the first",
-                "95 % interval",
-            ),
+            header=("run", title_of(metric), *DIFFERENCE_HEADER),
             rows=tuple(
                 (
                     Name(run.name),
                     *_number_cells(run.numbers.get(metric)),
                     *_difference_cells(difference, metric),
                 )
-                for run, difference in pairs
+                for run, difference in zip(comparison.runs, _differences(comparison), strict=True)
             ),
         )
         for metric in PAIRED
@@ -237,8 +234,7 @@ def comparison_warnings(comparison: Comparison) -> list[str]:
 def _kl_row(run: ComparedRun, difference: RunDifference | None, name: str) -> tuple[str, ...]:
     """A run's KL of a direction, or the range between its bounds, and its difference from the first run."""
     if name in run.numbers:
-        value, interval, _, unit = cells(run.numbers[name])
-        kl = (f"{value} {unit}", interval or UNKNOWN_INTERVAL)
+        kl = _value_cells(run.numbers[name])
     else:
         low, high = (run.numbers[f"{name}_{end}"] for end in ("lower", "upper"))
         kl = (f"{low.rounded} to {high.rounded} {low.unit}", UNKNOWN_INTERVAL)
@@ -298,14 +294,12 @@ def _(sweep: Sweep) -> Summary:
 
 
 def _candidate_row(candidate: SweepCandidate, sweep: Sweep) -> tuple[str, ...]:
-    value, interval, _, unit = cells(candidate.numbers[sweep.rank_by])
     quantile = candidate.numbers.get(f"{sweep.rank_by}_{QUANTILE}")
     size, bits = candidate.bytes_on_disk, candidate.bits_per_weight
     return (
         Name(candidate.name),
         candidate.letters,
-        f"{value} {unit}",
-        interval or UNKNOWN_INTERVAL,
+        *_value_cells(candidate.numbers[sweep.rank_by]),
         "" if quantile is None else cells(quantile)[0],
         *(with_error(candidate.numbers[name]) for name in sweep.other_direction),
         "unknown" if size is None else f"{size / 1e6:.4g}",
@@ -323,16 +317,17 @@ def attribution_table(sweep: Sweep, attribution: Attribution) -> SummaryTable:
         return SummaryTable(title=title, header=("not attributed",), rows=((attribution.failure,),))
     rows: list[tuple[str, ...]] = []
     for group in attribution.largest_first:
-        value, interval, _, unit = cells(group.simultaneous_change)
-        interval = "identical weights" if group.is_identical else interval or UNKNOWN_INTERVAL
+        value, interval = _value_cells(group.simultaneous_change)
         share = attribution.share_of(group)
         share_cell = "" if math.isnan(share) else f"{share:.1%}"
-        rows.append((group.name, f"{value} {unit}", interval, share_cell, f"{group.parameters:,}"))
-    for name, number in attribution.changes_together.items():
-        value, interval, _, unit = cells(number)
-        rows.append((name, f"{value} {unit}", interval or UNKNOWN_INTERVAL, "", ""))
-    header = ("group", "change", "simultaneous 95 % interval", "share of the KL", "weights")
-    return SummaryTable(title=title, header=header, rows=tuple(rows))
+        interval = "identical weights" if group.is_identical else interval
+        rows.append((group.name, value, interval, share_cell, f"{group.parameters:,}"))
+    rows += [(name, *_value_cells(number), "", "") for name, number in attribution.changes_together.items()]
+    return SummaryTable(
+        title=title,
+        header=("group", "change", "simultaneous 95 % interval", "share of the KL", "weights"),
+        rows=tuple(rows),
+    )
 
 
 @summarize.register
@@ -467,9 +462,8 @@ def _(training: TrainingResult) -> Summary:
 def _held_out_clause(held_out: Mapping[str, float]) -> str:
     """The reward and the KL of the last evaluation with their standard errors; empty without one."""
     names = (("held-out reward", "eval/reward", ""), ("KL", "eval/kl_per_sequence", " nats per sequence"))
-    parts = [
-        f"{label} {with_error(number_of(held_out, name))}{unit}"
+    return "".join(
+        f"; {label} {with_error(number_of(held_out, name))}{unit}"
         for label, name, unit in names
         if name in held_out
-    ]
-    return "".join(f"; {part}" for part in parts)
+    )

@@ -115,9 +115,8 @@ class RunFolder(JobFolder):
         lost = [self.root / HEADER]
         if self.begun:
             self.header()  # raises where nothing can be trusted, before anything is taken away
-            counting = {self._part("sequences", index) for index in self._whole_shards()}
-            lost = [self._part("sequences", index) for index in self._indices("sequences")]
-            lost = [path for path in lost if path not in counting]
+            not_whole = sorted(self.on_disk() - set(self._whole_shards()))
+            lost = [self._part("sequences", index) for index in not_whole]
         try:
             for folder in (self.root, *(self.root / kind for kind in KINDS)):
                 remove_leftovers(folder)
@@ -191,13 +190,13 @@ class RunFolder(JobFolder):
         """``finished_shards`` without regard to the ``stop``."""
         expected = Checksums.read(self.root).names
         on_disk = {_part_name(kind, index) for kind in KINDS for index in self._indices(kind)}
-        whole: list[int] = []
-        for index in self._indices("sequences"):
-            names = {_part_name(kind, index) for kind in COUNTED_KINDS}
-            names |= {_part_name("alternatives", index)} & expected
-            if names <= on_disk & expected:
-                whole.append(index)
-        return whole
+        whole, lost = expected & on_disk, expected - on_disk
+        return [
+            index
+            for index in self._indices("sequences")
+            if all(_part_name(kind, index) in whole for kind in COUNTED_KINDS)
+            and _part_name("alternatives", index) not in lost
+        ]
 
     def require_shards(self, count: int) -> None:
         """Check that all the shards are there that a finished run is made of.
@@ -208,8 +207,7 @@ class RunFolder(JobFolder):
         Raises:
             RunFolderError: if not, naming the first that is missing.
         """
-        finished = set(self.finished_shards())
-        missing = [index for index in range(count) if index not in finished]
+        missing = sorted({*range(count)} - {*self.finished_shards()})
         if missing:
             checksums, paths = Checksums.read(self.root), [self._part(kind, missing[0]) for kind in KINDS]
             lost = [path for path in paths if checksums.expects(path) and not path.exists()]

@@ -50,7 +50,7 @@ class Statistic:
     """What it says, in one line."""
     columns: tuple[str, ...]
     """Columns of ``tokens/`` that it is computed from."""
-    function: Callable[..., Floats] = stored_column
+    function: Callable[[Floats], Floats] | Callable[[Floats, Floats], Floats] = stored_column
     """numpy function of these columns in float64; by default the one stored column."""
     unit: str = "nats"
     """"nats", "probability" or "none"."""
@@ -77,38 +77,14 @@ class Statistic:
         Args:
             tokens: columns of ``tokens/``, ``columns`` among them.
         """
-        return self.function(*(tokens[name].astype(np.float64) for name in self.columns))
+        function: Callable[..., Floats] = self.function
+        return function(*(tokens[name].astype(np.float64) for name in self.columns))
 
 
 def log_ratio(logp: Floats, logq: Floats) -> Floats:
     """log p - log q of the observed tokens; 0 where both models give the token probability 0."""
     with np.errstate(invalid="ignore"):
         return np.where(logp == logq, 0.0, logp - logq)
-
-
-def _probability_change(logp: Floats, logq: Floats) -> Floats:
-    return np.exp(logp) - np.exp(logq)
-
-
-def _squared_probability_change(logp: Floats, logq: Floats) -> Floats:
-    return _probability_change(logp, logq) ** 2
-
-
-def _negative_log_ratio(logp: Floats, logq: Floats) -> Floats:
-    return -log_ratio(logp, logq)
-
-
-def _acceptance_rate(total_variation: Floats) -> Floats:
-    """The probability that speculative sampling accepts a token drafted from p for the target q, or the reverse.
-
-        sum_x p(x) min(1, q(x) / p(x)) = sum_x min(p(x), q(x)) = 1 - total variation
-
-    References:
-        Leviathan, Kalman & Matias (2023), "Fast Inference from Transformers via Speculative Decoding",
-        https://arxiv.org/abs/2211.17192. Chen et al. (2023), "Accelerating Large Language Model Decoding with
-        Speculative Sampling", https://arxiv.org/abs/2302.01318.
-    """
-    return 1.0 - total_variation
 
 
 def _agreement(top1_policy: Floats, top1_reference: Floats) -> Floats:
@@ -151,7 +127,9 @@ STATISTICS: Mapping[str, Statistic] = MappingProxyType(
             label="Expected acceptance rate, whole distributions",
             explanation="speculative decoding, one model drafting for the other: Σ min(p, q) = 1 − total variation",
             columns=("total_variation",),
-            function=_acceptance_rate,
+            # A token drafted from p is accepted for q with sum_x p(x) min(1, q(x) / p(x)) (and the reverse): Leviathan,
+            # Kalman & Matias (2023), https://arxiv.org/abs/2211.17192; Chen et al. (2023), https://arxiv.org/abs/2302.01318
+            function=lambda total_variation: 1.0 - total_variation,
             unit="probability",
             lower=0.0,
             upper=1.0,
@@ -229,8 +207,8 @@ STATISTICS: Mapping[str, Statistic] = MappingProxyType(
         "perplexity_ratio": Statistic(
             label="Perplexity ratio",
             explanation="policy over reference",
-            columns=TOKEN_LOGP,
-            function=_negative_log_ratio,
+            columns=TOKEN_LOGP[::-1],
+            function=log_ratio,
             reduction=EXP_MEAN,
             field="perplexity",
         ),
@@ -238,7 +216,7 @@ STATISTICS: Mapping[str, Statistic] = MappingProxyType(
             label="Δp of the observed token, mean",
             explanation="the policy's probability minus the reference's",
             columns=TOKEN_LOGP,
-            function=_probability_change,
+            function=lambda logp, logq: np.exp(logp) - np.exp(logq),
             unit="probability",
             lower=-1.0,
             upper=1.0,
@@ -249,7 +227,7 @@ STATISTICS: Mapping[str, Statistic] = MappingProxyType(
             label="Δp of the observed token, RMS",
             explanation="root of the mean square",
             columns=TOKEN_LOGP,
-            function=_squared_probability_change,
+            function=lambda logp, logq: (np.exp(logp) - np.exp(logq)) ** 2,
             unit="probability",
             lower=0.0,
             upper=1.0,
@@ -267,8 +245,8 @@ DIVERGENCE_COLUMNS = tuple(
 """Columns of ``tokens/`` that need the whole distributions of both models; entropies need that of one."""
 
 
-def _bounds_of(name: str, exact: Statistic) -> dict[str, Statistic]:
-    """The statistics of the lower and the upper bound of a divergence of this name."""
+def _bounds_of(divergences: Mapping[str, Statistic]) -> dict[str, Statistic]:
+    """The statistics of the lower and the upper bound of each of these divergences."""
     ends = {"lower": "no smaller value is possible", "upper": "no larger value is possible"}
     return {
         f"{name}_{end}": Statistic(
@@ -282,16 +260,14 @@ def _bounds_of(name: str, exact: Statistic) -> dict[str, Statistic]:
             compared=False,
             in_summary=exact.in_summary,
         )
+        for name, exact in divergences.items()
         for end, meaning in ends.items()
     }
 
 
 BOUND_STATISTICS: Mapping[str, Statistic] = MappingProxyType(
     {
-        **_bounds_of("kl_policy_reference", STATISTICS["kl_policy_reference"]),
-        **_bounds_of("kl_reference_policy", STATISTICS["kl_reference_policy"]),
-        **_bounds_of("jensen_shannon", STATISTICS["jensen_shannon"]),
-        **_bounds_of("total_variation", STATISTICS["total_variation"]),
+        **_bounds_of({name: STATISTICS[name] for name in DIVERGENCE_COLUMNS}),
         "listed_probability": Statistic(
             label="Probability of the listed tokens",
             explanation="under the model behind the server; the bounds are tighter the larger it is",
@@ -308,24 +284,18 @@ BOUND_STATISTICS: Mapping[str, Statistic] = MappingProxyType(
 logits."""
 
 
-def _over(name: str, what: str) -> Statistic:
-    """The statistic of a KL over the tokens, or over all rows of the heads."""
-    exact = STATISTICS[name]
-    return Statistic(
-        label=f"{exact.label} over {what}",
-        explanation="where a head has rows that are no tokens",
-        columns=(f"{name}_over_{what.split()[-1]}",),
-        lower=exact.lower,
-        compared=False,
-        in_summary=False,
-    )
-
-
 OVER_PARTS: Mapping[str, Statistic] = MappingProxyType(
     {
-        f"{name}_over_{what.split()[-1]}": _over(name, what)
+        f"{name}_over_{part}": Statistic(
+            label=f"{STATISTICS[name].label} over {what}",
+            explanation="where a head has rows that are no tokens",
+            columns=(f"{name}_over_{part}",),
+            lower=STATISTICS[name].lower,
+            compared=False,
+            in_summary=False,
+        )
         for name in KL_DIRECTIONS
-        for what in ("tokens", "all rows")
+        for part, what in (("tokens", "tokens"), ("rows", "all rows"))
     }
 )
 """Name -> statistic of both KLs over the tokens alone, and over all rows of the heads."""
@@ -376,11 +346,7 @@ OPTIONAL_STATISTICS: Mapping[str, Statistic] = MappingProxyType(
             )
         },
         **OVER_PARTS,
-        **{
-            name: bound
-            for over, exact in OVER_PARTS.items()
-            for name, bound in _bounds_of(over, exact).items()
-        },
+        **_bounds_of(OVER_PARTS),
     }
 )
 """Name -> statistic, of runs that draw greedily or from truncated distributions, of those in which a head has rows that

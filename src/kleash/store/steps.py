@@ -185,8 +185,7 @@ def keep_steps(folder: Path, last: int) -> None:
     for name, kind in KINDS.items():
         path = folder / name
         if path.exists():
-            records = _decoded(path, kind)
-            lines = zip(_lines(path), records, strict=True)
+            lines = zip(_lines(path), _decoded(path, kind), strict=True)
             write_checked(folder, path, b"".join(line for line, record in lines if record.step <= last))
 
 

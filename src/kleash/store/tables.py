@@ -150,9 +150,7 @@ def read_columns(
     Raises:
         RunFolderError: if the file is missing or damaged.
     """
-    arrow = import_extra("pyarrow", "models")
-    parquet = import_extra("pyarrow.parquet", "models")
-    with _damage_as_error(path):
+    with _reading_parquet(path) as (arrow, parquet):
         content = path.read_bytes() if read is None else read(path, REMAKE)
         # Not read_table: its threads may end after the interpreter does, which aborts the process (apache/arrow 34314).
         table = parquet.ParquetFile(arrow.BufferReader(content)).read(columns=names, use_threads=False)
@@ -165,18 +163,16 @@ def read_columns(
 
 def column_names(path: Path, read: Callable[[Path, str], bytes]) -> frozenset[str]:
     """The names of the columns of a Parquet file; arguments and errors as for ``read_columns``."""
-    arrow = import_extra("pyarrow", "models")
-    parquet = import_extra("pyarrow.parquet", "models")
-    with _damage_as_error(path):
+    with _reading_parquet(path) as (arrow, parquet):
         return frozenset(parquet.read_schema(arrow.BufferReader(read(path, REMAKE))).names)
 
 
 @contextmanager
-def _damage_as_error(path: Path) -> Generator[None]:
-    """Context in which the errors of reading a damaged Parquet file are raised as RunFolderError."""
-    arrow = import_extra("pyarrow", "models")
+def _reading_parquet(path: Path) -> Generator[tuple[Any, Any]]:
+    """Context with pyarrow and pyarrow.parquet, in which errors of a damaged file are raised as RunFolderError."""
+    arrow, parquet = (import_extra(module, "models") for module in ("pyarrow", "pyarrow.parquet"))
     try:
-        yield
+        yield arrow, parquet
     except RunFolderError:
         raise
     except (OSError, ValueError, LookupError, MemoryError, arrow.ArrowException) as error:

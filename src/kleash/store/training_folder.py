@@ -117,10 +117,9 @@ class TrainingFolder(JobFolder):
             RunFolderError: if it cannot be taken away.
         """
         path = self.root / RESULT
-        if not path.exists():
-            return
-        record_removal(self.root, path)
-        remove_file(path)
+        if path.exists():
+            record_removal(self.root, path)
+            remove_file(path)
 
     def result(self) -> TrainingResult | None:
         """The result of the run; None while it has not finished.

@@ -72,13 +72,11 @@ def cluster_labels(
         return ClusterLabels(labels.astype(np.int64), ())
     blocks = np.stack([labels, window_ids // block], axis=1)
     distinct_blocks, labels = np.unique(blocks, axis=0, return_inverse=True)
-    warnings: tuple[str, ...] = ()
-    if len(distinct_blocks) > len(documents):
-        warning = (
-            f"the clusters are blocks of {block} neighbouring windows, since there are fewer than {few} documents "
-            f"({len(documents)}): what blocks of one document share is missing from the error"
-        )
-        warnings = (warning,)
+    warning = (
+        f"the clusters are blocks of {block} neighbouring windows, since there are fewer than {few} documents "
+        f"({len(documents)}): what blocks of one document share is missing from the error"
+    )
+    warnings = (warning,) if len(distinct_blocks) > len(documents) else ()
     return ClusterLabels(np.ravel(labels).astype(np.int64), warnings)
 
 

@@ -1,6 +1,7 @@
 """Warnings about an estimate, where simulations show that its interval is wrong in more than one case in ten."""
 
 import math
+from collections.abc import Iterator
 
 from kleash.uncertainty.linearisation import LinearisedEstimate
 
@@ -15,8 +16,8 @@ VERY_FEW_CLUSTERS = 20
 """Below this number of clusters the interval of a quantity with one bound always has a warning."""
 
 
-def warnings_about(estimate: LinearisedEstimate, bounds: tuple[float, float]) -> tuple[str, ...]:
-    """Return the warnings that the sample of clusters justifies.
+def warnings_about(estimate: LinearisedEstimate, bounds: tuple[float, float]) -> Iterator[str]:
+    """Yield the warnings that the sample of clusters justifies.
 
     A cluster that carries much of the variance, and skewness, are no reason: the interval is wider then, and covers
     more (benchmarks/coverage.py). Samples of a long tail that miss it are those that look harmless.
@@ -26,36 +27,39 @@ def warnings_about(estimate: LinearisedEstimate, bounds: tuple[float, float]) ->
         bounds: the smallest and the largest possible value of the quantity. With two finite bounds the interval is
             valid without rare clusters; with one, as for a KL, a long tail is to be expected.
     """
-    few = few_clusters(estimate.clusters)
+    clusters = estimate.clusters
     finite_bounds = sum(map(math.isfinite, bounds))
     if estimate.why_no_standard_error:
-        return (estimate.why_no_standard_error, *few)
-    if estimate.clusters < 2:
-        return few
-    variance = float(estimate.influence @ estimate.influence)
-    if variance == 0:
-        constant = (
-            f"all {estimate.clusters} clusters have the same mean, which says nothing about the spread of other "
-            f"clusters: up to {unseen_share(estimate.clusters):.0%} of all may differ"
+        yield estimate.why_no_standard_error
+    yield from few_clusters(clusters)
+    if estimate.why_no_standard_error or clusters < 2:
+        return
+    is_constant = float(estimate.influence @ estimate.influence) == 0
+    effective = estimate.effective_clusters
+    if not is_constant and clusters >= FEW_CLUSTERS and effective < FEW_EFFECTIVE_CLUSTERS:
+        yield (
+            f"a few of the {clusters} clusters hold most of the tokens: they are worth {effective:.0f} of equal "
+            f"length, and below {FEW_EFFECTIVE_CLUSTERS} the interval is too narrow; measure more of them, or limit "
+            "their length"
         )
-        return few if finite_bounds == 2 else (*few, constant)
-    concentrated = _concentration_warning(estimate.clusters, estimate.effective_clusters)
     if finite_bounds == 2:
-        return (*few, *concentrated)
-    untied = estimate.clusters - estimate.tied
-    if estimate.tied and untied < MIN_UNTIED_CLUSTERS:
-        ties = (
-            f"{estimate.tied} of {estimate.clusters} clusters have the same mean: the estimate rests on the other "
-            f"{untied}, and its interval cannot be trusted"
+        return
+    untied = clusters - estimate.tied
+    if is_constant:
+        yield (
+            f"all {clusters} clusters have the same mean, which says nothing about the spread of other clusters: up to "
+            f"{unseen_share(clusters):.0%} of all may differ"
         )
-        return (*few, *concentrated, ties)
-    if estimate.clusters < VERY_FEW_CLUSTERS and finite_bounds == 1:
-        unseen = (
-            f"{estimate.clusters} clusters may miss a kind of cluster that makes up as much as "
-            f"{unseen_share(estimate.clusters):.0%} of all: if its values are extreme, the interval cannot be trusted"
+    elif estimate.tied and untied < MIN_UNTIED_CLUSTERS:
+        yield (
+            f"{estimate.tied} of {clusters} clusters have the same mean: the estimate rests on the other {untied}, and "
+            "its interval cannot be trusted"
         )
-        return (*few, *concentrated, unseen)
-    return (*few, *concentrated)
+    elif clusters < VERY_FEW_CLUSTERS and finite_bounds == 1:
+        yield (
+            f"{clusters} clusters may miss a kind of cluster that makes up as much as {unseen_share(clusters):.0%} of "
+            "all: if its values are extreme, the interval cannot be trusted"
+        )
 
 
 def few_clusters(clusters: int) -> tuple[str, ...]:
@@ -75,15 +79,3 @@ def unseen_share(clusters: float | int, confidence: float = 0.95) -> float:
         Hanley & Lippman-Hand (1983), "If Nothing Goes Wrong, Is Everything All Right?".
     """
     return -math.expm1(math.log1p(-confidence) / clusters)
-
-
-def _concentration_warning(clusters: int, effective_clusters: float) -> tuple[str, ...]:
-    """The warning that a few clusters hold most of the tokens; none below 30 clusters, which have one of their own."""
-    if clusters < FEW_CLUSTERS or effective_clusters >= FEW_EFFECTIVE_CLUSTERS:
-        return ()
-    warning = (
-        f"a few of the {clusters} clusters hold most of the tokens: they are worth {effective_clusters:.0f} of equal "
-        f"length, and below {FEW_EFFECTIVE_CLUSTERS} the interval is too narrow; measure more of them, or limit their "
-        "length"
-    )
-    return (warning,)

@@ -50,7 +50,7 @@ def estimate_of(
         standard_error=error,
         clusters=clusters,
         ci95=clip_interval(interval, value, bounds),
-        warnings=warnings_about(linearised, bounds),
+        warnings=tuple(warnings_about(linearised, bounds)),
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Real
 from numpy.typing import NDArray
 
 ROUNDING_TOLERANCE = 8 * float(np.finfo(np.float64).eps)
@@ -18,8 +19,8 @@ class RatioTerm(NamedTuple):
     """One ratio of sums in an estimate, with its sign."""
 
     sign: float
-    sums: FloatArray
-    counts: FloatArray
+    sums: Real[np.ndarray, " clusters"]
+    counts: Real[np.ndarray, " clusters"]
 
 
 class LinearisedEstimate(NamedTuple):
@@ -69,10 +70,10 @@ def linearise(terms: Sequence[RatioTerm]) -> LinearisedEstimate:
     why_no_standard_error = _why_no_standard_error(columns[::2])
     if why_no_standard_error or not active.any():
         with np.errstate(invalid="ignore", divide="ignore"):
-            value = float(sum(term.sign * (term.sums[active].sum() / term.counts.sum()) for term in terms))
-        return LinearisedEstimate(
-            value, np.full(int(active.sum()), math.nan), math.nan, 0, why_no_standard_error
-        )
+            ratios = zip(terms, columns[::2], columns[1::2], strict=True)
+            value = float(sum(term.sign * (sums.sum() / counts.sum()) for term, sums, counts in ratios))
+        influence = np.full(int(active.sum()), math.nan)
+        return LinearisedEstimate(value, influence, math.nan, 0, why_no_standard_error)
     if len(columns[0]) <= MAX_SORTED_CLUSTERS:
         order = np.lexsort(columns[::-1])
         columns = [column[order] for column in columns]

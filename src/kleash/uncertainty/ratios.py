@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float64, Int64, Real, Shaped
@@ -11,12 +11,7 @@ from kleash.errors import ShapeError
 from kleash.estimate import Estimate
 from kleash.uncertainty.clusters import require_one_each, sums_by_cluster
 from kleash.uncertainty.intervals import estimate_of
-from kleash.uncertainty.linearisation import (
-    ROUNDING_TOLERANCE,
-    FloatArray,
-    RatioTerm,
-    linearise,
-)
+from kleash.uncertainty.linearisation import ROUNDING_TOLERANCE, RatioTerm, linearise
 from kleash.uncertainty.student_t import student_t_quantile
 
 Bound = float | Sequence[float] | None
@@ -63,7 +58,7 @@ def ratio_of_sums(
         ShapeError: if sums and counts differ in length.
     """
     require_one_each("cluster", sums=sums, counts=counts)
-    linearised = linearise([RatioTerm(1.0, _float64(sums), _float64(counts))])
+    linearised = linearise([RatioTerm(1.0, sums, counts)])
     return estimate_of(linearised, unit, lower, upper, known_value=known_value)
 
 
@@ -95,7 +90,9 @@ def ratio_of_many(
         )
     columns = sums.shape[1]
     counts = np.broadcast_to(counts if counts.ndim == 2 else counts[:, None], sums.shape)
-    units, least, most = (_per_column(option, columns) for option in (unit, lower, upper))
+    units, least, most = (
+        np.broadcast_to(np.array(option, dtype=object), columns) for option in (unit, lower, upper)
+    )
     return tuple(
         ratio_of_sums(
             sums[:, k], counts[:, k], unit=units[k], lower=least[k], upper=most[k], known_value=known_value
@@ -184,12 +181,10 @@ def paired_difference(
     Raises:
         ShapeError: if the four differ in shape.
     """
-    columns = {"sums_a": sums_a, "counts_a": counts_a, "sums_b": sums_b, "counts_b": counts_b}
-    require_one_each("cluster of both measurements", **columns)
-    terms = [
-        RatioTerm(1.0, _float64(sums_a), _float64(counts_a)),
-        RatioTerm(-1.0, _float64(sums_b), _float64(counts_b)),
-    ]
+    require_one_each(
+        "cluster of both measurements", sums_a=sums_a, counts_a=counts_a, sums_b=sums_b, counts_b=counts_b
+    )
+    terms = [RatioTerm(1.0, sums_a, counts_a), RatioTerm(-1.0, sums_b, counts_b)]
     if _are_identical(terms[0], terms[1]):
         known_value = 0.0
     return estimate_of(linearise(terms), unit, lower, upper, known_value=known_value)
@@ -199,7 +194,7 @@ def _are_identical(a: RatioTerm, b: RatioTerm) -> bool:
     """Whether b repeats the measurement a: equal bit for bit, over at least two clusters that all differ."""
     if not (np.array_equal(a.sums, b.sums) and np.array_equal(a.counts, b.counts)):
         return False
-    means = a.sums[a.counts > 0] / a.counts[a.counts > 0]
+    means = np.divide(a.sums[a.counts > 0], a.counts[a.counts > 0], dtype=np.float64)
     return len(means) > 1 and len(np.unique(means)) == len(means)
 
 
@@ -252,12 +247,3 @@ def running_mean(
     constant = ~(half_width > ROUNDING_TOLERANCE * np.abs(mean))
     half_width[constant] = np.where(mean[constant] == known_value, 0.0, math.nan)
     return RunningMean(tokens.astype(np.int64), mean, half_width)
-
-
-def _float64(values: np.ndarray) -> FloatArray:
-    return np.asarray(values, np.float64)
-
-
-def _per_column(option: Any, columns: int) -> list[Any]:
-    """An option for each column: those of a list, or the same for all."""
-    return [option] * columns if option is None or isinstance(option, str | int | float) else list(option)

@@ -99,13 +99,11 @@ def simultaneous_differences(
     sums, counts = _checked_columns(sums, counts)
     indices = list(combinations(range(sums.shape[1]), 2))
     known = known_values or [None] * sums.shape[1]
-    pairs, critical_value = _differences(sums, counts, indices, known, unit=unit, seed=seed)
+    differences = _differences(sums, counts, indices, known, unit=unit, seed=seed)
     with np.errstate(invalid="ignore", divide="ignore"):
         means = sums.sum(axis=0) / counts.sum(axis=0)
-    letters = compact_letters(
-        means.tolist(), [(pair.first, pair.second) for pair in pairs if not pair.is_tie]
-    )
-    return SimultaneousDifferences(pairs=pairs, critical_value=critical_value, letters=letters)
+    different = [(pair.first, pair.second) for pair in differences.pairs if not pair.is_tie]
+    return SimultaneousDifferences(**vars(differences), letters=compact_letters(means.tolist(), different))
 
 
 def differences_from_control(
@@ -134,8 +132,7 @@ def differences_from_control(
     """
     sums, counts = _checked_columns(sums, counts)
     indices = [(index, 0) for index in range(1, sums.shape[1])]
-    pairs, critical_value = _differences(sums, counts, indices, [None] * sums.shape[1], unit=unit, seed=seed)
-    return SimultaneousPairs(pairs=pairs, critical_value=critical_value)
+    return _differences(sums, counts, indices, [None] * sums.shape[1], unit=unit, seed=seed)
 
 
 def _checked_columns(
@@ -162,7 +159,7 @@ def _differences(
     *,
     unit: str,
     seed: int,
-) -> tuple[tuple[PairDifference, ...], float]:
+) -> SimultaneousPairs:
     """The differences of these pairs of candidates, and the critical value of all of them together."""
     estimates: list[Estimate] = []
     for i, j in indices:
@@ -179,7 +176,7 @@ def _differences(
         PairDifference(first=i, second=j, estimate=estimate, simultaneous_ci95=_widened(estimate, widening))
         for (i, j), estimate in zip(indices, estimates, strict=True)
     )
-    return pairs, critical_value
+    return SimultaneousPairs(pairs=pairs, critical_value=critical_value)
 
 
 def _widened(estimate: Estimate, widening: float) -> tuple[float, float]:

@@ -194,8 +194,7 @@ def check_padding(audited: AuditedFunction) -> tuple[tuple[MaskRow, ...], list[F
         severity = "note" if kind == "cannot_be_called" else "wrong" if is_wrong else "fragile"
         if bad:
             end = "" if kind == "padding_in_denominator" else f" if they hold: {cases}"
-            sentence = f"{statement}{end}."
-            findings.append(Finding(kind=kind, severity=severity, sentence=sentence, where=cases))
+            findings.append(Finding(kind=kind, severity=severity, sentence=f"{statement}{end}.", where=cases))
     return tuple(row for _, row in rows), findings
 
 

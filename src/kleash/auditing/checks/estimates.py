@@ -57,8 +57,12 @@ def value_findings(evidence: Evidence) -> Iterator[Finding]:
     value = evidence.value
     if not value.is_right:
         kind, where = _mismatch_kind(value), _worst_value(evidence, "on-policy")[0]
-        severity = "note" if kind == "biased_value" and evidence.gradient.is_right else "wrong"
-        yield Finding(kind=kind, severity=severity, sentence=_value_sentence(evidence), where=where)
+        yield Finding(
+            kind=kind,
+            severity="note" if kind == "biased_value" and evidence.gradient.is_right else "wrong",
+            sentence=_value_sentence(evidence),
+            where=where,
+        )
     if value.positions.level == "neither":
         is_only_logged = evidence.gradient.is_right and evidence.gradient.positions.level != "neither"
         yield Finding(
@@ -72,11 +76,13 @@ def value_findings(evidence: Evidence) -> Iterator[Finding]:
     yield from _off_policy_findings(evidence, "value", is_same, _worst_value(evidence, "off-policy"))
     row = min(_rows_of_one_token(evidence, "on-policy"), key=lambda row: row.lowest)
     if row.lowest < -1e-5 and not (on is not None and on.factor < 0):
-        sentence = (
-            f"The value of a single token can be negative (down to {row.lowest:.4g} on the {row.pair} pair); only the "
-            "mean cannot."
+        yield Finding(
+            kind="negative_values",
+            severity="note",
+            sentence=f"The value of a single token can be negative (down to {row.lowest:.4g} on the {row.pair} pair); "
+            "only the mean cannot.",
+            where=row.pair,
         )
-        yield Finding(kind="negative_values", severity="note", sentence=sentence, where=row.pair)
 
 
 def _off_policy_findings(
@@ -179,8 +185,11 @@ def gradient_findings(evidence: Evidence) -> Iterator[Finding]:
     if convention.place == "metric":
         return
     if evidence.is_detached:
-        sentence = "No gradient reaches the policy: its result is detached from it."
-        yield Finding(kind="detached", severity="wrong", sentence=sentence)
+        yield Finding(
+            kind="detached",
+            severity="wrong",
+            sentence="No gradient reaches the policy: its result is detached from it.",
+        )
         return
     sentence = _gradient_sentence(evidence)
     if not gradient.is_right:
@@ -209,11 +218,14 @@ def gradient_findings(evidence: Evidence) -> Iterator[Finding]:
             exact_gradient(SEQUENCES, "on-policy", evidence.claimed, level) for level in ("token", "sequence")
         )
         share = ((by_sequence - by_token).norm() / by_sequence.norm()).item()
-        sentence = (
-            f"It follows {evidence.claimed} token by token: the effect of a token on the divergence at later tokens is "
-            f"left out, in responses of three tokens {100 * share:.0f} % of the gradient between whole responses."
+        yield Finding(
+            kind="token_gradient",
+            severity="note",
+            sentence=f"It follows {evidence.claimed} token by token: the effect of a token on the divergence at later "
+            f"tokens is left out, in responses of three tokens {100 * share:.0f} % of the gradient between whole "
+            "responses.",
+            where=ON_SEQUENCES,
         )
-        yield Finding(kind="token_gradient", severity="note", sentence=sentence, where=ON_SEQUENCES)
 
 
 def _gradient_sentence(evidence: Evidence) -> str:

@@ -103,21 +103,27 @@ def check_extreme_inputs(
         cases = tuple(case for case in cases if -inf not in (*case.p, *case.q))
     rows, of_each = list[EdgeRow](), list[Finding]()
     for case in cases:
-        is_ordinary = case.name in ORDINARY
         try:
             row = _row(audited, case)
         except KleashError as error:
             row = EdgeRow(case=case.name, exact=nan, value=nan, gradient=nan, problem=str(error))
-            sentence = f"It cannot be called where {case.name}: {error}."
             of_each.append(
-                Finding(kind="cannot_be_called", severity="note", sentence=sentence, where=case.name)
+                Finding(
+                    kind="cannot_be_called",
+                    severity="note",
+                    sentence=f"It cannot be called where {case.name}: {error}.",
+                    where=case.name,
+                )
             )
         else:
             if row.problem and row.problem not in PROBLEMS and is_claimed and not is_random:
-                severity = "wrong" if is_ordinary else "fragile"
-                sentence = f"Its {row.problem}, where {case.name}."
                 of_each.append(
-                    Finding(kind="biased_value", severity=severity, sentence=sentence, where=case.name)
+                    Finding(
+                        kind="biased_value",
+                        severity="wrong" if case.name in ORDINARY else "fragile",
+                        sentence=f"Its {row.problem}, where {case.name}.",
+                        where=case.name,
+                    )
                 )
         rows.append(row)
     return tuple(rows), [*_problem_findings(rows, is_claimed), *of_each]
@@ -130,8 +136,12 @@ def _problem_findings(rows: list[EdgeRow], is_claimed: bool) -> Iterator[Finding
         if cases and (is_claimed or not problem.concerns_infinity):
             is_wrong = problem.severity == "fragile" and any(case in ORDINARY for case in cases)
             severity = "wrong" if is_wrong else problem.severity
-            sentence = f"{problem.statement} where {' and where '.join(cases)}."
-            yield Finding(kind=problem.kind, severity=severity, sentence=sentence, where="; ".join(cases))
+            yield Finding(
+                kind=problem.kind,
+                severity=severity,
+                sentence=f"{problem.statement} where {' and where '.join(cases)}.",
+                where="; ".join(cases),
+            )
 
 
 def _row(audited: AuditedFunction, case: ExtremeCase) -> EdgeRow:
@@ -147,8 +157,13 @@ def _row(audited: AuditedFunction, case: ExtremeCase) -> EdgeRow:
     values, in_token, in_logits = value_and_gradients(audited, case.dtype, p, q)
     entries = in_logits[p.squeeze(1).isfinite()] if in_token is None and in_logits is not None else in_token
     gradient = nan if entries is None else entries[entries.abs().nan_to_num(nan=inf).argmax()].item()
-    problem = _problem(values.item(), 0.0 if entries is None else gradient, exact)
-    return EdgeRow(case=case.name, exact=exact, value=values.item(), gradient=gradient, problem=problem)
+    return EdgeRow(
+        case=case.name,
+        exact=exact,
+        value=values.item(),
+        gradient=gradient,
+        problem=_problem(values.item(), 0.0 if entries is None else gradient, exact),
+    )
 
 
 def _problem(value: float, gradient: float, exact: float) -> str:
@@ -186,5 +201,9 @@ def nan_input_findings(audited: AuditedFunction) -> Iterator[Finding]:
                 hidden.append(field)
     if hidden:
         fields = ", ".join(hidden)
-        sentence = f"It hides NaN: a NaN in {fields} at an unmasked token becomes a number."
-        yield Finding(kind="hides_nan", severity="fragile", sentence=sentence, where=fields)
+        yield Finding(
+            kind="hides_nan",
+            severity="fragile",
+            sentence=f"It hides NaN: a NaN in {fields} at an unmasked token becomes a number.",
+            where=fields,
+        )

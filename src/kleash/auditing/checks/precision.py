@@ -53,21 +53,24 @@ def precision_findings(audited: AuditedFunction, rows: Sequence[AccuracyRow]) ->
     own_formula, far = _own_formula(audited), _rounded("far", torch.float32)
     error = _relative_error(own_formula(far), own_formula(far.to(torch.float64)))
     if error > ROUNDING:
-        sentence = (
-            f"For float32 inputs it computes in less than float32: on the far pair its value differs by {error:.2g} "
-            "(relative) from its value for the same numbers in float64."
+        yield Finding(
+            kind="low_precision",
+            severity="wrong",
+            sentence="For float32 inputs it computes in less than float32: on the far pair its value differs by "
+            f"{error:.2g} (relative) from its value for the same numbers in float64.",
+            where="float32",
         )
-        yield Finding(kind="low_precision", severity="wrong", sentence=sentence, where="float32")
         return
     if in_float32 := [row for row in rows if row.dtype == "float32" and _is_avoidable(row, CANCELLATION)]:
         worst = max(in_float32, key=lambda row: row.kl)
-        sentence = (
-            f"In float32 it loses digits to cancellation: at a KL of {worst.kl:.0e} nats "
-            f"{_describe_error(worst)}."
+        yield Finding(
+            kind="cancellation",
+            severity="note",
+            sentence=f"In float32 it loses digits to cancellation: at a KL of {worst.kl:.0e} nats "
+            f"{_describe_error(worst)}.",
+            where="float32, near",
         )
-        yield Finding(kind="cancellation", severity="note", sentence=sentence, where="float32, near")
-    inaccurate = [row for row in rows if row.dtype != "float32" and _is_avoidable(row, ROUNDING)]
-    if inaccurate:
+    if inaccurate := [row for row in rows if row.dtype != "float32" and _is_avoidable(row, ROUNDING)]:
         in_bfloat16 = [row for row in inaccurate if row.dtype == "bfloat16"]
         worst = max(in_bfloat16 or inaccurate, key=lambda row: row.relative_error)
         returns_bfloat16 = _returns_bfloat16(audited)
@@ -76,10 +79,12 @@ def precision_findings(audited: AuditedFunction, rows: Sequence[AccuracyRow]) ->
             cause = "it computes in bfloat16"
         if returns_bfloat16 and worst.relative_error <= BFLOAT16_ROUNDING:
             severity, cause = "note", "it returns bfloat16"
-        sentence = (
-            f"For {worst.dtype} inputs {cause}: at a KL of {worst.kl:.2g} nats {_describe_error(worst)}."
+        yield Finding(
+            kind="low_precision",
+            severity=severity,
+            sentence=f"For {worst.dtype} inputs {cause}: at a KL of {worst.kl:.2g} nats {_describe_error(worst)}.",
+            where=worst.dtype,
         )
-        yield Finding(kind="low_precision", severity=severity, sentence=sentence, where=worst.dtype)
 
 
 def _is_avoidable(row: AccuracyRow, limit: float) -> bool:

@@ -93,8 +93,7 @@ class Target:
                 for case in self.cases
             )
         with quiet(), stand_ins(self.stood_in) as missing:
-            import_target(self.package)
-            for module in self.modules:
+            for module in (self.package, *self.modules):
                 import_target(module)
             functions = [_loaded(case) for case in self.cases]
         notes = tuple(

@@ -52,8 +52,7 @@ def jsd_loss(
 
     Student p, teacher q; beta 1 is KL(p || q), 0 is KL(q || p).
     """
-    module = import_target("liger_kernel.chunked_loss")
-    loss = module.LigerFusedLinearJSDLoss(
+    loss = import_target("liger_kernel.chunked_loss").LigerFusedLinearJSDLoss(
         weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta, compiled=False
     )
     rows_p, rows_q = hidden_p.flatten(0, -2), hidden_q.flatten(0, -2)

@@ -12,6 +12,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from kleash import dotted
+from kleash.extras import is_installed
 
 INSTALL_COMMANDS = MappingProxyType(
     {
@@ -65,15 +66,6 @@ def stand_ins(packages: Sequence[str]) -> Iterator[tuple[str, ...]]:
         sys.meta_path.remove(finder)
         for name in [name for name, module in sys.modules.items() if isinstance(module, StandIn)]:
             del sys.modules[name]
-
-
-def is_installed(package: str) -> bool:
-    """Whether any finder knows the package, without importing it."""
-    return package in sys.modules or any(
-        finder.find_spec(package, None) is not None
-        for finder in sys.meta_path
-        if hasattr(finder, "find_spec")
-    )
 
 
 class StandIn(ModuleType):

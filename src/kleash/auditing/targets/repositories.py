@@ -48,8 +48,12 @@ def estimate_kl(index: int) -> Convention:
         log_ratio = (inputs.token_logp - inputs.token_logq).clamp(-40.0, 40.0)
         return function(log_ratio, (inputs.token_logp - inputs.behaviour_logp).exp())[index]
 
-    summary = f"f(token_logp - token_logq, clamped at 40, p / behaviour)[{index}] -> [sequences, steps]"
-    return Convention(name=f"estimate_kl_{index}", summary=summary, call=call, takes_behaviour=index == 3)
+    return Convention(
+        name=f"estimate_kl_{index}",
+        summary=f"f(token_logp - token_logq, clamped at 40, p / behaviour)[{index}] -> [sequences, steps]",
+        call=call,
+        takes_behaviour=index == 3,
+    )
 
 
 def distillation_loss(loss: Callable[..., Any], inputs: AuditInputs) -> Tensor:

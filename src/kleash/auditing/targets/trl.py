@@ -192,6 +192,7 @@ def generalised_jsd_batchmean(
 
 
 SDFT = "trl.experimental.sdft.loss_utils"
+GKD_LOSS = "trl.experimental.gkd.gkd_trainer.GKDTrainer.generalized_jsd_loss"
 GRPO_PATH = "trl.trainer.grpo_trainer.GRPOTrainer._compute_loss"
 MEAN_WITH_BEHAVIOUR = "mean_loss_with_behaviour_and_mask"
 UNINITIALISED_NOTE = (
@@ -209,20 +210,24 @@ def grpo_case(name: str, *notes: str, **arguments: Any) -> Case:
 
 def distillation_cases(name: str, beta: float, claims: str) -> tuple[Case, Case]:
     """TRL's two implementations of the generalised Jensen-Shannon divergence, from hidden states and from logits."""
-    audits = "trl.kernels.chunked_divergence.ChunkedDivergenceFunction"
-    chunked = make_case(
-        f"chunked_{name}",
-        audits,
-        claiming("hidden", claims),
-        STUDENT_NOTE,
-        function=chunked_divergence,
-        beta=beta,
+    return (
+        make_case(
+            f"chunked_{name}",
+            "trl.kernels.chunked_divergence.ChunkedDivergenceFunction",
+            claiming("hidden", claims),
+            STUDENT_NOTE,
+            function=chunked_divergence,
+            beta=beta,
+        ),
+        make_case(
+            f"gkd_{name}",
+            GKD_LOSS,
+            claiming("logits", claims),
+            STUDENT_NOTE,
+            function=generalised_jsd,
+            beta=beta,
+        ),
     )
-    audits = "trl.experimental.gkd.gkd_trainer.GKDTrainer.generalized_jsd_loss"
-    gkd = make_case(
-        f"gkd_{name}", audits, claiming("logits", claims), STUDENT_NOTE, function=generalised_jsd, beta=beta
-    )
-    return chunked, gkd
 
 
 TRL = Target(
@@ -267,7 +272,7 @@ TRL = Target(
         *distillation_cases("reverse", 1.0, "kl"),
         make_case(
             "gkd_masked",
-            "trl.experimental.gkd.gkd_trainer.GKDTrainer.generalized_jsd_loss",
+            GKD_LOSS,
             "mean_logits_with_mask",
             STUDENT_NOTE,
             "with labels, and reduced as the trainer reduces it",

@@ -35,8 +35,9 @@ def kl_loss_per_response(
 ) -> Tensor:
     """``kl_loss`` with ``seq-mean-token-sum`` on each response alone: the sum over its tokens."""
     rows = zip(token_logp.split(1), token_logq.split(1), mask.split(1), strict=True)
-    mode = "seq-mean-token-sum"
-    return torch.stack([kl_loss(*row, kl_penalty=kl_penalty, loss_agg_mode=mode) for row in rows])
+    return torch.stack(
+        [kl_loss(*row, kl_penalty=kl_penalty, loss_agg_mode="seq-mean-token-sum") for row in rows]
+    )
 
 
 def kl_reward(token_logp: Tensor, token_logq: Tensor, mask: Tensor, *, kl_penalty: str = "kl") -> Tensor:
