@@ -220,7 +220,7 @@ def test_processes_share_the_prompts(training, folder, monkeypatch):
     ("asked", "reason"),
     [
         ({"every": 0}, "every is 0"),
-        ({"per": "word"}, "per word"),
+        ({"per": "word"}, "per is 'word'"),
         ({"stop_at_nats": 0.0}, "stop_at_nats is 0.0"),
         ({"stop_at_nats": float("nan")}, "stop_at_nats is nan"),
     ],

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal, NamedTuple, SupportsFloat, TypeVar
 
 from kleash.errors import OptionError
-from kleash.registry import require_choice
+from kleash.registry import require_above, require_at_least, require_choice
 
 Per = Literal["sequence", "token"]
 KL_UNITS: tuple[Per, ...] = ("sequence", "token")
@@ -228,17 +228,3 @@ def with_beta_times(controller: ControllerT, factor: float, event: str | None) -
         name = "beta_min" if beta > next_beta else "beta_max"
         events.append(f"beta {next_beta:.4g} bounded to {name} {beta:g}")
     return replace(controller, beta=beta, event="; ".join(events) or None)
-
-
-def require_above(least: float, **numbers: float | int) -> None:
-    """Raise OptionError unless each number is finite and above ``least``."""
-    for name, value in numbers.items():
-        if not least < value < math.inf:
-            raise OptionError(f"{name} is {value}; give a finite number above {least:g}")
-
-
-def require_at_least(least: float, **numbers: float | int) -> None:
-    """Raise OptionError unless each number is finite and at least ``least``."""
-    for name, value in numbers.items():
-        if not least <= value < math.inf:
-            raise OptionError(f"{name} is {value}; give a finite number, at least {least:g}")

@@ -11,10 +11,8 @@ from kleash.leash.controller_base import (
     TargetController,
     bounded_exp,
     clip,
-    require_above,
-    require_at_least,
 )
-from kleash.registry import require_choice
+from kleash.registry import require_above, require_at_least, require_choice
 
 REACH = 3.0
 """Largest absolute value of log(KL / target) from which changes are computed; beyond it is clipped."""

@@ -120,8 +120,12 @@ class RunLog:
         self._warned = False
         """Whether the warning about few prompts per step was shown."""
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, notes: Sequence[str] = ()) -> None:
         """Start after ``step``, the step of the checkpoint; 0 for a new run. Models and prompts are read by then.
+
+        Args:
+            step: the last one that stays in the log.
+            notes: what is shown, such as the notes about the models.
 
         Raises:
             ChangedInputError: if a file of models or prompts is no longer the one whose hash is in the run's header.
@@ -139,6 +143,9 @@ class RunLog:
                 "folder again, or begin again in another --out"
             )
         self._trackers = open_trackers(self.job.report_to, self.job.settings(), self.folder, after=step)
+        resumed = [f"going on after step {step}"] if step else []
+        for note in (*notes, *resumed):
+            self.note(note)
 
     def step(
         self,

@@ -25,7 +25,7 @@ from kleash.store.cache import cache_fingerprint
 from kleash.store.file_hashes import watching_files
 from kleash.store.job_folder import KIND_OF_FINGERPRINT, RunHeader
 from kleash.store.steps import held_out
-from kleash.training.library_fields import config_fields, lora_fields
+from kleash.training.library_fields import set_fields
 from kleash.training.rewards import weight_of
 from kleash.training.run_log import Display, RunLog
 from kleash.version import __version__
@@ -50,8 +50,7 @@ def run_job(job: TrainJob, trainer: Trainer, display: Display | None = None) -> 
     with watching_files(), threads_for([*models_of(job).values()], device=job.device) as note:
         if launched_rank() != 0:
             return trainer(job, None)
-        for fields_of in (config_fields, lora_fields):  # their errors come before the folder is made
-            fields_of(job)
+        set_fields(job)  # whose errors come before the folder is made
         folder = TrainingFolder(Path(str(job.out)))
         folder.check(resume=job.resume)
         with folder.writing(header_of(job), resume=job.resume):

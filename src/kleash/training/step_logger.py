@@ -101,15 +101,11 @@ class StepLogger(AttachedCallback):
         super().on_train_begin(args, state, control, **more)
         self._trl_step, self.step = state.global_step, state.global_step // self.trl_steps_per_step
         if self.run_log is not None:
-            self.run_log.begin(self.step)
+            self.run_log.begin(self.step, self.notes)
             if self.recorder is not None:  # whose best evaluation is that of the run so far
                 for record in read_prompt_means(self.run_log.folder):
                     if "eval/reward" in record.means:
                         self.recorder.change_from_best(record.means["eval/reward"])
-            for note in self.notes:
-                self.run_log.note(note)
-            if self.step:
-                self.run_log.note(f"going on after step {self.step}")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Take the beta of the step, which TRL's own trainers do not log."""

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
-from kleash.errors import ModelError, OptionError
+from kleash.errors import ModelError
 from kleash.extras import import_extra
 from kleash.integrations.trainer.callback import AttachedCallback
+from kleash.leash.controller_base import KL_UNITS
 from kleash.measuring import Drift
 from kleash.measuring.drift import DriftPart, draw_drift, drift_of
 from kleash.measuring.live_pair import live_pair, load_beside_live
@@ -22,6 +23,7 @@ from kleash.models import (
     tokenise_prompts,
     turns_of,
 )
+from kleash.registry import require_above, require_at_least, require_choice
 
 LOG = logging.getLogger(__name__)
 
@@ -70,7 +72,10 @@ class DriftMonitor(AttachedCallback):
         Raises:
             OptionError: if an option is out of range.
         """
-        _check(every, per, stop_at_nats)
+        require_at_least(1, every=every)
+        require_choice(KL_UNITS, per=per)
+        if stop_at_nats is not None:
+            require_above(0.0, stop_at_nats=stop_at_nats)
         self.prompts, self.reference, self.limit, self.name = prompts, reference, limit, name
         self.sampling = sampling or Sampling(max_new_tokens=64)
         self.every, self.batch_tokens = every, batch_tokens
@@ -165,15 +170,6 @@ class DriftMonitor(AttachedCallback):
         if isinstance(self.prompts, str):
             return read_prompts(self.prompts, pair, limit=self.limit)
         return tokenise_prompts(self.prompts[: self.limit], pair)
-
-
-def _check(every: int, per: str, stop_at_nats: float | None) -> None:
-    if every < 1:
-        raise OptionError(f"every is {every}; give a number of steps, at least 1")
-    if per not in ("sequence", "token"):
-        raise OptionError(f"a budget is per sequence or per token, not per {per}")
-    if stop_at_nats is not None and not stop_at_nats > 0:
-        raise OptionError(f"stop_at_nats is {stop_at_nats}; give a budget above 0, or None")
 
 
 def _tokenizer(trainer: Any) -> Any:

@@ -265,8 +265,7 @@ def train_distill(job: DistillJob, run_log: RunLog | None) -> TrainingResult:
         rows = [{"prompt": "", PROMPT_COLUMN: number} for number in range(len(items))]
         rows = in_step_order(import_extra("datasets", "trl").Dataset.from_list(rows), job)
         longest = max(response.num_input_tokens for response in items) + 1
-    responses = job.prompts_per_step * job.samples_per_prompt
-    arguments = shared_arguments(job, rows=responses, row_tokens=longest)
+    arguments = shared_arguments(job, rows=job.responses_per_step, row_tokens=longest)
     trainer_class: Any = type("KleashDistillationTrainer", (mixin, trl.DistillationTrainer), {})
     trainer = trainer_class(
         model=networks.policy,
