@@ -200,7 +200,7 @@ def steps(trl: Any, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> A
         settings = {"learning_rate": 1e-2, "steps": 1, "reward": (f"{__name__}:vowels",), **ONE_GROUP}
         settings |= {"policy": str(folder), "prompts": str(folder / "p.jsonl"), "seed": 3, **more}
         job = GRPOJob(**settings, out=str(out), set=assignments)
-        trl[1].train_grpo(job, RunLog(out, job))
+        trl[1].train_online(job, RunLog(out, job))
         return [step.metrics for step in read_steps(out)]
 
     return run

@@ -4,15 +4,13 @@
 of ``openrlhf.trainer.ppo_utils.kl_controller``, in every module of OpenRLHF that has imported them by name; its
 ``masked_mean`` and ``aggregate_loss`` get values of 0 where they are masked. It wraps
 ``BasePPOTrainer.save_logs_and_checkpoints`` and ``restore_best_checkpoint_state``. Known: OpenRLHF 0.11; another
-version is a warning. A function or argument that is missing is a ``CannotRunError`` that names it; without the two
-methods of the trainer, making a controller raises AttributeError.
+version is a warning. A function or argument that is missing is a ``CannotRunError`` that names it.
 """
 
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, SupportsFloat
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Integer
@@ -28,7 +26,6 @@ from kleash.extras import (
     require_attributes,
     warn_if_untested,
     wrap_after_import,
-    wrap_once,
 )
 from kleash.kl_rules import CONTRACTS, refusal, term_spec
 from kleash.leash import FixedBeta, StatefulController, beta_from_dict, shape_rewards
@@ -150,12 +147,6 @@ class KLController(StatefulController):
     OpenRLHF passes a mean over tokens, or over responses of such means: the target of ``leash`` is in nats per token.
     """
 
-    def update(
-        self, current: SupportsFloat, n_steps: int, standard_error: SupportsFloat | None = None
-    ) -> None:
-        """Update beta with the KL of a batch of ``n_steps`` responses, in nats per token."""
-        super().update(current, n_steps, standard_error)
-
 
 def install(*, controller: Mapping[str, Any] | None = None, cap: float | None = None) -> None:
     """Replace OpenRLHF's KL functions and controllers in this process.
@@ -193,6 +184,19 @@ def install(*, controller: Mapping[str, Any] | None = None, cap: float | None = 
         (LOSS, "aggregate_loss", ("loss", "loss_mask")),
     ):
         wrap_after_import(module, {name: (arguments, partial(select_and_call, arguments))})
+    wrap_after_import(
+        TRAINER,
+        {
+            "BasePPOTrainer.save_logs_and_checkpoints": (
+                ("global_step", "logs_dict", "client_states"),
+                _save_with_controller,
+            ),
+            "BasePPOTrainer.restore_best_checkpoint_state": (
+                ("checkpoint_states",),
+                _restore_with_controller,
+            ),
+        },
+    )
 
 
 def _adaptive(controller_settings: Mapping[str, Any]) -> Callable[..., KLController]:
@@ -204,7 +208,6 @@ def _adaptive(controller_settings: Mapping[str, Any]) -> Callable[..., KLControl
             raise OptionError(f"OpenRLHF sets {', '.join(duplicates)}; leave it out of the controller")
         if controller_settings.get("kind") == "ziegler":
             openrlhf_settings["horizon"] = horizon
-        _save_with_checkpoints()
         return KLController(beta_from_dict(openrlhf_settings | dict(controller_settings)))
 
     return adaptive
@@ -219,14 +222,6 @@ def _fixed(kl_coef: float) -> KLController:
             stacklevel=2,
         )
     return KLController(FixedBeta(beta=kl_coef, per="token"))
-
-
-def _save_with_checkpoints() -> None:
-    """Make the trainer, if it is imported, save and load its controller's state with its checkpoints."""
-    trainer: Any = getattr(sys.modules.get(TRAINER), "BasePPOTrainer", None)
-    if trainer is not None:
-        wrap_once(trainer, "save_logs_and_checkpoints", _save_with_controller)
-        wrap_once(trainer, "restore_best_checkpoint_state", _restore_with_controller)
 
 
 def _save_with_controller(

@@ -48,6 +48,7 @@ from kleash.training.response_metrics import (
     Response,
     explained_variance,
     gather_object,
+    of_first_process,
     response_metrics,
     to_samples,
 )
@@ -143,7 +144,7 @@ def one_step(
         samples, reason = to_samples(responses), beta_reason(leash, next_leash, kl)
         advice = run_log.step(step, metrics, samples, events, reason)
     after = replace(progress, step=step, leash=next_leash.to_dict(), metrics=metrics)
-    return apply_advice(after, gather_object([advice])[0] or Advice(), job)
+    return apply_advice(after, of_first_process(advice) or Advice(), job)
 
 
 def apply_advice(progress: TrainingState, advice: Advice, job: PPOJob) -> TrainingState:

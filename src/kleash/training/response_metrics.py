@@ -49,6 +49,11 @@ def gather_object(parts: list[Any]) -> list[Any]:
     return import_extra("accelerate.utils", "models").gather_object(parts)
 
 
+def of_first_process(value: Any) -> Any:
+    """The object of rank 0. A collective."""
+    return gather_object([value])[0]
+
+
 def response_metrics(responses: Sequence[Response], beta: float) -> dict[str, float]:
     """Metrics of rewards, entropy and lengths, and of KL(policy || reference) as far as the responses have columns.
 

@@ -194,6 +194,10 @@ class RunLog:
                 f"did not get step {step} and gets no further ones",
             )
         self.display.stepped(record)
+        return self.advice(alerts)
+
+    def advice(self, alerts: tuple[HackingAlert, ...]) -> Advice:
+        """The response to the alerts of a step, as the job's ``on_hacking`` says; some alerts only inform."""
         acts = any(alert.acts for alert in alerts) and self.job.on_hacking != "warn"
         return Advice(alerts=alerts, act=self.job.on_hacking if acts else None)
 

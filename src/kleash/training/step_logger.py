@@ -16,7 +16,7 @@ from kleash.store.job_folder import RunHeader
 from kleash.store.metrics import METRICS, PART
 from kleash.store.steps import read_prompt_means
 from kleash.training.job_schedule import tightened
-from kleash.training.response_metrics import gather_object
+from kleash.training.response_metrics import of_first_process
 from kleash.training.run_log import Advice, LogOptions, RunLog, stopped_by
 from kleash.training.runner import finish
 from kleash.version import __version__
@@ -88,12 +88,13 @@ class StepLogger(AttachedCallback):
 
     def was_stopped(self, trl_step: int) -> bool:
         """Whether the hacking monitor stopped the run at this step of TRL; if so, sets the outcome. A collective."""
-        step, stopped = trl_step // self.trl_steps_per_step, None
-        if self.run_log is not None and self.job.on_hacking == "stop":
+        step, advice = trl_step // self.trl_steps_per_step, Advice()
+        if self.run_log is not None:
             records = read_steps(self.run_log.folder)
-            alerts = next((record.alerts for record in records if record.step == step), ())
-            stopped = stopped_by(alerts, step) if alerts else None
-        self.stopped = _of_first_process(stopped)
+            advice = self.run_log.advice(next((each.alerts for each in records if each.step == step), ()))
+        advice = of_first_process(advice)
+        if advice.act == "stop":
+            self.stopped = stopped_by(advice.alerts, step)
         return self.stopped is not None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -172,7 +173,7 @@ class StepLogger(AttachedCallback):
                 events = [] if controller.controller.event is None else [controller.controller.event]
             advice = self.run_log.step(self.step, metrics, samples, events, reason, held_out)
         self.metrics, self._trl_step = metrics, state.global_step
-        self._carry_out(_of_first_process(advice) or Advice(), control)
+        self._carry_out(of_first_process(advice) or Advice(), control)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the checksums of a new checkpoint, once every process has written its part."""
@@ -278,8 +279,3 @@ def drift_names(monitor: str, kl: str) -> dict[str, str]:
     """Metric of a DriftMonitor of this name -> the metric of kleash, whose name begins with ``kl``."""
     ends = [f"_per_{per}{suffix}" for per in ("sequence", "token") for suffix in ("", "_error")]
     return {**{f"{monitor}/kl{end}": f"{kl}{end}" for end in ends}, f"{monitor}/seconds": "time/drift"}
-
-
-def _of_first_process(value: Any) -> Any:
-    """The object of rank 0. A collective."""
-    return gather_object([value])[0]

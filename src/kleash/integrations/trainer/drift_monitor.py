@@ -110,7 +110,11 @@ class DriftMonitor(AttachedCallback):
         with at_rest(network, *([] if reference is None else [reference])):
             pair = self._pair(network, reference)
             if self._parsed_prompts is None:
-                self._parsed_prompts = self._read(pair)
+                self._parsed_prompts = (
+                    read_prompts(self.prompts, pair, limit=self.limit)
+                    if isinstance(self.prompts, str)
+                    else tokenise_prompts(self.prompts[: self.limit], pair)
+                )
             rank, world_size = self.trainer.accelerator.process_index, self.trainer.accelerator.num_processes
             prompts = self._parsed_prompts[rank::world_size]
             with turns_of(pair, self.sampling.temperature or 1.0):
@@ -165,11 +169,6 @@ class DriftMonitor(AttachedCallback):
         if self._loaded_pair is None:
             self._loaded_pair = load_beside_live(policy, "reference", self.reference)
         return self._loaded_pair
-
-    def _read(self, pair: Pair) -> list[Prompt]:
-        if isinstance(self.prompts, str):
-            return read_prompts(self.prompts, pair, limit=self.limit)
-        return tokenise_prompts(self.prompts[: self.limit], pair)
 
 
 def _tokenizer(trainer: Any) -> Any:
