@@ -173,12 +173,15 @@ def call_after_import(module: str, function: Callable[[ModuleType], None]) -> No
         sys.meta_path.insert(0, _PostImportFinder(module, function))
 
 
-def wrap_after_import(module: str, wrappers: Wrappers) -> None:
-    """Wrap functions and methods of a module, each once, as soon as it is imported.
+def wrap_after_import(
+    module: str, wrappers: Wrappers, *, put: Callable[[Any, str, Callable[..., Any]], None] = wrap_once
+) -> None:
+    """Wrap functions and methods of a module, each once, as soon as it is imported; or replace them.
 
     Args:
         module: dotted name.
         wrappers: what is wrapped.
+        put: ``replace_everywhere`` for functions and classes in their place, which a second call replaces again.
 
     Raises:
         CannotRunError: at that import, naming the functions and arguments that are missing.
@@ -189,7 +192,7 @@ def wrap_after_import(module: str, wrappers: Wrappers) -> None:
         require_attributes(module.partition(".")[0], needed)
         for path, (_, wrapper) in wrappers.items():
             owner, _, name = path.rpartition(".")
-            wrap_once(getattr(imported, owner) if owner else imported, name, wrapper)
+            put(getattr(imported, owner) if owner else imported, name, wrapper)
 
     call_after_import(module, wrap)
 

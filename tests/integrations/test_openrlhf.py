@@ -178,7 +178,7 @@ def test_controllers_are_created_through_openrlhf(installed):
 def test_default_controller_equals_openrlhf_within_bounds(theirs, kls):
     from kleash.integrations.openrlhf import _adaptive
 
-    ours, own = _adaptive({"kind": "ziegler"})(0.1, 0.5, 1000), theirs.AdaptiveKLController(0.1, 0.5, 1000)
+    ours, own = _adaptive({"kind": "ziegler"}, 0.1, 0.5, 1000), theirs.AdaptiveKLController(0.1, 0.5, 1000)
     assert isinstance(ours.leash, ZieglerBeta)
     for kl in kls:
         for controller in (ours, own):

@@ -21,9 +21,7 @@ from kleash.errors import OptionError, ShapeError
 from kleash.estimators import sampled_kl
 from kleash.estimators.sampled import slope_of_k2
 from kleash.extras import (
-    call_after_import,
     replace_everywhere,
-    require_attributes,
     warn_if_untested,
     wrap_after_import,
 )
@@ -40,16 +38,6 @@ CONTROLLERS = "openrlhf.trainer.ppo_utils.kl_controller"
 TRAINER = "openrlhf.trainer.ppo_trainer"
 STATE = "kleash_kl_controller"
 """Name of the controller's state among the client states of a checkpoint."""
-UTILS_ATTRIBUTES = {
-    f"{UTILS}:compute_approx_kl": (
-        *("log_probs", "log_probs_base", "log_probs_old", "kl_estimator", "unbiased_gradient"),
-    ),
-    f"{UTILS}:compute_reward": ("r", "kl_coef", "kl", "action_mask", "reward_clip_range"),
-}
-CONTROLLER_ATTRIBUTES = {
-    f"{CONTROLLERS}:AdaptiveKLController": ("init_kl_coef", "target", "horizon"),
-    f"{CONTROLLERS}:FixedKLController": ("kl_coef",),
-}
 
 
 def compute_approx_kl(
@@ -167,18 +155,20 @@ def install(*, controller: Mapping[str, Any] | None = None, cap: float | None = 
         OptionError, UnknownNameError: if there is no such controller or option.
     """
     warn_if_untested("openrlhf", at_least="0.11", below="0.12")
-    adaptive = _adaptive(dict(controller or {"kind": "ziegler"}))
+    adaptive = partial(_adaptive, dict(controller or {"kind": "ziegler"}))
     adaptive(0.1, 1.0, 1000)  # raises now if an option is invalid
-
-    def replace(attributes: Mapping[str, tuple[str, ...]], functions: Mapping[str, Any], module: Any) -> None:
-        require_attributes("openrlhf", attributes)
-        for name, function in functions.items():
-            replace_everywhere(module, name, function)
-
-    functions = {"compute_approx_kl": partial(compute_approx_kl, cap=cap), "compute_reward": compute_reward}
-    controllers = {"AdaptiveKLController": adaptive, "FixedKLController": _fixed}
-    call_after_import(UTILS, partial(replace, UTILS_ATTRIBUTES, functions))
-    call_after_import(CONTROLLERS, partial(replace, CONTROLLER_ATTRIBUTES, controllers))
+    estimator = ("log_probs", "log_probs_base", "log_probs_old", "kl_estimator", "unbiased_gradient")
+    reward = ("r", "kl_coef", "kl", "action_mask", "reward_clip_range")
+    functions = {
+        "compute_approx_kl": (estimator, partial(compute_approx_kl, cap=cap)),
+        "compute_reward": (reward, compute_reward),
+    }
+    controllers = {
+        "AdaptiveKLController": (("init_kl_coef", "target", "horizon"), adaptive),
+        "FixedKLController": (("kl_coef",), _fixed),
+    }
+    wrap_after_import(UTILS, functions, put=replace_everywhere)
+    wrap_after_import(CONTROLLERS, controllers, put=replace_everywhere)
     for module, name, arguments in (
         (UTILS, "masked_mean", ("tensor", "mask")),
         (LOSS, "aggregate_loss", ("loss", "loss_mask")),
@@ -199,18 +189,17 @@ def install(*, controller: Mapping[str, Any] | None = None, cap: float | None = 
     )
 
 
-def _adaptive(controller_settings: Mapping[str, Any]) -> Callable[..., KLController]:
-    def adaptive(init_kl_coef: float, target: float, horizon: int) -> KLController:
-        """A controller with a target, from the arguments of OpenRLHF's ``AdaptiveKLController``."""
-        openrlhf_settings = {"beta": init_kl_coef, "target_nats": target, "per": "token"}
-        duplicates = controller_settings.keys() & openrlhf_settings
-        if duplicates:
-            raise OptionError(f"OpenRLHF sets {', '.join(duplicates)}; leave it out of the controller")
-        if controller_settings.get("kind") == "ziegler":
-            openrlhf_settings["horizon"] = horizon
-        return KLController(beta_from_dict(openrlhf_settings | dict(controller_settings)))
-
-    return adaptive
+def _adaptive(
+    controller_settings: Mapping[str, Any], init_kl_coef: float, target: float, horizon: int
+) -> KLController:
+    """A controller with a target, from the arguments of OpenRLHF's ``AdaptiveKLController``."""
+    openrlhf_settings = {"beta": init_kl_coef, "target_nats": target, "per": "token"}
+    duplicates = controller_settings.keys() & openrlhf_settings
+    if duplicates:
+        raise OptionError(f"OpenRLHF sets {', '.join(duplicates)}; leave it out of the controller")
+    if controller_settings.get("kind") == "ziegler":
+        openrlhf_settings["horizon"] = horizon
+    return KLController(beta_from_dict(openrlhf_settings | dict(controller_settings)))
 
 
 def _fixed(kl_coef: float) -> KLController:

@@ -29,6 +29,10 @@ class FixedBeta(BetaRecord):
     """
 
     kind: ClassVar[str] = "fixed"
+    event: ClassVar[None] = None
+    """None: beta is never bounded."""
+    target_nats: ClassVar[None] = None
+    """None: there is no target."""
 
     beta: float
     """Nats of reward paid for one nat of KL; finite, at least 0."""
@@ -39,16 +43,6 @@ class FixedBeta(BetaRecord):
         """Raise OptionError unless beta is finite and at least 0."""
         require_choice(KL_UNITS, per=self.per)
         require_at_least(0.0, beta=self.beta)
-
-    @property
-    def event(self) -> None:
-        """None: beta is never bounded."""
-        return None
-
-    @property
-    def target_nats(self) -> None:
-        """None: there is no target."""
-        return None
 
     def after(
         self,

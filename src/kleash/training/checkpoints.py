@@ -46,7 +46,8 @@ def save(folder: Path, progress: TrainingState, accelerator: Any, networks: Acto
     Raises:
         RunFolderError: if it cannot be written.
     """
-    with replaced_folder(checkpoint_of(folder, progress.step), accelerator) as unfinished:
+    checkpoint = folder / f"checkpoint-{progress.step}"  # the name that transformers gives it
+    with replaced_folder(checkpoint, accelerator) as unfinished:
         accelerator.save_state(str(unfinished))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
@@ -55,11 +56,6 @@ def save(folder: Path, progress: TrainingState, accelerator: Any, networks: Acto
             (unfinished / PROGRESS).write_text(to_json(state), encoding="utf-8")
             seal_folder(unfinished)
     _remove_earlier(folder, progress.step, accelerator)
-
-
-def checkpoint_of(folder: Path, step: int) -> Path:
-    """The checkpoint of a step, by the name that transformers gives it."""
-    return folder / f"checkpoint-{step}"
 
 
 def _remove_earlier(folder: Path, step: int, accelerator: Any) -> None:

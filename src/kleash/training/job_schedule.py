@@ -31,5 +31,4 @@ def leash_of(job: RewardJob) -> Leash:
 
 def tightened(leash: Leash, job: Any) -> Leash:
     """The controller with twice its beta, at most the ``beta_max`` of the job or of another run's options."""
-    controller: Any = leash
-    return replace(controller, beta=max(leash.beta, min(2 * leash.beta, job.beta_max)))
+    return replace(leash, beta=max(leash.beta, min(2 * leash.beta, job.beta_max)))

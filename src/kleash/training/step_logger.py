@@ -235,7 +235,7 @@ class FolderLog(StepLogger):
             more: further arguments of ``StepLogger``.
         """
         super().__init__(options, None, **more)
-        self.folder, self.options, self.algorithm = TrainingFolder(folder), options, algorithm
+        self.folder, self.algorithm = TrainingFolder(folder), algorithm
         self._open = ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -254,10 +254,10 @@ class FolderLog(StepLogger):
                     "trainer.train(resume_from_checkpoint=True), or give attach another out="
                 )
             header = RunHeader(
-                kleash=__version__, settings=self.options.settings(), source_sha256="", fingerprints={}
+                kleash=__version__, settings=self.job.settings(), source_sha256="", fingerprints={}
             )
             self._open.enter_context(self.folder.writing(header, resume=resume))
-            self.run_log = RunLog(self.folder.root, self.options)
+            self.run_log = RunLog(self.folder.root, self.job)
             self._open.callback(self.run_log.close)
         super().on_train_begin(args, state, control, **more)
 

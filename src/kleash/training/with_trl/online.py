@@ -67,7 +67,7 @@ def train_online(job: GRPOJob | RLOOJob, run_log: RunLog | None) -> TrainingResu
             **_arguments(job, [*prompts, *held_out]),
             reward_weights=[reward.weight for reward in rewards.rewards],
         ),
-        train_dataset=data_set(prompts, job, networks),
+        train_dataset=in_step_order(prompt_rows(prompts, networks), job),
         eval_dataset=prompt_rows(held_out, networks, first=len(prompts)) if held_out else None,
         processing_class=networks.pair.tokenizer,
         peft_config=networks.lora,
@@ -102,19 +102,11 @@ def _arguments(job: GRPOJob | RLOOJob, prompts: list[Prompt]) -> dict[str, Any]:
     return arguments
 
 
-def data_set(prompts: list[Prompt], job: OnlineJob, networks: Networks, *, copies: int = 1) -> Any:
-    """The data set of TRL's trainer: the prompts of all steps, in the same order as in kleash's PPO.
+def in_step_order(rows: Any, job: OnlineJob, *, copies: int = 1) -> Any:
+    """The data set of TRL's trainer: the rows of all steps, ``copies`` times each, in the order of kleash's PPO.
 
     One pass over it, without shuffling, is the whole run, so that a resumed run finds its position by the step.
-
-    Raises:
-        SourceError, OptionError: as ``prompt_rows``.
     """
-    return in_step_order(prompt_rows(prompts, networks), job, copies=copies)
-
-
-def in_step_order(rows: Any, job: OnlineJob, *, copies: int = 1) -> Any:
-    """The rows of a data set as the steps of a run read them, ``copies`` times each."""
     order = prompt_indices(len(rows), range(job.steps * job.prompts_per_step), job.seed)
     return rows.select([index for index in order for _ in range(copies)])
 
