@@ -145,7 +145,7 @@ class RunLog:
         self._trackers = open_trackers(self.job.report_to, self.job.settings(), self.folder, after=step)
         resumed = [f"going on after step {step}"] if step else []
         for note in (*notes, *resumed):
-            self.note(note)
+            self.display.note(note)
 
     def step(
         self,
@@ -184,7 +184,7 @@ class RunLog:
         append_step(self.folder, record, spread_sample(samples), means_by_prompt(samples, held_out))
         self.history.append(record)
         for warning in () if self._warned else step_warnings(values):
-            self.note(warning)
+            self.display.note(warning)
             self._warned = True
         named = {spelt(name, self.job.metric_names): value for name, value in values.items()}
         for tracker in tuple(self._trackers):
@@ -200,10 +200,6 @@ class RunLog:
         """The response to the alerts of a step, as the job's ``on_hacking`` says; some alerts only inform."""
         acts = any(alert.acts for alert in alerts) and self.job.on_hacking != "warn"
         return Advice(alerts=alerts, act=self.job.on_hacking if acts else None)
-
-    def note(self, sentence: str) -> None:
-        """Show a note, such as the checkpoint that the run resumes from."""
-        self.display.note(sentence)
 
     def close(self) -> None:
         """Close the trackers."""

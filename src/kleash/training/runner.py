@@ -56,7 +56,7 @@ def run_job(job: TrainJob, trainer: Trainer, display: Display | None = None) -> 
         with folder.writing(header_of(job), resume=job.resume):
             run_log = RunLog(folder.root, job, display=display)
             if note is not None:
-                run_log.note(note)
+                run_log.display.note(note)
             try:
                 result = trainer(job, run_log)
             except KeyboardInterrupt as stop:

@@ -118,7 +118,6 @@ class KLMixin(ForwardCapture):
             for name, function in zip(self.reward_func_names, self.reward_funcs, strict=True)
         ]
         self._kl_rows: list[ResponseKL] = []
-        self._measures_exact = False
         self._linear_options = linear_options
         self._term = kl_term(
             kl=kl,
@@ -131,6 +130,8 @@ class KLMixin(ForwardCapture):
             off_policy=self._is_off_policy,
         )
         self._is_exact = kl == "exact"
+        self._captures = self._is_exact
+        """Whether the hidden states of the passes are needed."""
         require_policy_samples(self._term, self)
         if self._is_exact:
             self._read_head_layouts()
@@ -161,12 +162,7 @@ class KLMixin(ForwardCapture):
             CannotRunError: if a model does not come apart into hidden states and a head.
         """
         self._read_head_layouts()
-        self._measures_exact = True
-
-    @property
-    def _captures(self) -> bool:
-        """Whether the hidden states of the passes are needed."""
-        return self._measures_exact or self._is_exact
+        self._captures = True
 
     def _keep_reference(self, output: dict[str, Any], reference: ForwardPass) -> None:
         """Keep what the KL needs of the reference's pass in the generated batch."""
@@ -180,7 +176,7 @@ class KLMixin(ForwardCapture):
         with self._parent_beta(0.0), self._record_passes(hidden=self._captures) as passes:
             loss = super()._compute_loss(model, inputs)
         mask = response_mask(inputs)
-        if self._measures_exact and not self._is_exact and TOKEN_KL not in inputs:
+        if self._captures and not self._is_exact and TOKEN_KL not in inputs:
             self._keep_exact_kl(passes[0], inputs, mask)  # once for each response
         if self._term.place == "reward":
             return loss
