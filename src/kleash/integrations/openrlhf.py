@@ -16,10 +16,9 @@ import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
-from kleash.autodiff import with_slope
 from kleash.errors import OptionError, ShapeError
 from kleash.estimators import sampled_kl
-from kleash.estimators.sampled import slope_of_k2
+from kleash.estimators.sampled import with_k2_gradient
 from kleash.extras import (
     replace_everywhere,
     warn_if_untested,
@@ -28,7 +27,6 @@ from kleash.extras import (
 from kleash.kl_rules import CONTRACTS, refusal, term_spec
 from kleash.leash import FixedBeta, StatefulController, beta_from_dict, shape_rewards
 from kleash.masking import select_and_call
-from kleash.precision import at_least_float32
 
 __all__ = ["KLController", "compute_approx_kl", "compute_reward", "install"]
 
@@ -86,18 +84,17 @@ def compute_approx_kl(
         if reason is not None and value.requires_grad:
             raise OptionError(reason)
         return value
-    log_ratio = at_least_float32(log_probs) - at_least_float32(log_probs_base)
     old = log_probs if log_probs_old is None else log_probs_old
     if old.shape != log_probs.shape:
         raise ShapeError(
             f"log_probs_old is {tuple(old.shape)} and log_probs {tuple(log_probs.shape)}; give the same"
         )
     weight = (
-        (log_probs.detach().to(log_ratio) - old.detach().to(log_ratio))
+        (log_probs.detach().to(value) - old.detach().to(value))
         .exp()
         .clamp(max=torch.inf if cap is None else cap)
     )
-    return with_slope(value.detach(), log_ratio, weight * slope_of_k2(log_ratio))
+    return with_k2_gradient(value, log_probs, log_probs_base, weight)
 
 
 def _openrlhf_option(field: str, value: object) -> str:

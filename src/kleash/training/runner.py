@@ -26,7 +26,7 @@ from kleash.store.file_hashes import watching_files
 from kleash.store.job_folder import KIND_OF_FINGERPRINT, RunHeader
 from kleash.store.steps import held_out
 from kleash.training.library_fields import set_fields
-from kleash.training.rewards import weight_of
+from kleash.training.rewards import is_function, weight_of
 from kleash.training.run_log import Display, RunLog
 from kleash.version import __version__
 
@@ -121,10 +121,10 @@ def header_of(job: TrainJob) -> RunHeader:
     if isinstance(job, DistillJob) and job.teacher_cache is not None:
         fingerprints["teacher cache"] = cache_fingerprint(Path(job.teacher_cache))
     for _, reward in map(weight_of, getattr(job, "rewards", ())):
-        if Path(reward).is_dir() or ":" not in reward:
-            fingerprints[f"reward model {reward}"] = find_checkpoint(reward).fingerprint()
-        else:
+        if is_function(reward):
             fingerprints[f"reward {reward}"] = source_fingerprint(reward)
+        else:
+            fingerprints[f"reward model {reward}"] = find_checkpoint(reward).fingerprint()
     return RunHeader(
         kleash=__version__,
         settings=job.settings(),

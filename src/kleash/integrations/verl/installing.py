@@ -7,6 +7,7 @@ from types import MappingProxyType
 from torch import Tensor
 
 from kleash.divergences import DIVERGENCES
+from kleash.estimators.sampled import with_k2_gradient
 from kleash.extras import Wrappers, replace_everywhere, wrap_after_import, wrap_once
 from kleash.integrations.verl import penalty
 from kleash.integrations.verl.compat import (
@@ -91,7 +92,7 @@ def install(*, exact: bool = False, top_k_distillation: str | None = None) -> No
     def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
         value = core.kl_penalty_forward(logprob, ref_logprob, kl_penalty.removesuffix("+"))
         is_followed = kl_penalty.endswith("+")
-        return penalty.with_k2_gradient(value, logprob, ref_logprob) if is_followed else value
+        return with_k2_gradient(value, logprob, ref_logprob) if is_followed else value
 
     replace_everywhere(core, "kl_penalty", kl_penalty)
     wrap_once(core, "agg_loss", partial(select_and_call, ("loss_mat", "loss_mask")))
