@@ -105,10 +105,10 @@ class DriftMonitor(AttachedCallback):
             NonFiniteError: if a model gives NaN or infinities.
         """
         self.require_trainer()
-        network = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        reference = self._reference_network()
-        with at_rest(network, *([] if reference is None else [reference])):
-            pair = self._pair(network, reference)
+        networks = self._networks()
+        load = self._load if isinstance(self.reference, str) else None
+        with at_rest(*networks.values()):
+            pair = in_lockstep(live_pair(networks, _tokenizer(self.trainer), load))
             if self._parsed_prompts is None:
                 self._parsed_prompts = (
                     read_prompts(self.prompts, pair, limit=self.limit)
@@ -150,20 +150,12 @@ class DriftMonitor(AttachedCallback):
             LOG.warning(self.stopped)
             control.should_training_stop = True
 
-    def _reference_network(self) -> Any:
-        """The reference if it is a separate network in memory; otherwise None."""
-        if self.reference is not None:
-            return None if isinstance(self.reference, str) else self.reference
-        ref_model = getattr(self.trainer, "ref_model", None)
-        return None if ref_model is None else self.trainer.accelerator.unwrap_model(ref_model)
-
-    def _pair(self, network: Any, reference_network: Any) -> Pair:
-        networks = {
-            "policy": network,
-            **({} if reference_network is None else {"reference": reference_network}),
-        }
-        load = self._load if isinstance(self.reference, str) else None
-        return in_lockstep(live_pair(networks, _tokenizer(self.trainer), load))
+    def _networks(self) -> dict[str, Any]:
+        """The networks in memory by role: the policy, and the reference if it is a network of its own."""
+        reference = getattr(self.trainer, "ref_model", None) if self.reference is None else self.reference
+        networks = {"policy": self.trainer.model, "reference": reference}
+        unwrap = self.trainer.accelerator.unwrap_model
+        return {role: unwrap(x) for role, x in networks.items() if x is not None and not isinstance(x, str)}
 
     def _load(self, policy: Model) -> Pair:
         if self._loaded_pair is None:
