@@ -70,7 +70,7 @@ class KLTerm:
     def spec(self) -> TermSpec:
         """The term with all defaults filled in."""
         return term_spec(
-            self.estimator if isinstance(self.estimator, str) else "this estimator",
+            self._name,
             self._record,
             place=self.place,
             scope=self.scope,
@@ -86,6 +86,11 @@ class KLTerm:
     def rule(self) -> str:
         """The gradient rule: ``gradient`` with the default filled in. It is unrelated to ``kl_rules.Rule``."""
         return self.spec.gradient
+
+    @property
+    def _name(self) -> str:
+        """The estimator's name in error messages."""
+        return self.estimator if isinstance(self.estimator, str) else "this estimator"
 
     @property
     def _record(self) -> Estimator | None:

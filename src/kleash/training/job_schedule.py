@@ -24,7 +24,7 @@ def _epoch_order(num_prompts: int, epoch: int, seed: int) -> list[int]:
 
 def leash_of(job: RewardJob) -> Leash:
     """The controller of a job in its initial state: its fields are the job's options of the same names."""
-    kind = CONTROLLERS[job.controller]
+    kind: Any = CONTROLLERS[job.controller]
     options = {each.name: getattr(job, each.name) for each in fields(kind) if hasattr(job, each.name)}
     return kind(**options, per=job.target_per)
 
