@@ -109,15 +109,14 @@ def load_checkpoint(original: Callable[..., Any], trainer: Any, *args: Any, **kw
     """
     result = original(trainer, *args, **kwargs)
     controller = getattr(trainer, "kl_ctrl_in_reward", None)
-    if isinstance(controller, KLController) and not isinstance(controller.leash, FixedBeta):
+    is_steered = isinstance(controller, KLController) and not isinstance(controller.leash, FixedBeta)
+    if is_steered and trainer.global_steps > 0:
         _load_state(controller, trainer)
     return result
 
 
 def _load_state(controller: KLController, trainer: Any) -> None:
-    """Restore the state of a controller from the folder that the trainer resumes from, if it does."""
-    if trainer.global_steps == 0:
-        return
+    """Restore the state of a controller from the folder that the trainer resumes from."""
     settings = trainer.config.trainer
     folder = settings.resume_from_path if settings.resume_mode == "resume_path" else None
     folder = folder or Path(settings.default_local_dir) / f"global_step_{trainer.global_steps}"
