@@ -38,8 +38,7 @@ class ExactKL:
 
     def __init__(self) -> None:
         """Start without the reference's head."""
-        self._head_weights: list[Tensor] = []
-        """Weight and, if it has one, bias of the reference's head."""
+        self._head_weights: tuple[Tensor, Tensor | None] | None = None
         self._head: Head | None = None
         self._is_reference_pass = False
         self._head_input: Tensor | None = None
@@ -91,10 +90,10 @@ class ExactKL:
                 "the reference's head is sharded over ranks while it runs; the exact KL takes no tensor parallelism"
             )
         self._head_input = args[0]
-        weights = [x.detach() for x in (layer.weight, getattr(layer, "bias", None)) if x is not None]
-        known = self._head_weights
-        if len(weights) != len(known) or not all(map(bitwise_equal, weights, known)):
-            self._head_weights = [x.clone() for x in weights]
+        weight = layer.weight.detach()
+        bias = None if getattr(layer, "bias", None) is None else layer.bias.detach()
+        if self._head_weights is None or not all(map(are_equal, (weight, bias), self._head_weights)):
+            self._head_weights = (weight.clone(), None if bias is None else bias.clone())
             self._head = None
 
     def prepare_model_outputs(
@@ -132,7 +131,7 @@ class ExactKL:
             CannotRunError: if hidden states and head do not give the model's own logits.
         """
         logits = packed_logits(engine, output, micro_batch).detach()
-        if self._head_input is None or not self._head_weights:
+        if self._head_input is None or self._head_weights is None:
             raise CannotRunError(
                 f"the head of the reference ({type(engine.module).__name__}) was not called with hidden states, which "
                 "the exact KL is computed from; ask for kl_loss_type=k3+"
@@ -223,6 +222,13 @@ def temperatures(output_args: Any, micro_batch: Any) -> Float[Tensor, " tokens"]
     if "temperature_rmpad" in output_args:
         return output_args["temperature_rmpad"][: int(lengths.sum())]
     return output_args["temperature"].repeat_interleave(lengths)
+
+
+def are_equal(first: Tensor | None, second: Tensor | None) -> bool:
+    """Whether two tensors are equal bit for bit, or both are None."""
+    if first is None or second is None:
+        return first is second
+    return bitwise_equal(first, second)
 
 
 def head_error(

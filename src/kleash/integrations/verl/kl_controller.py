@@ -109,8 +109,11 @@ def load_checkpoint(original: Callable[..., Any], trainer: Any, *args: Any, **kw
     """
     result = original(trainer, *args, **kwargs)
     controller = getattr(trainer, "kl_ctrl_in_reward", None)
-    is_steered = isinstance(controller, KLController) and not isinstance(controller.leash, FixedBeta)
-    if is_steered and trainer.global_steps > 0:
+    if (
+        trainer.global_steps > 0
+        and isinstance(controller, KLController)
+        and not isinstance(controller.leash, FixedBeta)
+    ):
         _load_state(controller, trainer)
     return result
 
