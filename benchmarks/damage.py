@@ -171,8 +171,8 @@ def _reader_of_training(pristine: Path) -> Callable[[Path], str]:
     from kleash.reports.folder_report import write_report_of
     from kleash.store import read_samples
     from kleash.store.job_folder import require_same
-    from kleash.store.training_folder import TrainingFolder, last_checkpoint
-    from kleash.training.checkpoints import restore
+    from kleash.store.training_folder import CHECKPOINTS, TrainingFolder
+    from kleash.training.checkpoints import restore_last
     from kleash.training.ppo import set_up
     from kleash.training.run_log import RunLog
 
@@ -182,10 +182,9 @@ def _reader_of_training(pristine: Path) -> Callable[[Path], str]:
     def read(folder: Path) -> str:
         page = write_report_of(folder).read_text(encoding="utf-8")
         require_same(folder, TrainingFolder(folder).header(), header)
-        checkpoint = last_checkpoint(folder)
-        if checkpoint is None:
+        progress = restore_last(folder / CHECKPOINTS, run.accelerator)
+        if progress is None:
             raise _kleash_error()("there is no checkpoint: the run begins anew, and steps.jsonl says more")
-        progress = restore(checkpoint, run.accelerator)
         run_log = RunLog(folder, PPOJob())
         run_log.begin(progress.step)
         digest = hashlib.sha256(page.encode())

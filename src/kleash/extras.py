@@ -11,12 +11,14 @@ from importlib import import_module, metadata
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from pkgutil import resolve_name
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 from kleash.errors import CannotRunError, MissingExtraError
 
-MISSING = object()
+Wrappers: TypeAlias = Mapping[str, tuple[tuple[str, ...], Callable[..., Any]]]
+"""A function "name" or method "Class.name" -> the arguments that it must accept, and its wrapper (``wrap_once``)."""
 
 
 def import_extra(module: str, extra: str) -> ModuleType:
@@ -114,10 +116,12 @@ def require_attributes(package: str, attributes: Mapping[str, tuple[str, ...]]) 
     """
     missing: list[str] = []
     for path, arguments in attributes.items():
-        attribute = _get_attribute(path)
-        if attribute is MISSING:
+        try:
+            attribute = resolve_name(path)
+        except (ModuleNotFoundError, AttributeError):
             missing.append(path)
-        elif arguments:
+            continue
+        if arguments:
             parameters = inspect.signature(attribute).parameters
             missing += [f"argument {name!r} of {path}" for name in arguments if name not in parameters]
     if missing:
@@ -170,13 +174,14 @@ def call_after_import(module: str, function: Callable[[ModuleType], None]) -> No
 
 
 def wrap_after_import(
-    module: str, wrappers: Mapping[str, tuple[tuple[str, ...], Callable[..., Any]]]
+    module: str, wrappers: Wrappers, *, put: Callable[[Any, str, Callable[..., Any]], None] = wrap_once
 ) -> None:
-    """Wrap functions and methods of a module, each once, as soon as it is imported.
+    """Wrap functions and methods of a module, each once, as soon as it is imported; or replace them.
 
     Args:
         module: dotted name.
-        wrappers: "name" or "Class.name" -> the arguments that it must accept, and the wrapper as of ``wrap_once``.
+        wrappers: what is wrapped.
+        put: ``replace_everywhere`` for functions and classes in their place, which a second call replaces again.
 
     Raises:
         CannotRunError: at that import, naming the functions and arguments that are missing.
@@ -187,7 +192,7 @@ def wrap_after_import(
         require_attributes(module.partition(".")[0], needed)
         for path, (_, wrapper) in wrappers.items():
             owner, _, name = path.rpartition(".")
-            wrap_once(getattr(imported, owner) if owner else imported, name, wrapper)
+            put(getattr(imported, owner) if owner else imported, name, wrapper)
 
     call_after_import(module, wrap)
 
@@ -216,18 +221,6 @@ class _PostImportFinder(MetaPathFinder):
 
             vars(spec.loader)["exec_module"] = exec_module
         return spec
-
-
-def _get_attribute(path: str) -> Any:
-    """The attribute at "module:Class.name", or ``MISSING``."""
-    module, _, names = path.partition(":")
-    try:
-        attribute: Any = import_module(module)
-    except ModuleNotFoundError:
-        return MISSING
-    for name in filter(None, names.split(".")):
-        attribute = getattr(attribute, name, MISSING)
-    return attribute
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
-"""Looking up by name: entries of a table, values of a key, choices of an argument, names of a package that are gone."""
+"""Looking up by name: entries of a table, values of a key, names that are gone; choices and ranges of arguments."""
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, TypeVar
@@ -46,6 +47,27 @@ def require_choice(choices: Sequence[object], **named: object) -> None:
     for name, value in named.items():
         if value not in choices:
             raise OptionError(f"{name} is {value!r}; there are {', '.join(map(str, choices))}")
+
+
+def require_above(least: float, **numbers: float) -> None:
+    """Raise OptionError unless each number is finite and above ``least``."""
+    for name, value in numbers.items():
+        if not least < value < math.inf:
+            raise OptionError(f"{name} is {value}; give a finite number above {least:g}")
+
+
+def require_at_least(least: float, **numbers: float) -> None:
+    """Raise OptionError unless each number is finite and at least ``least``."""
+    for name, value in numbers.items():
+        if not least <= value < math.inf:
+            raise OptionError(f"{name} is {value}; give a finite number, at least {least:g}")
+
+
+def require_share(**shares: float) -> None:
+    """Raise OptionError unless each number is from 0 to 1."""
+    for name, value in shares.items():
+        if not 0 <= value <= 1:
+            raise OptionError(f"{name} is {value}; it is a share, from 0 to 1")
 
 
 def refuse_former(package: str, former: Mapping[str, str]) -> Callable[[str], Any]:

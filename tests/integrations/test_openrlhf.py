@@ -169,7 +169,7 @@ def test_controllers_are_created_through_openrlhf(installed):
     assert fixed.leash == FixedBeta(beta=0.02, per="token")
     steered = trainer.AdaptiveKLController(0.1, 0.5, 1000)
     steered.update(0.8, 64)
-    steered.update(current=0.9, n_steps=64)
+    steered.update(0.9, 64)
     expected = PIDBeta(beta=0.1, target_nats=0.5, per="token", beta_max=2.0).after(0.8).after(0.9)
     assert steered.leash == expected and steered.value == expected.beta
 
@@ -178,7 +178,7 @@ def test_controllers_are_created_through_openrlhf(installed):
 def test_default_controller_equals_openrlhf_within_bounds(theirs, kls):
     from kleash.integrations.openrlhf import _adaptive
 
-    ours, own = _adaptive({"kind": "ziegler"})(0.1, 0.5, 1000), theirs.AdaptiveKLController(0.1, 0.5, 1000)
+    ours, own = _adaptive({"kind": "ziegler"}, 0.1, 0.5, 1000), theirs.AdaptiveKLController(0.1, 0.5, 1000)
     assert isinstance(ours.leash, ZieglerBeta)
     for kl in kls:
         for controller in (ours, own):

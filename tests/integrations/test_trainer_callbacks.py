@@ -220,7 +220,7 @@ def test_processes_share_the_prompts(training, folder, monkeypatch):
     ("asked", "reason"),
     [
         ({"every": 0}, "every is 0"),
-        ({"per": "word"}, "per word"),
+        ({"per": "word"}, "per is 'word'"),
         ({"stop_at_nats": 0.0}, "stop_at_nats is 0.0"),
         ({"stop_at_nats": float("nan")}, "stop_at_nats is nan"),
     ],
@@ -302,6 +302,8 @@ def test_resumed_controller_continues(training):
     assert found.controller == expected.controller and resumed.beta == whole.beta != 0.5
     assert len(found.controller.levels) == 2
     assert resumed.betas[0] == pytest.approx(whole.betas[2])
+    logs = [[entry for entry in trainer.state.log_history if "beta" in entry] for trainer in (whole, resumed)]
+    assert logs[0] == logs[1], "also the beta that follows from the checkpoint's step"
 
 
 def test_controller_follows_the_monitor(training, folder):

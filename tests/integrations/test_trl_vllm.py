@@ -157,7 +157,7 @@ def test_kleash_train_takes_vllm_by_set(trl, server, folder, tmp_path):
     """The engine answers every prompt of the run, and gets the weights of each update."""
     from kleash.records import GRPOJob, read_steps
     from kleash.training.run_log import RunLog
-    from kleash.training.with_trl.online import train_grpo
+    from kleash.training.with_trl.online import train_online
 
     (tmp_path / "p.txt").write_text("the sea was\nshe counted\n")
     vllm = ("use_vllm=true", "vllm_mode=server", f"vllm_server_base_url={server}/none")
@@ -165,7 +165,7 @@ def test_kleash_train_takes_vllm_by_set(trl, server, folder, tmp_path):
     reward = ("kleash.training.example_rewards:kind_words", f"{__name__}:spread")
     given = {"policy": str(folder), "prompts": str(tmp_path / "p.txt"), "out": str(tmp_path)}
     job = GRPOJob(**given, **small, reward=reward, learning_rate=1e-2, set=vllm)
-    train_grpo(job, RunLog(tmp_path, job))
+    train_online(job, RunLog(tmp_path, job))
     states = sorted(tmp_path.glob("checkpoints/*/trainer_state.json"))
     logged = [row for row in json.loads(states[-1].read_text())["log_history"] if "mismatch/tokens" in row]
     assert len(logged) == 2 and all(0 <= row["mismatch/kl_engine_trainer"] < 1e-9 for row in logged)

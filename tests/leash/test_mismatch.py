@@ -178,7 +178,7 @@ def test_half_precision_and_gradients_are_accepted():
 
 
 def test_invalid_mismatch_arguments_are_errors(found, unhooked):
-    with pytest.raises(OptionError, match="'verl'"):
+    with pytest.raises(OptionError, match="system is 'trl'; there are verl"):
         found.renamed("trl")
     trainer, engine = sides()
     for wrong in ((trainer[:1], engine, ALL), (trainer, engine, ALL[:, :1]), (trainer[0], engine[0], ALL[0])):

@@ -22,8 +22,7 @@ from kleash.training.library_fields import (
     OPTIONS,
     REFUSED,
     REFUSED_ONLINE,
-    config_fields,
-    lora_fields,
+    set_fields,
 )
 from kleash.training.run_log import RunLog
 
@@ -59,7 +58,7 @@ def trl() -> Any:
     ],
 )
 def test_a_value_has_the_type_of_its_field(job: Any, assignment: str, value: Any) -> None:
-    (found,) = config_fields(replace(job, set=(assignment,))).values()
+    (found,) = set_fields(replace(job, set=(assignment,))).values()
     assert found == value and type(found) is type(value)
 
 
@@ -75,7 +74,7 @@ def test_a_value_has_the_type_of_its_field(job: Any, assignment: str, value: Any
 )
 def test_a_field_of_the_adapter_has_the_type_of_pefts(assignment: str, value: Any) -> None:
     for job in (PPOJob(lora_rank=4), GRPOJob(lora_rank=4)):
-        (found,) = lora_fields(replace(job, set=(LORA + assignment,))).values()
+        (found,) = set_fields(replace(job, set=(LORA + assignment,))).values()
         assert found == value and type(found) is type(value)
 
 
@@ -106,14 +105,14 @@ def test_what_is_refused_says_what_to_use(
 ) -> None:
     asked = replace(job, set=(assignment,))
     with pytest.raises(error) as refused:
-        config_fields(asked), lora_fields(asked)
+        set_fields(asked)
     message = str(refused.value)
     assert said in message and "\n" not in message and len(message) < 250
 
 
 def test_a_field_is_given_once() -> None:
     with pytest.raises(OptionError, match=r"--set epsilon is given twice: \.1 and \.2"):
-        config_fields(GRPOJob(set=("epsilon=.1", "epsilon=.2")))
+        set_fields(GRPOJob(set=("epsilon=.1", "epsilon=.2")))
 
 
 def test_each_argument_of_the_trainers_can_be_set_or_names_its_option(trl: Any) -> None:
@@ -129,7 +128,7 @@ def test_each_argument_of_the_trainers_can_be_set_or_names_its_option(trl: Any) 
     prompts = [type("P", (), {"token_ids": (1, 2)})]
     shared = set(online.shared_arguments(job, rows=16, row_tokens=8))
     assert shared - refused == defaults
-    assert set(online._arguments(job, prompts)) - shared - refused == evaluation
+    assert set(online._arguments(job, prompts)) - shared - refused == evaluation | {"scale_rewards"}
     known = {field.name for name in CONFIGURATIONS.values() for field in fields(getattr(package, name))}
     listed = {name for name in refused | {*REFUSED_ONLINE} if not name.startswith(LORA)}
     assert listed <= known, "a field that TRL does not have"
@@ -153,7 +152,7 @@ def test_the_commands_of_the_pages_are_accepted(words: str) -> None:
     """Of the page of training and of the table of algorithms by name; "…" stands for options that are left out."""
     left_out = ["--pairs", "p"] if words.startswith("dpo") and "--pairs" not in words else []
     job: Any = read_words(["train", *shlex.split(words.replace("…", "")), *left_out])
-    config_fields(job), lora_fields(job)
+    set_fields(job)
 
 
 def test_the_tests_that_the_table_of_algorithms_names_exist() -> None:
@@ -201,7 +200,7 @@ def steps(trl: Any, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> A
         settings = {"learning_rate": 1e-2, "steps": 1, "reward": (f"{__name__}:vowels",), **ONE_GROUP}
         settings |= {"policy": str(folder), "prompts": str(folder / "p.jsonl"), "seed": 3, **more}
         job = GRPOJob(**settings, out=str(out), set=assignments)
-        trl[1].train_grpo(job, RunLog(out, job))
+        trl[1].train_online(job, RunLog(out, job))
         return [step.metrics for step in read_steps(out)]
 
     return run

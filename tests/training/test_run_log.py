@@ -9,8 +9,9 @@ from histories import bent, healthy
 from tracker_service import Service
 
 from kleash.errors import CannotRunError, MissingExtraError, TrackerWarning, UnknownNameError
-from kleash.records import PPOJob, Sample, StepRecord, read_samples, read_steps
+from kleash.records import HackingAlert, PPOJob, Sample, StepRecord, read_samples, read_steps
 from kleash.reports.trackers import open_trackers
+from kleash.store.steps import append_step
 from kleash.training import Advice, RunLog
 
 SAMPLES = [Sample(prompt="p", response=f"one two three four {at}", reward=1.0, kl=0.1) for at in range(6)]
@@ -128,6 +129,16 @@ def test_monitor_state_survives_resume(tmp_path: Path) -> None:
     assert [record.step for record in again.history] == list(range(1, 43))
     play(again, history[42:])
     assert read_steps(folders[1]) == read_steps(folders[0])
+
+
+@pytest.mark.parametrize("acts", [False, True])
+def test_a_resumed_run_has_ended_only_at_an_alert_that_acts(acts: bool, tmp_path: Path) -> None:
+    from kleash.training.step_logger import StepLogger
+
+    alert = HackingAlert(kind="no_signal", sentence="hardly a prompt moves anything", acts=acts)
+    append_step(tmp_path, StepRecord(step=1, metrics={}, alerts=(alert,)), [])
+    job = PPOJob(on_hacking="stop")
+    assert StepLogger(job, RunLog(tmp_path, job)).was_stopped(1) is acts
 
 
 def test_new_run_discards_earlier_steps(tmp_path: Path) -> None:

@@ -28,8 +28,7 @@ def trl():
         warnings.simplefilter("ignore")
         from kleash.training.with_trl import distillation, online, preferences, response_recorder
     return SimpleNamespace(
-        train_grpo=online.train_grpo,
-        train_rloo=online.train_rloo,
+        train_online=online.train_online,
         train_dpo=preferences.train_dpo,
         train_distill=distillation.train_distill,
         distillation=distillation,
@@ -96,7 +95,7 @@ def test_kl_with_dropout_and_position_embeddings(trl, pair, tmp_path, monkeypatc
     spy.__name__ = generate.__name__
     monkeypatch.setattr(trl.Recorder, generate.__name__, spy)
     job = {"reward": (HEROINE,), "reference": str(pair / "reference")}
-    step = step_of(trl.train_grpo, GRPOJob, pair, tmp_path / "run", **job)
+    step = step_of(trl.train_online, GRPOJob, pair, tmp_path / "run", **job)
     nats, _, tokens = sums_of(pair / "policy", pair / "reference", seen)
     assert not seen[0]["prompt_mask"].all(), "or nothing was padded"
     assert step.metrics["kl/exact_per_token"] == pytest.approx(nats / tokens, rel=1e-5)
@@ -105,7 +104,7 @@ def test_kl_with_dropout_and_position_embeddings(trl, pair, tmp_path, monkeypatc
 
 
 def test_policy_as_its_own_reference_has_kl_0(trl, pair, tmp_path):
-    step = step_of(trl.train_grpo, GRPOJob, pair, tmp_path / "run", reward=(HEROINE,))
+    step = step_of(trl.train_online, GRPOJob, pair, tmp_path / "run", reward=(HEROINE,))
     assert step.metrics["kl/exact_per_token"] == 0
 
 

@@ -51,8 +51,7 @@ def trl():
         from kleash.training.with_trl import distillation, online, preferences
         from kleash.training.with_trl.response_recorder import ResponseRecorder
     return SimpleNamespace(
-        train_grpo=online.train_grpo,
-        train_rloo=online.train_rloo,
+        train_online=online.train_online,
         train_dpo=preferences.train_dpo,
         train_distill=distillation.train_distill,
         GRPOConfig=package.GRPOConfig,
@@ -92,9 +91,9 @@ def test_resumed_run_equals_uninterrupted_run(trl, tmp_path):
         reward=(HEROINE,),
         **SMALL,
     )
-    result, whole = go(trl.train_grpo, job, tmp_path / "whole")
-    go(trl.train_grpo, replace(job, steps=2), tmp_path / "parts")
-    again, parts = go(trl.train_grpo, replace(job, resume=True), tmp_path / "parts")
+    result, whole = go(trl.train_online, job, tmp_path / "whole")
+    go(trl.train_online, replace(job, steps=2), tmp_path / "parts")
+    again, parts = go(trl.train_online, replace(job, resume=True), tmp_path / "parts")
     assert [step.step for step in parts] == [1, 2, 3, 4] and again.beta == result.beta != 0.05
     assert all(same(one, other) for one, other in zip(whole, parts, strict=True))
     assert [step.events for step in whole] == [step.events for step in parts]
@@ -110,7 +109,7 @@ def test_resumed_run_equals_uninterrupted_run(trl, tmp_path):
     content[len(content) // 2] ^= 4
     damaged.write_bytes(content)
     with pytest.raises(RunFolderError, match=r"optimizer\.pt is damaged: .*delete the checkpoint"):
-        go(trl.train_grpo, replace(job, steps=5, resume=True), tmp_path / "parts")
+        go(trl.train_online, replace(job, steps=5, resume=True), tmp_path / "parts")
     (newest / "checksums.jsonl").unlink()
     assert last_checkpoint(tmp_path / "parts").name == "checkpoint-2", "killed before it was sealed"
 
@@ -119,7 +118,7 @@ def test_reused_response_updates_beta_once(trl, tmp_path, caplog):
     """Ziegler's horizon is four steps' responses: a fifth of a quarter for a KL of 0."""
     ziegler = {"controller": "ziegler", "target_nats": 5.0}
     job = GRPOJob(steps=2, epochs=2, reward=(HEROINE,), **ziegler, **SMALL)
-    _, steps = go(trl.train_grpo, job, tmp_path / "run")
+    _, steps = go(trl.train_online, job, tmp_path / "run")
     assert [step.metrics["beta"] for step in steps] == pytest.approx([0.05, 0.05 * (1 - 0.2 / 4)])
     assert len(steps[0].events) == 1 and not caplog.records, "events are in the run log, and nowhere else"
 
@@ -143,7 +142,7 @@ def test_rloo_with_adapter_and_kl_in_reward(trl, tmp_path):
         seed=2,
         **settings,
     )
-    result, steps = go(trl.train_rloo, job, tmp_path / "run")
+    result, steps = go(trl.train_online, job, tmp_path / "run")
     first, second = (step.metrics for step in steps)
     assert first["kl/exact_per_sequence"] == 0 < second["kl/exact_per_sequence"]
     assert second["reward/score"] == pytest.approx(
@@ -157,7 +156,7 @@ def test_rloo_with_adapter_and_kl_in_reward(trl, tmp_path):
 def test_rloo_stays_near_the_given_reference(trl, tmp_path):
     settings = {**SMALL, "prompts_per_step": 6}
     job = RLOOJob(steps=1, reference="shipped:policy", reward=(HEROINE,), **settings)
-    result, (step,) = go(trl.train_rloo, job, tmp_path / "run")
+    result, (step,) = go(trl.train_online, job, tmp_path / "run")
     assert 0.1 < step.metrics["kl/exact_per_token"] < 0.6 and result.beta == 0.05
 
 
@@ -335,7 +334,7 @@ def test_advice_after_an_alert_is_applied(trl, tmp_path, on_hacking):
         **SMALL,
     )
     result, steps = go(
-        trl.train_grpo,
+        trl.train_online,
         job,
         tmp_path / "run",
         monitor=HackingMonitor(steps=1, sure=0.0, update_share=math.inf),
@@ -347,7 +346,7 @@ def test_advice_after_an_alert_is_applied(trl, tmp_path, on_hacking):
     if on_hacking == "stop":
         assert result.steps == 2 and result.stopped.startswith("the hacking monitor stopped it after step 2")
         assert (tmp_path / "run" / "checkpoints" / "checkpoint-2").is_dir()
-        again, same_steps = go(trl.train_grpo, replace(job, resume=True), tmp_path / "run")
+        again, same_steps = go(trl.train_online, replace(job, resume=True), tmp_path / "run")
         assert again.stopped == result.stopped and again.steps == 2
         assert [step.step for step in same_steps] == [1, 2]
     elif on_hacking == "halve-lr":
@@ -361,23 +360,23 @@ def test_unsupported_options_are_refused_before_training(trl, folder, tmp_path, 
     adapter = tiny_adapter(tmp_path / "adapter", folder)
     with pytest.raises(OptionError, match=r"the policy .* is an adapter, which is trained further"):
         own = {"policy": str(adapter), "prompts": "shipped:prompts", "lora_rank": 2}
-        go(trl.train_grpo, replace(job, **own), tmp_path / "a")
+        go(trl.train_online, replace(job, **own), tmp_path / "a")
     with pytest.raises(
         ModelError, match=r"the teacher .* is an adapter; merge it .* or take grpo, rloo, dpo"
     ):
         go(trl.train_distill, DistillJob(teacher=str(adapter), **SMALL), tmp_path / "t")
     with pytest.raises(OptionError, match="float16 loses gradients"):
-        go(trl.train_grpo, replace(job, dtype="float16"), tmp_path / "b")
+        go(trl.train_online, replace(job, dtype="float16"), tmp_path / "b")
     ids = tmp_path / "ids.jsonl"
     ids.write_text(json.dumps({"prompt_token_ids": [40, 41, 42, 43]}) + "\n")
     with pytest.raises(SourceError, match="TRL tokenises the text of the prompt and gets other"):
-        go(trl.train_grpo, replace(job, prompts=str(ids)), tmp_path / "c")
+        go(trl.train_online, replace(job, prompts=str(ids)), tmp_path / "c")
     with pytest.raises(CannotRunError, match="cannot be used here"):
-        go(trl.train_grpo, replace(job, device="cuda:7"), tmp_path / "d")
+        go(trl.train_online, replace(job, device="cuda:7"), tmp_path / "d")
     accelerate = "accelerate.PartialState"
     monkeypatch.setattr(accelerate, lambda **_: SimpleNamespace(num_processes=3))
     with pytest.raises(OptionError, match="4 rows a step cannot be divided evenly among 3 processes"):
-        go(trl.train_grpo, job, tmp_path / "e")
+        go(trl.train_online, job, tmp_path / "e")
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dpo"])
@@ -391,7 +390,7 @@ def test_an_adapter_is_trained_further(trl, folder, tmp_path, algorithm):
         small = {"prompts_per_step": 2, "samples_per_prompt": 3, "max_new_tokens": 8}
         reward = (f"{__name__}:letters",)
         job = GRPOJob(**common, **small, prompts=str(tmp_path / "p.txt"), reward=reward)
-        result, steps = go(trl.train_grpo, job, tmp_path / "run")
+        result, steps = go(trl.train_online, job, tmp_path / "run")
     else:
         (tmp_path / "p.jsonl").write_text(
             '{"prompt": "the sea", "chosen": " was calm", "rejected": " ran"}\n'

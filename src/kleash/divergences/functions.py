@@ -19,9 +19,9 @@ from kleash.divergences.table import (
     skew_kl_record,
     weighted_generator,
 )
-from kleash.errors import OptionError, ShapeError
+from kleash.errors import ShapeError
 from kleash.precision import at_least_float32
-from kleash.registry import look_up
+from kleash.registry import look_up, require_above
 
 RENYI_SERIES_NATS = 0.5
 """Up to this absolute value of the log-sum, the Rényi divergence is computed from the alpha divergence."""
@@ -243,8 +243,7 @@ def renyi(
     >>> kleash.renyi(logp, logq, 2.0)
     tensor(1.0217)
     """
-    if not 0 < order < inf:
-        raise OptionError(f"order is {order}; give a finite number above 0")
+    require_above(0.0, order=order)
     if order == 1:
         return divergence(KL, logp, logq)
     logp, logq = promote_pair(logp, logq)

@@ -13,6 +13,7 @@ from torch import Tensor
 from kleash.arguments import validated
 from kleash.divergences.generator import phi, psi
 from kleash.errors import OptionError
+from kleash.registry import require_share
 
 Elementwise: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -161,7 +162,7 @@ def skew_kl_record(mix: float) -> Divergence:
     Raises:
         OptionError: if ``mix`` is outside [0, 1].
     """
-    _require_share("mix", mix)
+    require_share(mix=mix)
     return _skew_kl(mix, 1 - mix)
 
 
@@ -198,7 +199,7 @@ def jensen_shannon_record(weight: float, normalised: bool = False) -> Divergence
     Raises:
         OptionError: if ``weight`` is outside [0, 1].
     """
-    _require_share("weight", weight)
+    require_share(weight=weight)
     rest = 1 - weight
     if normalised and 0 in (weight, rest):
         return KL.swapped if weight else KL
@@ -206,12 +207,6 @@ def jensen_shannon_record(weight: float, normalised: bool = False) -> Divergence
         return skew_kl_record(1.0)
     weights = (1 / rest, 1 / weight) if normalised else (weight, rest)
     return weighted_sum(_skew_kl(weight, rest), _skew_kl(rest, weight).swapped, weights)
-
-
-def _require_share(name: str, value: float) -> None:
-    """Raise OptionError unless the value is from 0 to 1."""
-    if not 0 <= value <= 1:
-        raise OptionError(f"{name} is {value}; it is a share, from 0 to 1")
 
 
 @validated

@@ -9,6 +9,7 @@ from torch import Tensor
 from kleash.arguments import validated
 from kleash.errors import OptionError
 from kleash.precision import at_least_float32
+from kleash.registry import require_above
 
 
 class Truncated(NamedTuple):
@@ -34,8 +35,7 @@ def at_temperature(
         OptionError: if ``temperature`` is not a finite number above 0.
         ShapeError: if there is no axis, or the numbers are not floating-point.
     """
-    if not 0 < temperature < float("inf"):
-        raise OptionError(f"temperature is {temperature}; give a finite number above 0")
+    require_above(0.0, temperature=temperature)
     return (at_least_float32(logits) / temperature).log_softmax(-1)
 
 

@@ -43,9 +43,16 @@ def k3(log_ratio: Float[Tensor, "*tokens"]) -> Float[Tensor, "*tokens"]:
     return phi(log_ratio)
 
 
-def slope_of_k2(u: Tensor) -> Tensor:
-    """The slope that follows KL(p || q): u, and 0 for a token that either distribution excludes (u infinite)."""
-    return torch.where(u.isinf(), 0.0, u).detach()
+def with_k2_gradient(
+    value: Tensor, token_logp: Tensor, token_logq: Tensor, weight: Tensor | float = 1.0
+) -> Tensor:
+    """``value`` with the gradient of ``weight`` times k2, which follows KL(p || q).
+
+    It is 0 for a token that either distribution excludes, whose log ratio is infinite.
+    """
+    log_ratio = at_least_float32(token_logp) - at_least_float32(token_logq)
+    slope = torch.where(log_ratio.isinf(), 0.0, log_ratio).detach()
+    return with_slope(value.detach(), log_ratio, weight * slope)
 
 
 @dataclass(frozen=True, kw_only=True)

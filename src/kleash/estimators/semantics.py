@@ -10,6 +10,7 @@ from kleash.arguments import validated
 from kleash.divergences import Truncated, at_temperature, truncate
 from kleash.divergences.truncation import require_valid_limits
 from kleash.errors import OptionError
+from kleash.registry import require_above
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +31,7 @@ class Semantics:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        if not 0 < self.temperature < float("inf"):
-            raise OptionError(f"temperature is {self.temperature}; give a finite number above 0")
+        require_above(0.0, temperature=self.temperature)
         require_valid_limits(self.top_k, self.top_p, self.min_p)
 
     @property

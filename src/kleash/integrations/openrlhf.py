@@ -4,36 +4,29 @@
 of ``openrlhf.trainer.ppo_utils.kl_controller``, in every module of OpenRLHF that has imported them by name; its
 ``masked_mean`` and ``aggregate_loss`` get values of 0 where they are masked. It wraps
 ``BasePPOTrainer.save_logs_and_checkpoints`` and ``restore_best_checkpoint_state``. Known: OpenRLHF 0.11; another
-version is a warning. A function or argument that is missing is a ``CannotRunError`` that names it; without the two
-methods of the trainer, making a controller raises AttributeError.
+version is a warning. A function or argument that is missing is a ``CannotRunError`` that names it.
 """
 
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, SupportsFloat
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
-from kleash.autodiff import with_slope
 from kleash.errors import OptionError, ShapeError
 from kleash.estimators import sampled_kl
-from kleash.estimators.sampled import slope_of_k2
+from kleash.estimators.sampled import with_k2_gradient
 from kleash.extras import (
-    call_after_import,
     replace_everywhere,
-    require_attributes,
     warn_if_untested,
     wrap_after_import,
-    wrap_once,
 )
 from kleash.kl_rules import CONTRACTS, refusal, term_spec
 from kleash.leash import FixedBeta, StatefulController, beta_from_dict, shape_rewards
 from kleash.masking import select_and_call
-from kleash.precision import at_least_float32
 
 __all__ = ["KLController", "compute_approx_kl", "compute_reward", "install"]
 
@@ -43,16 +36,6 @@ CONTROLLERS = "openrlhf.trainer.ppo_utils.kl_controller"
 TRAINER = "openrlhf.trainer.ppo_trainer"
 STATE = "kleash_kl_controller"
 """Name of the controller's state among the client states of a checkpoint."""
-UTILS_ATTRIBUTES = {
-    f"{UTILS}:compute_approx_kl": (
-        *("log_probs", "log_probs_base", "log_probs_old", "kl_estimator", "unbiased_gradient"),
-    ),
-    f"{UTILS}:compute_reward": ("r", "kl_coef", "kl", "action_mask", "reward_clip_range"),
-}
-CONTROLLER_ATTRIBUTES = {
-    f"{CONTROLLERS}:AdaptiveKLController": ("init_kl_coef", "target", "horizon"),
-    f"{CONTROLLERS}:FixedKLController": ("kl_coef",),
-}
 
 
 def compute_approx_kl(
@@ -101,18 +84,17 @@ def compute_approx_kl(
         if reason is not None and value.requires_grad:
             raise OptionError(reason)
         return value
-    log_ratio = at_least_float32(log_probs) - at_least_float32(log_probs_base)
     old = log_probs if log_probs_old is None else log_probs_old
     if old.shape != log_probs.shape:
         raise ShapeError(
             f"log_probs_old is {tuple(old.shape)} and log_probs {tuple(log_probs.shape)}; give the same"
         )
     weight = (
-        (log_probs.detach().to(log_ratio) - old.detach().to(log_ratio))
+        (log_probs.detach().to(value) - old.detach().to(value))
         .exp()
         .clamp(max=torch.inf if cap is None else cap)
     )
-    return with_slope(value.detach(), log_ratio, weight * slope_of_k2(log_ratio))
+    return with_k2_gradient(value, log_probs, log_probs_base, weight)
 
 
 def _openrlhf_option(field: str, value: object) -> str:
@@ -150,12 +132,6 @@ class KLController(StatefulController):
     OpenRLHF passes a mean over tokens, or over responses of such means: the target of ``leash`` is in nats per token.
     """
 
-    def update(
-        self, current: SupportsFloat, n_steps: int, standard_error: SupportsFloat | None = None
-    ) -> None:
-        """Update beta with the KL of a batch of ``n_steps`` responses, in nats per token."""
-        super().update(current, n_steps, standard_error)
-
 
 def install(*, controller: Mapping[str, Any] | None = None, cap: float | None = None) -> None:
     """Replace OpenRLHF's KL functions and controllers in this process.
@@ -176,38 +152,51 @@ def install(*, controller: Mapping[str, Any] | None = None, cap: float | None = 
         OptionError, UnknownNameError: if there is no such controller or option.
     """
     warn_if_untested("openrlhf", at_least="0.11", below="0.12")
-    adaptive = _adaptive(dict(controller or {"kind": "ziegler"}))
+    adaptive = partial(_adaptive, dict(controller or {"kind": "ziegler"}))
     adaptive(0.1, 1.0, 1000)  # raises now if an option is invalid
-
-    def replace(attributes: Mapping[str, tuple[str, ...]], functions: Mapping[str, Any], module: Any) -> None:
-        require_attributes("openrlhf", attributes)
-        for name, function in functions.items():
-            replace_everywhere(module, name, function)
-
-    functions = {"compute_approx_kl": partial(compute_approx_kl, cap=cap), "compute_reward": compute_reward}
-    controllers = {"AdaptiveKLController": adaptive, "FixedKLController": _fixed}
-    call_after_import(UTILS, partial(replace, UTILS_ATTRIBUTES, functions))
-    call_after_import(CONTROLLERS, partial(replace, CONTROLLER_ATTRIBUTES, controllers))
+    estimator = ("log_probs", "log_probs_base", "log_probs_old", "kl_estimator", "unbiased_gradient")
+    reward = ("r", "kl_coef", "kl", "action_mask", "reward_clip_range")
+    functions = {
+        "compute_approx_kl": (estimator, partial(compute_approx_kl, cap=cap)),
+        "compute_reward": (reward, compute_reward),
+    }
+    controllers = {
+        "AdaptiveKLController": (("init_kl_coef", "target", "horizon"), adaptive),
+        "FixedKLController": (("kl_coef",), _fixed),
+    }
+    wrap_after_import(UTILS, functions, put=replace_everywhere)
+    wrap_after_import(CONTROLLERS, controllers, put=replace_everywhere)
     for module, name, arguments in (
         (UTILS, "masked_mean", ("tensor", "mask")),
         (LOSS, "aggregate_loss", ("loss", "loss_mask")),
     ):
         wrap_after_import(module, {name: (arguments, partial(select_and_call, arguments))})
+    wrap_after_import(
+        TRAINER,
+        {
+            "BasePPOTrainer.save_logs_and_checkpoints": (
+                ("global_step", "logs_dict", "client_states"),
+                _save_with_controller,
+            ),
+            "BasePPOTrainer.restore_best_checkpoint_state": (
+                ("checkpoint_states",),
+                _restore_with_controller,
+            ),
+        },
+    )
 
 
-def _adaptive(controller_settings: Mapping[str, Any]) -> Callable[..., KLController]:
-    def adaptive(init_kl_coef: float, target: float, horizon: int) -> KLController:
-        """A controller with a target, from the arguments of OpenRLHF's ``AdaptiveKLController``."""
-        openrlhf_settings = {"beta": init_kl_coef, "target_nats": target, "per": "token"}
-        duplicates = controller_settings.keys() & openrlhf_settings
-        if duplicates:
-            raise OptionError(f"OpenRLHF sets {', '.join(duplicates)}; leave it out of the controller")
-        if controller_settings.get("kind") == "ziegler":
-            openrlhf_settings["horizon"] = horizon
-        _save_with_checkpoints()
-        return KLController(beta_from_dict(openrlhf_settings | dict(controller_settings)))
-
-    return adaptive
+def _adaptive(
+    controller_settings: Mapping[str, Any], init_kl_coef: float, target: float, horizon: int
+) -> KLController:
+    """A controller with a target, from the arguments of OpenRLHF's ``AdaptiveKLController``."""
+    openrlhf_settings = {"beta": init_kl_coef, "target_nats": target, "per": "token"}
+    duplicates = controller_settings.keys() & openrlhf_settings
+    if duplicates:
+        raise OptionError(f"OpenRLHF sets {', '.join(duplicates)}; leave it out of the controller")
+    if controller_settings.get("kind") == "ziegler":
+        openrlhf_settings["horizon"] = horizon
+    return KLController(beta_from_dict(openrlhf_settings | dict(controller_settings)))
 
 
 def _fixed(kl_coef: float) -> KLController:
@@ -219,14 +208,6 @@ def _fixed(kl_coef: float) -> KLController:
             stacklevel=2,
         )
     return KLController(FixedBeta(beta=kl_coef, per="token"))
-
-
-def _save_with_checkpoints() -> None:
-    """Make the trainer, if it is imported, save and load its controller's state with its checkpoints."""
-    trainer: Any = getattr(sys.modules.get(TRAINER), "BasePPOTrainer", None)
-    if trainer is not None:
-        wrap_once(trainer, "save_logs_and_checkpoints", _save_with_controller)
-        wrap_once(trainer, "restore_best_checkpoint_state", _restore_with_controller)
 
 
 def _save_with_controller(

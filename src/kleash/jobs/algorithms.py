@@ -69,10 +69,10 @@ class PPOJob(RewardJob):
 
     def _refusals(self) -> Refusals:
         yield from super()._refusals()
-        responses = self.prompts_per_step * self.samples_per_prompt
         yield Refusal(
-            self.minibatches > responses,
-            f"--minibatches {self.minibatches} cannot be made of {responses} responses; draw more, or take fewer",
+            self.minibatches > self.responses_per_step,
+            f"--minibatches {self.minibatches} cannot be made of {self.responses_per_step} responses; draw more, or "
+            "take fewer",
         )
 
 

@@ -121,6 +121,11 @@ class OnlineJob(TrainJob, GenerationOptions, PromptOptions):
         return SHIPPED_PROMPTS if self.given_source is None else self.given_source
 
     @property
+    def responses_per_step(self) -> int:
+        """Responses that the policy draws in a step, in all processes together."""
+        return self.prompts_per_step * self.samples_per_prompt
+
+    @property
     def source_kind(self) -> SourceKind:
         """What lies there."""
         return "prompts"

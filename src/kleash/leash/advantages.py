@@ -7,9 +7,9 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 from kleash.arguments import validated
-from kleash.errors import OptionError
 from kleash.estimators.weights import detached_where
 from kleash.masking import as_mask
+from kleash.registry import require_share
 
 
 class Advantages(NamedTuple):
@@ -58,7 +58,7 @@ def generalised_advantages(
         Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation" (2015),
         https://arxiv.org/abs/1506.02438
     """
-    _require_unit_interval(gamma=gamma, gae_lambda=gae_lambda)
+    require_share(gamma=gamma, gae_lambda=gae_lambda)
     is_counted = as_mask(mask)
     token_rewards, critic_values = detached_where(rewards, is_counted), detached_where(values, is_counted)
     delta = token_rewards + gamma * _next_value(critic_values, is_counted) - critic_values
@@ -83,7 +83,7 @@ def rewards_to_go(
         OptionError: if ``gamma`` is outside 0 to 1.
         ShapeError: if the two differ in shape, or are not [sequences, steps].
     """
-    _require_unit_interval(gamma=gamma)
+    require_share(gamma=gamma)
     is_counted = as_mask(mask)
     return _discounted_sum(detached_where(rewards, is_counted), is_counted, gamma)
 
@@ -112,10 +112,3 @@ def _next_value(values: Tensor, is_counted: Tensor) -> Tensor:
     this_or_next = positions.flip(-1).cummin(-1).values.flip(-1)
     next_position = torch.nn.functional.pad(this_or_next[..., 1:], (0, 1), value=steps)
     return torch.nn.functional.pad(values, (0, 1)).gather(-1, next_position)
-
-
-def _require_unit_interval(**fractions: float) -> None:
-    """Raise OptionError unless all numbers are from 0 to 1."""
-    for name, value in fractions.items():
-        if not 0 <= value <= 1:
-            raise OptionError(f"{name} is {value}; give a number from 0 to 1")

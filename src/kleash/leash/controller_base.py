@@ -3,17 +3,16 @@
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Literal, NamedTuple, SupportsFloat, TypeVar
+from typing import ClassVar, Literal, SupportsFloat, TypeVar
 
 from kleash.errors import OptionError
-from kleash.registry import require_choice
+from kleash.registry import require_above, require_at_least, require_choice
 
 Per = Literal["sequence", "token"]
 KL_UNITS: tuple[Per, ...] = ("sequence", "token")
 LARGEST_COUNT = 2**53
 """The largest count of sequences that a float represents exactly."""
 LARGEST_EXPONENT = 700.0
-ZERO_KL_EVENT = "the measured KL is 0: answered as the largest error below the target"
 MAX_LOG_RATIO = 30.0
 """log(KL / target) is clipped to this, to either side."""
 LARGEST_RATIO = 20.0
@@ -25,21 +24,13 @@ NOISE_RATE = 0.2
 ControllerT = TypeVar("ControllerT", bound="TargetController")
 
 
-class Reading(NamedTuple):
-    """A measured KL and its standard error, relative to the target."""
-
-    ratio: float | None
-    """Measured over target, 0 to ``LARGEST_RATIO``; None if the measurement is ignored."""
-    error: float | None
-    """Standard error over target; None if it is not known."""
-    event: str | None
-    """What was wrong with the measurement; None if it is valid."""
-
-
 def read_measurement(
     measured_nats: SupportsFloat, target_nats: float, sequences: int, standard_error: SupportsFloat | None
-) -> Reading:
-    """The measurement divided by the target; an invalid value is ignored or replaced, as the event states.
+) -> tuple[float | None, float | None, str | None]:
+    """The measurement and its standard error divided by the target, and what was wrong with the measurement.
+
+    An invalid value is ignored (None) or replaced; the first number is from 0 to ``LARGEST_RATIO``. The event is None
+    if the measurement is valid.
 
     Raises:
         OptionError: if ``sequences`` or ``standard_error`` is negative.
@@ -52,10 +43,10 @@ def read_measurement(
             f"standard_error is {error_nats:g}; give nats, at least 0, or None if it is not known"
         )
     if sequences == 0:
-        return Reading(None, None, "ignored: no sequence was measured")
+        return None, None, "ignored: no sequence was measured"
     kl_nats = float(measured_nats)
     if math.isnan(kl_nats) or kl_nats == -math.inf:
-        return Reading(None, None, f"ignored: the measured KL is {kl_nats}")
+        return None, None, f"ignored: the measured KL is {kl_nats}"
     error, event = None, None
     if error_nats is not None:
         error = min(error_nats / target_nats, LARGEST_RATIO) if math.isfinite(error_nats) else None
@@ -65,8 +56,8 @@ def read_measurement(
     elif kl_nats < 0:
         event = f"the measured KL is {kl_nats:g} and none is below 0: answered as 0"
     elif kl_nats == 0:
-        event = ZERO_KL_EVENT
-    return Reading(max(0.0, min(LARGEST_RATIO, kl_nats / target_nats)), error, event)
+        event = "the measured KL is 0: answered as the largest error below the target"
+    return max(0.0, min(LARGEST_RATIO, kl_nats / target_nats)), error, event
 
 
 def clip(value: float, largest: float) -> float:
@@ -228,17 +219,3 @@ def with_beta_times(controller: ControllerT, factor: float, event: str | None) -
         name = "beta_min" if beta > next_beta else "beta_max"
         events.append(f"beta {next_beta:.4g} bounded to {name} {beta:g}")
     return replace(controller, beta=beta, event="; ".join(events) or None)
-
-
-def require_above(least: float, **numbers: float | int) -> None:
-    """Raise OptionError unless each number is finite and above ``least``."""
-    for name, value in numbers.items():
-        if not least < value < math.inf:
-            raise OptionError(f"{name} is {value}; give a finite number above {least:g}")
-
-
-def require_at_least(least: float, **numbers: float | int) -> None:
-    """Raise OptionError unless each number is finite and at least ``least``."""
-    for name, value in numbers.items():
-        if not least <= value < math.inf:
-            raise OptionError(f"{name} is {value}; give a finite number, at least {least:g}")

@@ -11,10 +11,8 @@ from kleash.leash.controller_base import (
     TargetController,
     bounded_exp,
     clip,
-    require_above,
-    require_at_least,
 )
-from kleash.registry import require_choice
+from kleash.registry import require_above, require_at_least, require_choice
 
 REACH = 3.0
 """Largest absolute value of log(KL / target) from which changes are computed; beyond it is clipped."""
@@ -31,6 +29,10 @@ class FixedBeta(BetaRecord):
     """
 
     kind: ClassVar[str] = "fixed"
+    event: ClassVar[None] = None
+    """None: beta is never bounded."""
+    target_nats: ClassVar[None] = None
+    """None: there is no target."""
 
     beta: float
     """Nats of reward paid for one nat of KL; finite, at least 0."""
@@ -41,16 +43,6 @@ class FixedBeta(BetaRecord):
         """Raise OptionError unless beta is finite and at least 0."""
         require_choice(KL_UNITS, per=self.per)
         require_at_least(0.0, beta=self.beta)
-
-    @property
-    def event(self) -> None:
-        """None: beta is never bounded."""
-        return None
-
-    @property
-    def target_nats(self) -> None:
-        """None: there is no target."""
-        return None
 
     def after(
         self,

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kleash.arguments import validated
 from kleash.divergences import DIVERGENCES
-from kleash.errors import OptionError
 from kleash.estimators import importance_weights
 from kleash.masking import as_mask
+from kleash.registry import require_choice
 from kleash.uncertainty import Estimate, ratio_of_many, transformed
 
 NONNEGATIVE = (0.0, math.inf)
@@ -107,8 +107,7 @@ class Mismatch:
         Raises:
             OptionError: if the system is unknown.
         """
-        if system != "verl":
-            raise OptionError(f"system is {system!r}; there is 'verl'")
+        require_choice(("verl",), system=system)
         means, gaps = self.over_sequences, self.probabilities
         rollout_metrics = {
             "training_ppl": means.perplexity_trainer,

@@ -10,10 +10,10 @@ from torch import Tensor
 from kleash.arguments import validated
 from kleash.errors import OptionError
 from kleash.estimators.weights import controlled, detached_where, leave_one_out_weights
-from kleash.leash.controller_base import KL_UNITS, Per, require_at_least
+from kleash.leash.controller_base import KL_UNITS, Per
 from kleash.masking import Mean, as_mask, mean_of
 from kleash.precision import at_least_float32
-from kleash.registry import require_choice
+from kleash.registry import require_at_least, require_choice
 
 
 @validated
@@ -204,6 +204,5 @@ def best_of_n_bound(n: int) -> float:
         Beirami et al., "Theoretical Guarantees on the Best-of-n Alignment Policy" (2024),
         https://arxiv.org/abs/2401.01879
     """
-    if n < 1:
-        raise OptionError(f"n is {n}; the best is taken of at least 1")
+    require_at_least(1, n=n)
     return math.log(n) - (n - 1) / n

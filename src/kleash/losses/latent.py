@@ -1,6 +1,5 @@
 """The KL term of a variational autoencoder: per dimension, free bits, annealing, active units."""
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -11,6 +10,7 @@ from kleash.arguments import validated
 from kleash.divergences import kl_gaussian
 from kleash.errors import OptionError, ShapeError
 from kleash.precision import at_least_float32
+from kleash.registry import require_at_least
 
 ACTIVE_VARIANCE = 0.01
 """The threshold of Burda et al. Its value matters little, since the variances of most units are far from it."""
@@ -74,8 +74,7 @@ def free_bits(
         Kingma et al., "Improving Variational Inference with Inverse Autoregressive Flow" (2016),
         https://arxiv.org/abs/1606.04934, appendix C.8
     """
-    if not 0 <= floor_nats < math.inf:
-        raise OptionError(f"floor_nats is {floor_nats}; give a finite number of nats, at least 0")
+    require_at_least(0.0, floor_nats=floor_nats)
     kls = at_least_float32(dimension_kl)
     kls = kls if per_example else kls.mean(0, keepdim=True)
     # The comparison is false for NaN, which is therefore not replaced by the floor.
@@ -174,7 +173,5 @@ def _unsqueeze_tensor(parameter: Tensor | float) -> Tensor | float:
 
 def _require_schedule(step: int, steps: int, begin: float, end: float) -> None:
     """Raise OptionError unless the steps and the weights of a schedule are in their ranges."""
-    if step < 0 or steps < 1:
-        raise OptionError(f"step is {step} of {steps}; count steps from 0, and give at least 1 in all")
-    if not (0 <= begin < math.inf and 0 <= end < math.inf):
-        raise OptionError(f"the weight goes from {begin} to {end}; give finite numbers, at least 0")
+    require_at_least(0, step=step, begin=begin, end=end)
+    require_at_least(1, steps=steps)

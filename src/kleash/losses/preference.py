@@ -16,7 +16,7 @@ from kleash.errors import OptionError
 from kleash.losses.surrogate import require_gradient
 from kleash.masking import as_mask
 from kleash.precision import at_least_float32
-from kleash.registry import look_up
+from kleash.registry import look_up, require_above
 
 NO_REWARD: Mapping[str, str] = MappingProxyType(
     {
@@ -95,8 +95,7 @@ def implicit_reward(
         Rafailov et al., "Direct Preference Optimization" (2023), https://arxiv.org/abs/2305.18290
         Wang et al., "Beyond Reverse KL" (2023), https://arxiv.org/abs/2309.16240
     """
-    if not 0 < beta < float("inf"):
-        raise OptionError(f"beta is {beta}; give a finite number above 0")
+    require_above(0.0, beta=beta)
     return beta * _record_with_score(divergence).score(at_least_float32(log_ratio))
 
 

@@ -13,8 +13,8 @@ from kleash.training.runner import run_job
 TRAINERS: Mapping[str, str] = MappingProxyType(
     {
         "ppo": "ppo:train_ppo",
-        "grpo": "with_trl.online:train_grpo",
-        "rloo": "with_trl.online:train_rloo",
+        "grpo": "with_trl.online:train_online",
+        "rloo": "with_trl.online:train_online",
         "dpo": "with_trl.preferences:train_dpo",
         "distill": "with_trl.distillation:train_distill",
     }

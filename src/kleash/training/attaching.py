@@ -155,8 +155,7 @@ def _check(trainer: Any, on_hacking: str, report_to: Sequence[str]) -> None:
 
 def _algorithm(trainer: Any) -> str:
     """The name of what the trainer trains by; TRL's classes are known by name, without importing it."""
-    names = [base.__name__ for base in type(trainer).__mro__]
-    known = [ALGORITHMS[name] for name in names if name in ALGORITHMS]
+    known = [ALGORITHMS[base.__name__] for base in type(trainer).__mro__ if base.__name__ in ALGORITHMS]
     return known[0] if known else type(trainer).__name__.removesuffix("Trainer").lower() or "trainer"
 
 

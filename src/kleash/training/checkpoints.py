@@ -18,7 +18,7 @@ from kleash.store.checksums import Checksums, seal_folder
 from kleash.store.codec import to_json
 from kleash.store.training_folder import DAMAGED, POLICY, checkpoint_number, last_checkpoint
 from kleash.training.networks import ActorCritic
-from kleash.training.response_metrics import gather_object
+from kleash.training.response_metrics import of_first_process
 
 PROGRESS = "progress.json"
 
@@ -46,7 +46,8 @@ def save(folder: Path, progress: TrainingState, accelerator: Any, networks: Acto
     Raises:
         RunFolderError: if it cannot be written.
     """
-    with replaced_folder(checkpoint_of(folder, progress.step), accelerator) as unfinished:
+    checkpoint = folder / f"checkpoint-{progress.step}"  # the name that transformers gives it
+    with replaced_folder(checkpoint, accelerator) as unfinished:
         accelerator.save_state(str(unfinished))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
@@ -55,11 +56,6 @@ def save(folder: Path, progress: TrainingState, accelerator: Any, networks: Acto
             (unfinished / PROGRESS).write_text(to_json(state), encoding="utf-8")
             seal_folder(unfinished)
     _remove_earlier(folder, progress.step, accelerator)
-
-
-def checkpoint_of(folder: Path, step: int) -> Path:
-    """The checkpoint of a step, by the name that transformers gives it."""
-    return folder / f"checkpoint-{step}"
 
 
 def _remove_earlier(folder: Path, step: int, accelerator: Any) -> None:
@@ -80,7 +76,7 @@ def replaced_folder(final: Path, accelerator: Any) -> Iterator[Path]:
     Raises:
         RunFolderError: if it cannot be written.
     """
-    unfinished = final.with_name(gather_object([temporary_name()])[0])
+    unfinished = final.with_name(of_first_process(temporary_name()))
     try:
         unfinished.mkdir(parents=True, exist_ok=True)
         yield unfinished
@@ -98,27 +94,19 @@ def replaced_folder(final: Path, accelerator: Any) -> Iterator[Path]:
 
 
 def restore_last(folder: Path, accelerator: Any) -> TrainingState | None:
-    """Restore the last checkpoint in a folder, and remove earlier ones that a kill left; None if there is none yet.
+    """Restore weights, optimiser and generators from the last checkpoint in a folder; None if there is none yet.
+
+    All its files are verified. Earlier checkpoints that a kill left are removed.
 
     Raises:
-        RunFolderError: as ``restore``, or if no checkpoint has checksums: each is sealed before it has its name.
+        RunFolderError: if no checkpoint has checksums (each is sealed before it has its name), if the last is damaged
+            or of another number of processes, or if a random generator is not restored.
     """
     checkpoint = last_checkpoint(folder.parent)
     if checkpoint is None:
         if any(folder.glob("checkpoint-*/")):
             raise RunFolderError(f"the checkpoint in {folder} has lost its checksums; {DAMAGED}")
         return None
-    progress = restore(checkpoint, accelerator)
-    _remove_earlier(folder, progress.step, accelerator)
-    return progress
-
-
-def restore(checkpoint: Path, accelerator: Any) -> TrainingState:
-    """Restore weights, optimiser and random generators from a checkpoint, whose files are all verified.
-
-    Raises:
-        RunFolderError: if the checkpoint is damaged or of another number of processes, or a generator is not restored.
-    """
     checksums = Checksums.read(checkpoint)
     progress = checksums.read_record(TrainingState, checkpoint / PROGRESS, "the progress of a run", DAMAGED)
     checksums.check_all(advice=DAMAGED)
@@ -141,4 +129,5 @@ def restore(checkpoint: Path, accelerator: Any) -> TrainingState:
         raise RunFolderError(
             f"the random generators in {checkpoint} cannot be restored; {DAMAGED}"
         ) from error
+    _remove_earlier(folder, progress.step, accelerator)
     return progress

@@ -1,12 +1,12 @@
 """What a job prescribes for each step: its prompts, and the beta controller."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache
 from random import Random
 from typing import Any
 
 from kleash.jobs.train import RewardJob
-from kleash.leash import Leash, beta_from_dict
+from kleash.leash import CONTROLLERS, Leash
 
 
 def prompt_indices(num_prompts: int, positions: range, seed: int) -> list[int]:
@@ -23,17 +23,12 @@ def _epoch_order(num_prompts: int, epoch: int, seed: int) -> list[int]:
 
 
 def leash_of(job: RewardJob) -> Leash:
-    """The controller of a job in its initial state."""
-    names = ["beta"]
-    if job.controller != "fixed":
-        names += ["target_nats", "beta_min", "beta_max"]
-    if job.controller == "ziegler":
-        names.append("horizon")
-    settings = {name: getattr(job, name) for name in names}
-    return beta_from_dict({"kind": job.controller, "per": job.target_per, **settings})
+    """The controller of a job in its initial state: its fields are the job's options of the same names."""
+    kind: Any = CONTROLLERS[job.controller]
+    options = {each.name: getattr(job, each.name) for each in fields(kind) if hasattr(job, each.name)}
+    return kind(**options, per=job.target_per)
 
 
 def tightened(leash: Leash, job: Any) -> Leash:
     """The controller with twice its beta, at most the ``beta_max`` of the job or of another run's options."""
-    controller: Any = leash
-    return replace(controller, beta=max(leash.beta, min(2 * leash.beta, job.beta_max)))
+    return replace(leash, beta=max(leash.beta, min(2 * leash.beta, job.beta_max)))

@@ -110,55 +110,60 @@ READERS: Mapping[type, Callable[[str], Any]] = MappingProxyType(
 JSON_NAMES = {list: 'a list as JSON, such as ["a"]', tuple: "a list as JSON", dict: "an object as JSON"}
 
 
-def config_fields(job: TrainJob) -> dict[str, Any]:
-    """The fields of TRL's configuration that a job sets, with values of their types.
+def set_fields(job: TrainJob) -> dict[str, Any]:
+    """The fields of TRL's configuration, and ``lora.`` those of PEFT's, that a job sets, with values of their types.
 
     Raises:
         OptionError: if a field contradicts an option of the job, would break the KL, or has a value of another type.
-        UnknownNameError: if the installed TRL has no such field.
+        UnknownNameError: if the installed library has no such field.
     """
-    assignments = {name: text for name, text in _assignments(job).items() if not name.startswith(LORA)}
-    if not assignments:
-        return {}
-    if job.algorithm not in CONFIGURATIONS:
-        raise OptionError(
-            f"--set {next(iter(assignments))} is a field of TRL, and {job.algorithm} is kleash's own; it takes fields "
-            "of its LoRA adapter, lora.FIELD=VALUE"
-        )
-    return _values(job, assignments, _configuration(job), "")
-
-
-def lora_fields(job: TrainJob) -> dict[str, Any]:
-    """The fields of PEFT's LoraConfig that a job sets; raises as ``config_fields`` does."""
-    assignments = {
-        name.removeprefix(LORA): text for name, text in _assignments(job).items() if name.startswith(LORA)
-    }
-    if not assignments:
-        return {}
-    if not job.lora_rank:
-        raise OptionError(f"--set {LORA}{next(iter(assignments))} needs an adapter: give --lora-rank")
-    return _values(job, assignments, import_extra("peft", "models").LoraConfig, LORA)
+    values: dict[str, Any] = {}
+    for name, text in _assignments(job).items():
+        configuration = _configuration(job, name)
+        hints = get_type_hints(configuration)
+        known = {field.name: hints[field.name] for field in fields(configuration) if field.init}
+        hint = look_up(known, name.removeprefix(LORA), f"field of {configuration.__name__}")
+        reason = _refusal(job, name)
+        if reason is not None:
+            raise OptionError(f"--set {name}: {reason}")
+        values[name] = _value(name, text, hint)
+    return values
 
 
 def trl_config(job: TrainJob, **arguments: Any) -> Any:
     """TRL's configuration of the job's algorithm: ``arguments``, and in their place what the job sets by name.
 
     Raises:
-        OptionError, UnknownNameError: as ``config_fields``; OptionError also if TRL refuses the values.
+        OptionError, UnknownNameError: as ``set_fields``; OptionError also if TRL refuses the values.
     """
-    settings = {**arguments, **config_fields(job)}
+    values = {name: value for name, value in set_fields(job).items() if not name.startswith(LORA)}
+    settings = {**arguments, **values}
     held_out = [name for name in ("eval_prompts", "eval_pairs") if getattr(job, name, None) is not None]
     if settings.get("eval_strategy", "no") != "no" and not held_out:
         raise OptionError(
             "--set eval_strategy needs what is held out: --eval-prompts (grpo and rloo) or --eval-pairs (dpo)"
         )
     try:
-        return _configuration(job)(**settings)
+        return getattr(import_extra("trl", "trl"), CONFIGURATIONS[job.algorithm])(**settings)
     except (ValueError, TypeError, ImportError) as error:
         raise OptionError(f"TRL refuses the values of --set: {summarise_error(error)}") from error
 
 
-def _configuration(job: TrainJob) -> Any:
+def _configuration(job: TrainJob, name: str) -> Any:
+    """The class that has a field: PEFT's LoraConfig, or TRL's configuration of the job's algorithm.
+
+    Raises:
+        OptionError: if the job makes no such configuration.
+    """
+    if name.startswith(LORA):
+        if not job.lora_rank:
+            raise OptionError(f"--set {name} needs an adapter: give --lora-rank")
+        return import_extra("peft", "models").LoraConfig
+    if job.algorithm not in CONFIGURATIONS:
+        raise OptionError(
+            f"--set {name} is a field of TRL, and {job.algorithm} is kleash's own; it takes fields of its LoRA "
+            "adapter, lora.FIELD=VALUE"
+        )
     return getattr(import_extra("trl", "trl"), CONFIGURATIONS[job.algorithm])
 
 
@@ -173,22 +178,6 @@ def _assignments(job: TrainJob) -> dict[str, str]:
             raise OptionError(f"--set {name} is given twice: {assignments[name]} and {text}")
         assignments[name] = text
     return assignments
-
-
-def _values(
-    job: TrainJob, assignments: Mapping[str, str], configuration: type, prefix: str
-) -> dict[str, Any]:
-    """The values of the assignments by the types of the configuration's fields."""
-    hints = get_type_hints(configuration)
-    known = {field.name: hints[field.name] for field in fields(configuration) if field.init}
-    values: dict[str, Any] = {}
-    for name, text in assignments.items():
-        hint = look_up(known, name, f"field of {configuration.__name__}")
-        reason = _refusal(job, prefix + name)
-        if reason is not None:
-            raise OptionError(f"--set {prefix}{name}: {reason}")
-        values[name] = _value(prefix + name, text, hint)
-    return values
 
 
 def _refusal(job: TrainJob, name: str) -> str | None:

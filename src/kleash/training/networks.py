@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from kleash.models import Loading, Pair, StoredReference, load_beside, load_pair
 from kleash.models.adapters import check_adapter, find_rule
 from kleash.models.compat import find_backbone
 from kleash.models.live_models import current_head
-from kleash.training.library_fields import lora_fields
+from kleash.training.library_fields import LORA, set_fields
 
 TAKES_ADAPTERS = ("grpo", "rloo", "dpo")
 """Algorithms whose policy and reference may be adapters."""
@@ -79,7 +78,7 @@ def load_networks(
     }
     loading = Loading(dtype=job.dtype, device=device, trust_remote_code=job.trust_remote_code)
     pair = _load_pair(bases["policy"], bases.get(role), stored, loading)
-    lora = lora_settings(job.lora_rank, pair.policy.network, lora_fields(job)) if job.lora_rank else None
+    lora = lora_settings(job, pair.policy.network) if job.lora_rank else None
     has_whole_base = lora is not None and not _changes_base(lora)
     is_same = pair.policy.is_same_as(pair.reference)
     shares_network = is_same and role == "reference" and has_whole_base and not has_adapters
@@ -158,16 +157,15 @@ def with_adapter(network: Any, checkpoint: Checkpoint, *, is_trainable: bool = F
     return wrapper if is_trainable else wrapper.get_base_model()
 
 
-def lora_settings(rank: int, network: Any, fields: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """The configuration of a LoRA adapter, on every linear layer except the head and routers unless ``fields`` say so.
+def lora_settings(job: TrainJob, network: Any) -> Any:
+    """The configuration of a job's LoRA adapter, on every linear layer except the head and routers unless it says so.
 
     Args:
-        rank: of its matrices.
+        job: its rank, and the fields of PEFT's LoraConfig that it sets.
         network: the policy.
-        fields: further fields of PEFT's LoraConfig, in place of those that are chosen here.
 
     Raises:
-        OptionError: if PEFT refuses a field.
+        OptionError: if a field is refused, by kleash or by PEFT.
     """
     # PEFT cannot run an adapter on a layer that returns more than its product, such as the router of Llama 4.
     routers = [
@@ -178,13 +176,14 @@ def lora_settings(rank: int, network: Any, fields: Mapping[str, Any] = MappingPr
         and type(module).__module__.startswith("transformers.models.")
     ]
     chosen = {
-        "lora_alpha": LORA_SCALE * rank,
+        "lora_alpha": LORA_SCALE * job.lora_rank,
         "target_modules": "all-linear",
         "exclude_modules": routers or None,
     }
+    values = {name.removeprefix(LORA): x for name, x in set_fields(job).items() if name.startswith(LORA)}
     try:
         return import_extra("peft", "models").LoraConfig(
-            r=rank, lora_dropout=0.0, task_type="CAUSAL_LM", **{**chosen, **fields}
+            r=job.lora_rank, lora_dropout=0.0, task_type="CAUSAL_LM", **{**chosen, **values}
         )
     except (ValueError, TypeError, ImportError) as error:
         raise OptionError(f"PEFT refuses the values of --set lora.…: {summarise_error(error)}") from error

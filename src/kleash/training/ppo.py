@@ -31,7 +31,7 @@ from kleash.models.pair_loading import resolve_device
 from kleash.sources.sequences import batch_by_length
 from kleash.store import TrainingResult
 from kleash.store.training_folder import CHECKPOINTS, POLICY
-from kleash.training.checkpoints import TrainingState, checkpoint_of, replaced_folder, restore_last, save
+from kleash.training.checkpoints import TrainingState, replaced_folder, restore_last, save
 from kleash.training.job_schedule import leash_of, prompt_indices, tightened
 from kleash.training.networks import ActorCritic, load_networks
 from kleash.training.ppo_loss import (
@@ -48,6 +48,7 @@ from kleash.training.response_metrics import (
     Response,
     explained_variance,
     gather_object,
+    of_first_process,
     response_metrics,
     to_samples,
 )
@@ -77,18 +78,11 @@ def train_ppo(job: PPOJob, run_log: RunLog | None) -> TrainingResult:
     check_rewards(job.rewards, job.source, job.limit, job)  # before any model is loaded
     run = set_up(job)
     prompts = read_prompts(job.source, run.networks.pair, limit=job.limit, columns=True, reading=job)
-    root, notes = Path(str(job.out)), [*run.networks.pair.notes]
-    progress = TrainingState(leash=leash_of(job).to_dict(), learning_rate=job.learning_rate)
+    root = Path(str(job.out))
     restored = restore_last(root / CHECKPOINTS, run.accelerator) if job.resume else None
-    if restored is not None:
-        progress = restored
-        notes += [
-            f"going on after step {progress.step}, from {checkpoint_of(root / CHECKPOINTS, progress.step)}"
-        ]
+    progress = restored or TrainingState(leash=leash_of(job).to_dict(), learning_rate=job.learning_rate)
     if run_log is not None:
-        run_log.begin(progress.step)
-        for note in notes:
-            run_log.note(note)
+        run_log.begin(progress.step, run.networks.pair.notes)
     while progress.step < job.steps and progress.stopped is None:
         progress = one_step(run, prompts, progress, run_log)
         ended = progress.step == job.steps or progress.stopped is not None
@@ -150,7 +144,7 @@ def one_step(
         samples, reason = to_samples(responses), beta_reason(leash, next_leash, kl)
         advice = run_log.step(step, metrics, samples, events, reason)
     after = replace(progress, step=step, leash=next_leash.to_dict(), metrics=metrics)
-    return apply_advice(after, gather_object([advice])[0] or Advice(), job)
+    return apply_advice(after, of_first_process(advice) or Advice(), job)
 
 
 def apply_advice(progress: TrainingState, advice: Advice, job: PPOJob) -> TrainingState:
@@ -204,7 +198,7 @@ def roll_out(run: "Run", prompts: Sequence[Prompt], step: int) -> Rollout:
     """
     job = run.job
     rank, world_size = run.accelerator.process_index, run.accelerator.num_processes
-    count = responses_of_step(job)
+    count = job.responses_per_step
     indices = range(count * rank // world_size, count * (rank + 1) // world_size)
     sequences = draw(run, prompts, indices, step)
     rewards = run.rewards.of(sequences)
@@ -234,17 +228,12 @@ def roll_out(run: "Run", prompts: Sequence[Prompt], step: int) -> Rollout:
     )
 
 
-def responses_of_step(job: PPOJob) -> int:
-    """The number of responses of a step, over all processes."""
-    return job.prompts_per_step * job.samples_per_prompt
-
-
 def draw(run: "Run", prompts: Sequence[Prompt], indices: range, step: int) -> list[TokenSequence]:
     """Generate the responses with these indices; the draws are keyed by the seed and a response's number in the run."""
     job, samples = run.job, run.job.samples_per_prompt
     positions = range((step - 1) * job.prompts_per_step, step * job.prompts_per_step)
     chosen = prompt_indices(len(prompts), positions, job.seed)
-    first = (step - 1) * responses_of_step(job)
+    first = (step - 1) * job.responses_per_step
     numbered = [replace(prompts[chosen[index // samples]], copy=first + index) for index in indices]
     sampling = Sampling(max_new_tokens=job.max_new_tokens, temperature=job.temperature, seed=job.seed)
     with torch.no_grad(), run.autocast():
@@ -461,7 +450,7 @@ def set_up(job: PPOJob) -> Run:
     """
     accelerate = import_extra("accelerate", "train")
     accelerator = accelerate.Accelerator(cpu=resolve_device(job.device, None).type == "cpu")
-    require_replicas(accelerator, responses_of_step(job))
+    require_replicas(accelerator, job.responses_per_step)
     accelerate.utils.set_seed(job.seed % 2**32)
     networks = ActorCritic(load_networks(job, job.reference_name, device=str(accelerator.device)))
     trained = torch.nn.ParameterList(x for x in networks.parameters() if x.requires_grad)

@@ -49,6 +49,11 @@ def gather_object(parts: list[Any]) -> list[Any]:
     return import_extra("accelerate.utils", "models").gather_object(parts)
 
 
+def of_first_process(value: Any) -> Any:
+    """The object of rank 0. A collective."""
+    return gather_object([value])[0]
+
+
 def response_metrics(responses: Sequence[Response], beta: float) -> dict[str, float]:
     """Metrics of rewards, entropy and lengths, and of KL(policy || reference) as far as the responses have columns.
 
@@ -98,6 +103,7 @@ def _exact_metrics(
 ) -> dict[str, float]:
     """Metrics of the exact KL of each token."""
     sums = np.array([response.kl for response in responses])
+    label = np.unique(clusters, return_inverse=True)[1]
     token_kl = column_of(responses, "token_kl")
     largest = [response.tokens["token_kl"].max(initial=0.0) for response in responses]
     return {
@@ -107,7 +113,7 @@ def _exact_metrics(
         "kl/top_percent_share": top_share(token_kl),
         "kl/max_token": float(token_kl.max()),
         "kl/max_token_per_sequence": float(np.mean(largest)),
-        "kl/max_prompt": max_prompt_kl(sums, clusters),
+        "kl/max_prompt": float((np.bincount(label, weights=sums) / np.bincount(label)).max()),
     }
 
 
@@ -162,17 +168,6 @@ def top_share(token_kl: Float[np.ndarray, " tokens"]) -> float:
     count = max(1, round(TOP_SHARE * len(token_kl)))
     total = token_kl.sum()
     return float(np.sort(token_kl)[-count:].sum() / total) if 0 < total < np.inf else float("nan")
-
-
-def max_prompt_kl(sums: Float[np.ndarray, " responses"], prompt_hashes: np.ndarray) -> float:
-    """The largest mean over the responses to one prompt of their KL.
-
-    Args:
-        sums: KL of each response, in nats.
-        prompt_hashes: of each response's prompt, ``[responses]``.
-    """
-    _, label = np.unique(prompt_hashes, return_inverse=True)
-    return float((np.bincount(label, weights=sums) / np.bincount(label)).max())
 
 
 def to_samples(responses: Sequence[Response]) -> list[Sample]:

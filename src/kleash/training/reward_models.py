@@ -53,7 +53,32 @@ def load_reward_model(
     Raises:
         ModelError: if it cannot be loaded completely, is an adapter, or does not have exactly one label.
     """
-    return _RewardModel(name, *_load(name, device, dtype), batch_tokens).scores
+    transformers = import_extra("transformers", "models")
+    checkpoint = find_checkpoint(name, role="reward model")
+    title = f"the reward model {name}"
+    if checkpoint.adapter is not None:
+        raise ModelError(f"{title} is an adapter; merge it into its base, and save that")
+    resolved_device = resolve_device(device, None)
+    with suppress_library_output():
+        tokenizer = load_tokenizer(checkpoint, False)
+        kind = transformers.AutoModelForSequenceClassification
+        with loading(checkpoint):
+            config = transformers.AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
+            check_stored_types(checkpoint, None)
+            check_network_size(checkpoint, config, kind.from_config)
+            network, report = kind.from_pretrained(
+                checkpoint.folder,
+                dtype=resolve_dtype(dtype, resolved_device),
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+    check_complete(report, title, "; give a model that was trained for sequence classification")
+    if network.config.num_labels != 1:
+        raise ModelError(
+            f"{title} has {network.config.num_labels} labels; a reward is one number, so give one with 1"
+        )
+    return _RewardModel(name, network.to(resolved_device).eval(), tokenizer, batch_tokens).scores
 
 
 class _RewardModel(NamedTuple):
@@ -89,33 +114,3 @@ class _RewardModel(NamedTuple):
                 "lower --max-new-tokens, or take shorter prompts"
             )
         return tokens
-
-
-def _load(name: str, device: str, dtype: str) -> tuple[Any, Any]:
-    """The network and the tokenizer of a reward model."""
-    transformers = import_extra("transformers", "models")
-    checkpoint = find_checkpoint(name, role="reward model")
-    title = f"the reward model {name}"
-    if checkpoint.adapter is not None:
-        raise ModelError(f"{title} is an adapter; merge it into its base, and save that")
-    resolved_device = resolve_device(device, None)
-    with suppress_library_output():
-        tokenizer = load_tokenizer(checkpoint, False)
-        kind = transformers.AutoModelForSequenceClassification
-        with loading(checkpoint):
-            config = transformers.AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
-            check_stored_types(checkpoint, None)
-            check_network_size(checkpoint, config, kind.from_config)
-            network, report = kind.from_pretrained(
-                checkpoint.folder,
-                dtype=resolve_dtype(dtype, resolved_device),
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
-    check_complete(report, title, "; give a model that was trained for sequence classification")
-    if network.config.num_labels != 1:
-        raise ModelError(
-            f"{title} has {network.config.num_labels} labels; a reward is one number, so give one with 1"
-        )
-    return network.to(resolved_device).eval(), tokenizer

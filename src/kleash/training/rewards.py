@@ -280,7 +280,7 @@ def load_rewards(
         seen[name] += 1
         function = (
             RewardFunction.of(resolve_function(what, "a reward"))
-            if _is_function(what)
+            if is_function(what)
             else load_reward_model(what, device=device, dtype=dtype, batch_tokens=batch_tokens)
         )
         numbered = name if seen[name] == 1 else f"{name}-{seen[name]}"
@@ -299,7 +299,7 @@ def check_rewards(
         OptionError, UnknownNameError, MissingExtraError, CannotRunError, SourceError: as ``load_rewards`` and
             ``RewardFunction.require_columns``.
     """
-    paths = [what for _, what in map(weight_of, specs) if _is_function(what)]
+    paths = [what for _, what in map(weight_of, specs) if is_function(what)]
     functions = {path: RewardFunction.of(resolve_function(path, "a reward")) for path in paths}
     columns = list(count_columns(source, limit, reading)) if functions else []
     for path, function in functions.items():
@@ -323,7 +323,7 @@ def require_scored(parts: Mapping[str, Float64[np.ndarray, " responses"]], names
         )
 
 
-def _is_function(what: str) -> bool:
+def is_function(what: str) -> bool:
     """Whether a reward is a function; False if it is a model.
 
     Raises:

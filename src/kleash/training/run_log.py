@@ -120,8 +120,12 @@ class RunLog:
         self._warned = False
         """Whether the warning about few prompts per step was shown."""
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, notes: Sequence[str] = ()) -> None:
         """Start after ``step``, the step of the checkpoint; 0 for a new run. Models and prompts are read by then.
+
+        Args:
+            step: the last one that stays in the log.
+            notes: what is shown, such as the notes about the models.
 
         Raises:
             ChangedInputError: if a file of models or prompts is no longer the one whose hash is in the run's header.
@@ -139,6 +143,9 @@ class RunLog:
                 "folder again, or begin again in another --out"
             )
         self._trackers = open_trackers(self.job.report_to, self.job.settings(), self.folder, after=step)
+        resumed = [f"going on after step {step}"] if step else []
+        for note in (*notes, *resumed):
+            self.display.note(note)
 
     def step(
         self,
@@ -177,7 +184,7 @@ class RunLog:
         append_step(self.folder, record, spread_sample(samples), means_by_prompt(samples, held_out))
         self.history.append(record)
         for warning in () if self._warned else step_warnings(values):
-            self.note(warning)
+            self.display.note(warning)
             self._warned = True
         named = {spelt(name, self.job.metric_names): value for name, value in values.items()}
         for tracker in tuple(self._trackers):
@@ -187,12 +194,12 @@ class RunLog:
                 f"did not get step {step} and gets no further ones",
             )
         self.display.stepped(record)
+        return self.advice(alerts)
+
+    def advice(self, alerts: tuple[HackingAlert, ...]) -> Advice:
+        """The response to the alerts of a step, as the job's ``on_hacking`` says; some alerts only inform."""
         acts = any(alert.acts for alert in alerts) and self.job.on_hacking != "warn"
         return Advice(alerts=alerts, act=self.job.on_hacking if acts else None)
-
-    def note(self, sentence: str) -> None:
-        """Show a note, such as the checkpoint that the run resumes from."""
-        self.display.note(sentence)
 
     def close(self) -> None:
         """Close the trackers."""

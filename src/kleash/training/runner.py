@@ -25,8 +25,8 @@ from kleash.store.cache import cache_fingerprint
 from kleash.store.file_hashes import watching_files
 from kleash.store.job_folder import KIND_OF_FINGERPRINT, RunHeader
 from kleash.store.steps import held_out
-from kleash.training.library_fields import config_fields, lora_fields
-from kleash.training.rewards import weight_of
+from kleash.training.library_fields import set_fields
+from kleash.training.rewards import is_function, weight_of
 from kleash.training.run_log import Display, RunLog
 from kleash.version import __version__
 
@@ -50,14 +50,13 @@ def run_job(job: TrainJob, trainer: Trainer, display: Display | None = None) -> 
     with watching_files(), threads_for([*models_of(job).values()], device=job.device) as note:
         if launched_rank() != 0:
             return trainer(job, None)
-        for fields_of in (config_fields, lora_fields):  # their errors come before the folder is made
-            fields_of(job)
+        set_fields(job)  # whose errors come before the folder is made
         folder = TrainingFolder(Path(str(job.out)))
         folder.check(resume=job.resume)
         with folder.writing(header_of(job), resume=job.resume):
             run_log = RunLog(folder.root, job, display=display)
             if note is not None:
-                run_log.note(note)
+                run_log.display.note(note)
             try:
                 result = trainer(job, run_log)
             except KeyboardInterrupt as stop:
@@ -122,10 +121,10 @@ def header_of(job: TrainJob) -> RunHeader:
     if isinstance(job, DistillJob) and job.teacher_cache is not None:
         fingerprints["teacher cache"] = cache_fingerprint(Path(job.teacher_cache))
     for _, reward in map(weight_of, getattr(job, "rewards", ())):
-        if Path(reward).is_dir() or ":" not in reward:
-            fingerprints[f"reward model {reward}"] = find_checkpoint(reward).fingerprint()
-        else:
+        if is_function(reward):
             fingerprints[f"reward {reward}"] = source_fingerprint(reward)
+        else:
+            fingerprints[f"reward model {reward}"] = find_checkpoint(reward).fingerprint()
     return RunHeader(
         kleash=__version__,
         settings=job.settings(),

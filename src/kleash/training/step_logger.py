@@ -16,7 +16,7 @@ from kleash.store.job_folder import RunHeader
 from kleash.store.metrics import METRICS, PART
 from kleash.store.steps import read_prompt_means
 from kleash.training.job_schedule import tightened
-from kleash.training.response_metrics import gather_object
+from kleash.training.response_metrics import of_first_process
 from kleash.training.run_log import Advice, LogOptions, RunLog, stopped_by
 from kleash.training.runner import finish
 from kleash.version import __version__
@@ -88,12 +88,13 @@ class StepLogger(AttachedCallback):
 
     def was_stopped(self, trl_step: int) -> bool:
         """Whether the hacking monitor stopped the run at this step of TRL; if so, sets the outcome. A collective."""
-        step, stopped = trl_step // self.trl_steps_per_step, None
-        if self.run_log is not None and self.job.on_hacking == "stop":
+        step, advice = trl_step // self.trl_steps_per_step, Advice()
+        if self.run_log is not None:
             records = read_steps(self.run_log.folder)
-            alerts = next((record.alerts for record in records if record.step == step), ())
-            stopped = stopped_by(alerts, step) if alerts else None
-        self.stopped = _of_first_process(stopped)
+            advice = self.run_log.advice(next((each.alerts for each in records if each.step == step), ()))
+        advice = of_first_process(advice)
+        if advice.act == "stop":
+            self.stopped = stopped_by(advice.alerts, step)
         return self.stopped is not None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -101,15 +102,11 @@ class StepLogger(AttachedCallback):
         super().on_train_begin(args, state, control, **more)
         self._trl_step, self.step = state.global_step, state.global_step // self.trl_steps_per_step
         if self.run_log is not None:
-            self.run_log.begin(self.step)
+            self.run_log.begin(self.step, self.notes)
             if self.recorder is not None:  # whose best evaluation is that of the run so far
                 for record in read_prompt_means(self.run_log.folder):
                     if "eval/reward" in record.means:
                         self.recorder.change_from_best(record.means["eval/reward"])
-            for note in self.notes:
-                self.run_log.note(note)
-            if self.step:
-                self.run_log.note(f"going on after step {self.step}")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Take the beta of the step, which TRL's own trainers do not log."""
@@ -176,7 +173,7 @@ class StepLogger(AttachedCallback):
                 events = [] if controller.controller.event is None else [controller.controller.event]
             advice = self.run_log.step(self.step, metrics, samples, events, reason, held_out)
         self.metrics, self._trl_step = metrics, state.global_step
-        self._carry_out(_of_first_process(advice) or Advice(), control)
+        self._carry_out(of_first_process(advice) or Advice(), control)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the checksums of a new checkpoint, once every process has written its part."""
@@ -238,7 +235,7 @@ class FolderLog(StepLogger):
             more: further arguments of ``StepLogger``.
         """
         super().__init__(options, None, **more)
-        self.folder, self.options, self.algorithm = TrainingFolder(folder), options, algorithm
+        self.folder, self.algorithm = TrainingFolder(folder), algorithm
         self._open = ExitStack()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -257,10 +254,10 @@ class FolderLog(StepLogger):
                     "trainer.train(resume_from_checkpoint=True), or give attach another out="
                 )
             header = RunHeader(
-                kleash=__version__, settings=self.options.settings(), source_sha256="", fingerprints={}
+                kleash=__version__, settings=self.job.settings(), source_sha256="", fingerprints={}
             )
             self._open.enter_context(self.folder.writing(header, resume=resume))
-            self.run_log = RunLog(self.folder.root, self.options)
+            self.run_log = RunLog(self.folder.root, self.job)
             self._open.callback(self.run_log.close)
         super().on_train_begin(args, state, control, **more)
 
@@ -282,8 +279,3 @@ def drift_names(monitor: str, kl: str) -> dict[str, str]:
     """Metric of a DriftMonitor of this name -> the metric of kleash, whose name begins with ``kl``."""
     ends = [f"_per_{per}{suffix}" for per in ("sequence", "token") for suffix in ("", "_error")]
     return {**{f"{monitor}/kl{end}": f"{kl}{end}" for end in ends}, f"{monitor}/seconds": "time/drift"}
-
-
-def _of_first_process(value: Any) -> Any:
-    """The object of rank 0. A collective."""
-    return gather_object([value])[0]

@@ -35,7 +35,6 @@ class BetaController(AttachedCallback, ExportableState):
         self.controller, self.metric, self.attribute = controller, metric, attribute
         self.since = 0
         """The step of the last update of the controller; 0 before the first."""
-        self._changed = False
         self.reason: str | None = None
         """The reason for the last change of beta; None if the last measurement did not change it."""
 
@@ -96,15 +95,14 @@ class BetaController(AttachedCallback, ExportableState):
         self.reason = beta_reason(before, self.controller, kl)
         if self.reason is not None:
             LOG.info("step %d: %s", state.global_step, self.reason)
-        self.since, self._changed = state.global_step, True
+        self.since = state.global_step
         setattr(self.trainer, self.attribute, self.controller.beta)
         if self.controller.event is not None:
             LOG.warning("beta at step %d: %s", state.global_step, self.controller.event)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Log beta after a change."""
-        if self._changed:
-            self._changed = False
+        if 0 < self.since == state.global_step:
             event = float(self.controller.event is not None)
             self.log_metrics(control, {"beta": self.controller.beta, "beta/event": event})
 

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
-from kleash.errors import ModelError, OptionError
+from kleash.errors import ModelError
 from kleash.extras import import_extra
 from kleash.integrations.trainer.callback import AttachedCallback
+from kleash.leash.controller_base import KL_UNITS
 from kleash.measuring import Drift
 from kleash.measuring.drift import DriftPart, draw_drift, drift_of
 from kleash.measuring.live_pair import live_pair, load_beside_live
@@ -22,6 +23,7 @@ from kleash.models import (
     tokenise_prompts,
     turns_of,
 )
+from kleash.registry import require_above, require_at_least, require_choice
 
 LOG = logging.getLogger(__name__)
 
@@ -70,7 +72,10 @@ class DriftMonitor(AttachedCallback):
         Raises:
             OptionError: if an option is out of range.
         """
-        _check(every, per, stop_at_nats)
+        require_at_least(1, every=every)
+        require_choice(KL_UNITS, per=per)
+        if stop_at_nats is not None:
+            require_above(0.0, stop_at_nats=stop_at_nats)
         self.prompts, self.reference, self.limit, self.name = prompts, reference, limit, name
         self.sampling = sampling or Sampling(max_new_tokens=64)
         self.every, self.batch_tokens = every, batch_tokens
@@ -100,12 +105,16 @@ class DriftMonitor(AttachedCallback):
             NonFiniteError: if a model gives NaN or infinities.
         """
         self.require_trainer()
-        network = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        reference = self._reference_network()
-        with at_rest(network, *([] if reference is None else [reference])):
-            pair = self._pair(network, reference)
+        networks = self._networks()
+        load = self._load if isinstance(self.reference, str) else None
+        with at_rest(*networks.values()):
+            pair = in_lockstep(live_pair(networks, _tokenizer(self.trainer), load))
             if self._parsed_prompts is None:
-                self._parsed_prompts = self._read(pair)
+                self._parsed_prompts = (
+                    read_prompts(self.prompts, pair, limit=self.limit)
+                    if isinstance(self.prompts, str)
+                    else tokenise_prompts(self.prompts[: self.limit], pair)
+                )
             rank, world_size = self.trainer.accelerator.process_index, self.trainer.accelerator.num_processes
             prompts = self._parsed_prompts[rank::world_size]
             with turns_of(pair, self.sampling.temperature or 1.0):
@@ -141,39 +150,17 @@ class DriftMonitor(AttachedCallback):
             LOG.warning(self.stopped)
             control.should_training_stop = True
 
-    def _reference_network(self) -> Any:
-        """The reference if it is a separate network in memory; otherwise None."""
-        if self.reference is not None:
-            return None if isinstance(self.reference, str) else self.reference
-        ref_model = getattr(self.trainer, "ref_model", None)
-        return None if ref_model is None else self.trainer.accelerator.unwrap_model(ref_model)
-
-    def _pair(self, network: Any, reference_network: Any) -> Pair:
-        networks = {
-            "policy": network,
-            **({} if reference_network is None else {"reference": reference_network}),
-        }
-        load = self._load if isinstance(self.reference, str) else None
-        return in_lockstep(live_pair(networks, _tokenizer(self.trainer), load))
+    def _networks(self) -> dict[str, Any]:
+        """The networks in memory by role: the policy, and the reference if it is a network of its own."""
+        reference = getattr(self.trainer, "ref_model", None) if self.reference is None else self.reference
+        networks = {"policy": self.trainer.model, "reference": reference}
+        unwrap = self.trainer.accelerator.unwrap_model
+        return {role: unwrap(x) for role, x in networks.items() if x is not None and not isinstance(x, str)}
 
     def _load(self, policy: Model) -> Pair:
         if self._loaded_pair is None:
             self._loaded_pair = load_beside_live(policy, "reference", self.reference)
         return self._loaded_pair
-
-    def _read(self, pair: Pair) -> list[Prompt]:
-        if isinstance(self.prompts, str):
-            return read_prompts(self.prompts, pair, limit=self.limit)
-        return tokenise_prompts(self.prompts[: self.limit], pair)
-
-
-def _check(every: int, per: str, stop_at_nats: float | None) -> None:
-    if every < 1:
-        raise OptionError(f"every is {every}; give a number of steps, at least 1")
-    if per not in ("sequence", "token"):
-        raise OptionError(f"a budget is per sequence or per token, not per {per}")
-    if stop_at_nats is not None and not stop_at_nats > 0:
-        raise OptionError(f"stop_at_nats is {stop_at_nats}; give a budget above 0, or None")
 
 
 def _tokenizer(trainer: Any) -> Any:

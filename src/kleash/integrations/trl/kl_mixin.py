@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -17,12 +17,7 @@ from kleash.integrations.trl.forward_capture import ForwardCapture, ForwardPass
 from kleash.integrations.trl.sampling_settings import require_policy_samples
 from kleash.integrations.trl.terms import LOSS_TYPES, UpdateSize, kl_term
 from kleash.kl_rules import default_scope
-from kleash.linear import (
-    Head,
-    LinearOptions,
-    linear_kl,
-    linear_kl_loss,
-)
+from kleash.linear import Head, LinearLoss, LinearOptions, linear_kl, linear_kl_loss
 from kleash.losses import future_kl_loss
 from kleash.sources.sequences import hash_tokens
 from kleash.uncertainty import clustered_mean
@@ -33,15 +28,6 @@ REFERENCE_LOGP = "ref_per_token_logps"
 BEHAVIOUR_LOGP = "kleash_behaviour_logps"
 TOKEN_KL = "kleash_token_kl"
 """Entries of a generated batch that the trainers read or add."""
-
-
-class MicroBatchKL(NamedTuple):
-    """The KL term of a micro-batch."""
-
-    loss: Float[Tensor, ""]
-    """Its contribution to the loss of the update, without beta; with gradient."""
-    per_token: Float[Tensor, "batch time"]
-    """The KL of each token times its importance weight, detached; 0 where masked."""
 
 
 ResponseKL: TypeAlias = tuple[str, float, int]
@@ -132,7 +118,6 @@ class KLMixin(ForwardCapture):
             for name, function in zip(self.reward_func_names, self.reward_funcs, strict=True)
         ]
         self._kl_rows: list[ResponseKL] = []
-        self._measures_exact = False
         self._linear_options = linear_options
         self._term = kl_term(
             kl=kl,
@@ -145,6 +130,8 @@ class KLMixin(ForwardCapture):
             off_policy=self._is_off_policy,
         )
         self._is_exact = kl == "exact"
+        self._captures = self._is_exact
+        """Whether the hidden states of the passes are needed."""
         require_policy_samples(self._term, self)
         if self._is_exact:
             self._read_head_layouts()
@@ -175,12 +162,7 @@ class KLMixin(ForwardCapture):
             CannotRunError: if a model does not come apart into hidden states and a head.
         """
         self._read_head_layouts()
-        self._measures_exact = True
-
-    @property
-    def _captures(self) -> bool:
-        """Whether the hidden states of the passes are needed."""
-        return self._measures_exact or self._is_exact
+        self._captures = True
 
     def _keep_reference(self, output: dict[str, Any], reference: ForwardPass) -> None:
         """Keep what the KL needs of the reference's pass in the generated batch."""
@@ -194,7 +176,7 @@ class KLMixin(ForwardCapture):
         with self._parent_beta(0.0), self._record_passes(hidden=self._captures) as passes:
             loss = super()._compute_loss(model, inputs)
         mask = response_mask(inputs)
-        if self._measures_exact and not self._is_exact and TOKEN_KL not in inputs:
+        if self._captures and not self._is_exact and TOKEN_KL not in inputs:
             self._keep_exact_kl(passes[0], inputs, mask)  # once for each response
         if self._term.place == "reward":
             return loss
@@ -232,8 +214,11 @@ class KLMixin(ForwardCapture):
 
     def _micro_batch_kl(
         self, policy_pass: ForwardPass, inputs: dict[str, Any], mask: Tensor, token_weights: Tensor
-    ) -> MicroBatchKL:
-        """The KL term of a micro-batch, from the policy's pass and the stored columns of the reference's."""
+    ) -> LinearLoss:
+        """The KL term of a micro-batch, from the policy's pass and the stored columns of the reference's.
+
+        Its contribution to the loss of the update, without beta; and the KL of each token times its importance weight.
+        """
         behaviour, ratios = None, None
         if self._term.ratio != "none":
             behaviour = self._behaviour_logp(inputs)
@@ -248,7 +233,7 @@ class KLMixin(ForwardCapture):
         per_token = self._term.per_token(
             policy_pass.logp, inputs[REFERENCE_LOGP], mask, behaviour_logp=behaviour
         )
-        return MicroBatchKL((token_weights * per_token).sum(), per_token.detach())
+        return LinearLoss((token_weights * per_token).sum(), per_token.detach())
 
     def _exact_kl(
         self,
@@ -257,7 +242,7 @@ class KLMixin(ForwardCapture):
         mask: Tensor,
         token_weights: Tensor,
         ratios: Tensor | None,
-    ) -> MicroBatchKL:
+    ) -> LinearLoss:
         """The exact KL of each response token, from both models' hidden states, as the micro-batch's term."""
         weights = token_weights if ratios is None else token_weights * ratios
         result = linear_kl_loss(
@@ -274,7 +259,7 @@ class KLMixin(ForwardCapture):
         if self._term.scope == "sequence":
             later_kl = future_kl_loss(policy_pass.logp, token_kl, mask, weights=ratios)
             loss = loss + (token_weights * later_kl).sum()
-        return MicroBatchKL(loss, token_kl if ratios is None else token_kl * ratios)
+        return LinearLoss(loss, token_kl if ratios is None else token_kl * ratios)
 
     def _behaviour_logp(self, inputs: dict[str, Any]) -> Tensor | None:
         """Log-probabilities of the tokens when they were drawn; None if the current policy drew them."""

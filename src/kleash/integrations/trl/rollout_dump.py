@@ -13,6 +13,7 @@ from kleash.errors import CannotRunError, OptionError
 from kleash.integrations.trainer.callback import AttachedCallback
 from kleash.integrations.trl.compat import GRPOTrainer, RLOOTrainer
 from kleash.models.live_models import base_network
+from kleash.registry import require_at_least
 
 
 class RolloutDump(AttachedCallback):
@@ -35,8 +36,7 @@ class RolloutDump(AttachedCallback):
         Raises:
             OptionError: if ``every`` is not at least 1.
         """
-        if every < 1:
-            raise OptionError(f"every is the number of steps between two files, at least 1, and not {every}")
+        require_at_least(1, every=every)
         self.folder, self.every = Path(folder), every
         self._next = 0
 

@@ -1,8 +1,7 @@
 """verl beyond its documented interface: the versions known, and every function, method and attribute that is replaced.
 
 Known: verl 0.9; another version is a warning. What is replaced is checked first; a function or argument that is missing
-is a ``CannotRunError`` that names it. The two checkpoint methods are not checked: without them, making a controller
-raises AttributeError.
+is a ``CannotRunError`` that names it.
 
 | of verl | replaced or read for |
 |---|---|
@@ -17,7 +16,6 @@ raises AttributeError.
 | ``utils.ulysses``: ``slice_input_tensor``, ``get_ulysses_sequence_parallel_world_size`` | a rank's positions |
 """
 
-import sys
 import warnings
 from collections.abc import Callable
 from importlib import import_module
@@ -35,10 +33,9 @@ LOSSES = "verl.workers.utils.losses"
 TOP_K_LOSSES = "verl.trainer.distillation.fsdp.losses"
 ULYSSES = "verl.utils.ulysses"
 PADDING = "verl.workers.utils.padding"
+TRAINER = "verl.trainer.ppo.v1.trainer_base"
 RAY_TRAINER = "verl.trainer.ppo.ray_trainer"
 UTILS = "verl.trainer.ppo.utils"
-TRAINERS = {"verl.trainer.ppo.v1.trainer_base": "PPOTrainer", RAY_TRAINER: "RayPPOTrainer"}
-"""Module -> its trainer, whose checkpoints get the controller's state."""
 
 CORE_ATTRIBUTES: dict[str, tuple[str, ...]] = {
     f"{CORE}:kl_penalty_forward": ("logprob", "ref_logprob", "kl_penalty"),
@@ -91,12 +88,6 @@ def need_reference_policy(original: Callable[..., bool], config: Any) -> bool:
             stacklevel=3,
         )
     return original(config)
-
-
-def imported_trainers() -> list[Any]:
-    """The classes of ``TRAINERS`` that are imported."""
-    classes = [getattr(sys.modules.get(module), name, None) for module, name in TRAINERS.items()]
-    return [trainer for trainer in classes if trainer is not None]
 
 
 def response_rows(packed: Tensor, data: Any) -> Tensor:

@@ -1,18 +1,21 @@
 """``install``: replaces verl's KL penalty and controllers in this process, and adds the exact KL to its engine."""
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from types import MappingProxyType
 
 from torch import Tensor
 
 from kleash.divergences import DIVERGENCES
-from kleash.extras import replace_everywhere, wrap_after_import, wrap_once
+from kleash.estimators.sampled import with_k2_gradient
+from kleash.extras import Wrappers, replace_everywhere, wrap_after_import, wrap_once
 from kleash.integrations.verl import penalty
 from kleash.integrations.verl.compat import (
     ENGINE,
     LOSSES,
     RAY_TRAINER,
     TOP_K_LOSSES,
+    TRAINER,
     UTILS,
     apply_kl_penalty,
     import_core,
@@ -20,14 +23,32 @@ from kleash.integrations.verl.compat import (
 )
 from kleash.integrations.verl.distillation import compute_topk_loss
 from kleash.integrations.verl.exact import ExactKL
-from kleash.integrations.verl.kl_controller import KLController, get_kl_controller, save_with_checkpoints
+from kleash.integrations.verl.kl_controller import get_kl_controller, load_checkpoint, save_checkpoint
 from kleash.masking import select_and_call
 from kleash.registry import look_up
 
 __all__ = ["install"]
 
+TOP_K_ARGUMENTS = ("student_logits", "teacher_topk_log_probs", "teacher_topk_ids", "config", "data_format")
 EXACT_KL = ExactKL()
 """The exact KL of this process."""
+EXACT_WRAPPERS: Mapping[str, Wrappers] = MappingProxyType(
+    {
+        ENGINE: {
+            "FSDPEngine.disable_adapter": (("self",), EXACT_KL.disable_adapter),
+            "FSDPEngineWithLMHead.forward_step": (
+                ("micro_batch", "loss_function", "forward_only"),
+                EXACT_KL.forward_step,
+            ),
+            "FSDPEngineWithLMHead.prepare_model_outputs": (
+                ("output", "output_args", "micro_batch", "logits_processor_func"),
+                EXACT_KL.prepare_model_outputs,
+            ),
+        },
+        LOSSES: {"ppo_loss": (("config", "model_output", "data", "dp_group"), EXACT_KL.ppo_loss)},
+    }
+)
+"""Module -> what is wrapped in it for the exact KL."""
 
 
 def install(*, exact: bool = False, top_k_distillation: str | None = None) -> None:
@@ -37,8 +58,8 @@ def install(*, exact: bool = False, top_k_distillation: str | None = None) -> No
       numbers; and ``kl_penalty``, for the gradient of ``+``.
     - ``agg_loss`` and ``apply_kl_penalty`` multiply by the mask: they get 0 at masked tokens, which may be NaN.
     - ``get_kl_controller``, which verl's trainers look up when they call it: ``algorithm.kl_ctrl.type`` may be "pid",
-      "dual" or "ziegler" besides verl's "fixed" and "adaptive" (Ziegler's, here with bounds). The controller's state
-      is saved with verl's checkpoints.
+      "dual" or "ziegler" besides verl's "fixed" and "adaptive" (Ziegler's, here with bounds). Their methods
+      ``_save_checkpoint`` and ``_load_checkpoint`` save and load the controller's state too.
     - ``need_reference_policy``: a warning where the configuration trains no KL.
     - with ``exact``: the FSDP engine and ``ppo_loss``, for ``kl_loss_type=exact``. Every pass of the reference then
       outputs its final hidden states, ``[tokens, dim]``, which verl passes to the update with its data.
@@ -61,24 +82,26 @@ def install(*, exact: bool = False, top_k_distillation: str | None = None) -> No
     core = import_core()
     if top_k_distillation is not None:
         look_up(DIVERGENCES, top_k_distillation, "divergence")
-        arguments = ("student_logits", "teacher_topk_log_probs", "teacher_topk_ids", "config", "data_format")
-        loss = arguments, partial(compute_topk_loss, top_k_distillation)
-        wrap_after_import(TOP_K_LOSSES, {"compute_forward_kl_topk": loss})
-    if exact:
-        _install_exact()
+        loss = partial(compute_topk_loss, top_k_distillation)
+        wrap_after_import(TOP_K_LOSSES, {"compute_forward_kl_topk": (TOP_K_ARGUMENTS, loss)})
+    for module, wrappers in EXACT_WRAPPERS.items() if exact else ():
+        wrap_after_import(module, wrappers)
     core.kl_penalty_forward = _kl_penalty_forward
-    core.get_kl_controller = _controller_saved_with_checkpoints
+    core.get_kl_controller = get_kl_controller
 
     def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
         value = core.kl_penalty_forward(logprob, ref_logprob, kl_penalty.removesuffix("+"))
         is_followed = kl_penalty.endswith("+")
-        return penalty.with_k2_gradient(value, logprob, ref_logprob) if is_followed else value
+        return with_k2_gradient(value, logprob, ref_logprob) if is_followed else value
 
     replace_everywhere(core, "kl_penalty", kl_penalty)
     wrap_once(core, "agg_loss", partial(select_and_call, ("loss_mat", "loss_mask")))
-    rewards = ("data", "kl_ctrl", "kl_penalty"), apply_kl_penalty
+    rewards = (("data", "kl_ctrl", "kl_penalty"), apply_kl_penalty)
     wrap_after_import(RAY_TRAINER, {"apply_kl_penalty": rewards})
     wrap_after_import(UTILS, {"need_reference_policy": (("config",), need_reference_policy)})
+    methods = {"_save_checkpoint": save_checkpoint, "_load_checkpoint": load_checkpoint}
+    for module, trainer in ((TRAINER, "PPOTrainer"), (RAY_TRAINER, "RayPPOTrainer")):
+        wrap_after_import(module, {f"{trainer}.{name}": (("self",), methods[name]) for name in methods})
 
 
 def _kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
@@ -86,23 +109,3 @@ def _kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -
     if EXACT_KL.micro_batch_kl is not None and penalty.NAMES.get(kl_penalty) == "exact":
         return EXACT_KL.micro_batch_kl
     return penalty.kl_penalty(logprob, ref_logprob, kl_penalty)
-
-
-def _controller_saved_with_checkpoints(kl_ctrl: Any) -> KLController:
-    """``get_kl_controller``, whose controllers are saved with the checkpoints of the trainers imported by now."""
-    save_with_checkpoints()
-    return get_kl_controller(kl_ctrl)
-
-
-def _install_exact() -> None:
-    """Wrap verl's engine and loss as soon as they are imported."""
-    step = ("micro_batch", "loss_function", "forward_only"), EXACT_KL.forward_step
-    outputs = ("output", "output_args", "micro_batch", "logits_processor_func")
-    methods = {
-        "FSDPEngine.disable_adapter": (("self",), EXACT_KL.disable_adapter),
-        "FSDPEngineWithLMHead.forward_step": step,
-        "FSDPEngineWithLMHead.prepare_model_outputs": (outputs, EXACT_KL.prepare_model_outputs),
-    }
-    wrap_after_import(ENGINE, methods)
-    loss = ("config", "model_output", "data", "dp_group"), EXACT_KL.ppo_loss
-    wrap_after_import(LOSSES, {"ppo_loss": loss})

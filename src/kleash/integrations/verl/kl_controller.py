@@ -8,8 +8,6 @@ from types import MappingProxyType
 from typing import Any, SupportsFloat
 
 from kleash.errors import OptionError, RunFolderError
-from kleash.extras import wrap_once
-from kleash.integrations.verl.compat import imported_trainers
 from kleash.leash import FixedBeta, StatefulController, beta_from_dict
 from kleash.registry import look_up
 from kleash.store.atomic import write_atomically
@@ -21,7 +19,8 @@ __all__ = [
     "CONTROLLER_TYPES",
     "KLController",
     "get_kl_controller",
-    "save_with_checkpoints",
+    "load_checkpoint",
+    "save_checkpoint",
 ]
 
 CONTROLLER_TYPES: Mapping[str, str] = MappingProxyType(
@@ -86,19 +85,12 @@ def get_kl_controller(kl_ctrl: Any) -> KLController:
     return KLController(beta_from_dict(record))
 
 
-def save_with_checkpoints() -> None:
-    """Make verl's imported trainers save their controller with each checkpoint, and load it when they resume.
+def save_checkpoint(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Write the state of the controller, and save the checkpoint: ``_save_checkpoint`` of verl's trainers.
 
     verl saves no controller, so that after a resume its coefficient starts again at ``kl_coef``. The state is written
     to ``CONTROLLER_FILE`` in the folder of the step, before the trainer writes the rest.
     """
-    for trainer in imported_trainers():
-        wrap_once(trainer, "_save_checkpoint", _save_checkpoint)
-        wrap_once(trainer, "_load_checkpoint", _load_checkpoint)
-
-
-def _save_checkpoint(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Write the state of the controller, and save the checkpoint."""
     controller = getattr(trainer, "kl_ctrl_in_reward", None)
     if isinstance(controller, KLController):
         folder = Path(trainer.config.trainer.default_local_dir) / f"global_step_{trainer.global_steps}"
@@ -110,19 +102,24 @@ def _save_checkpoint(original: Callable[..., Any], trainer: Any, *args: Any, **k
     return original(trainer, *args, **kwargs)
 
 
-def _load_checkpoint(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Load the checkpoint, and restore the state of a resumed controller; a fixed beta is that of the configuration."""
+def load_checkpoint(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Load the checkpoint, and restore the state of the controller: ``_load_checkpoint`` of verl's trainers.
+
+    A fixed beta is that of the configuration.
+    """
     result = original(trainer, *args, **kwargs)
     controller = getattr(trainer, "kl_ctrl_in_reward", None)
-    if isinstance(controller, KLController) and not isinstance(controller.leash, FixedBeta):
+    if (
+        trainer.global_steps > 0
+        and isinstance(controller, KLController)
+        and not isinstance(controller.leash, FixedBeta)
+    ):
         _load_state(controller, trainer)
     return result
 
 
 def _load_state(controller: KLController, trainer: Any) -> None:
-    """Restore the state of a controller from the folder that the trainer resumes from, if it does."""
-    if trainer.global_steps == 0:
-        return
+    """Restore the state of a controller from the folder that the trainer resumes from."""
     settings = trainer.config.trainer
     folder = settings.resume_from_path if settings.resume_mode == "resume_path" else None
     folder = folder or Path(settings.default_local_dir) / f"global_step_{trainer.global_steps}"

@@ -11,11 +11,10 @@ from types import MappingProxyType
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.autodiff import with_slope
 from kleash.divergences import kl
 from kleash.errors import ShapeError
 from kleash.estimators import sampled_kl
-from kleash.estimators.sampled import slope_of_k2
+from kleash.estimators.sampled import with_k2_gradient
 from kleash.precision import at_least_float32
 from kleash.registry import look_up
 
@@ -77,24 +76,12 @@ def kl_penalty(
             "give the same tokens under both"
         )
     if name == "exact":
-        return _exact(logprob, ref_logprob)
+        if logprob.ndim != 3:
+            raise ShapeError(
+                f"the exact KL sums over the vocabulary and was given {tuple(logprob.shape)}; verl hands over the "
+                "sampled tokens' log-probabilities alone, so let its engine do it (install(exact=True)), or ask for "
+                "'k3+' here"
+            )
+        return kl(*(at_least_float32(x).log_softmax(-1) for x in (logprob, ref_logprob)))
     value = sampled_kl(logprob, ref_logprob, name)
     return with_k2_gradient(value, logprob, ref_logprob) if kl_penalty.endswith("+") else value
-
-
-def with_k2_gradient(
-    value: Float[Tensor, "*tokens"], logprob: Float[Tensor, "*tokens"], ref_logprob: Float[Tensor, "*tokens"]
-) -> Float[Tensor, "*tokens"]:
-    """``value`` with the gradient of k2, by which a ``+`` follows KL(policy || reference)."""
-    log_ratio = at_least_float32(logprob) - at_least_float32(ref_logprob)
-    return with_slope(value.detach(), log_ratio, slope_of_k2(log_ratio))
-
-
-def _exact(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
-    if logprob.ndim != 3:
-        raise ShapeError(
-            f"the exact KL sums over the vocabulary and was given {tuple(logprob.shape)}; verl hands over the sampled "
-            "tokens' log-probabilities alone, so let its engine do it (install(exact=True)), or ask for 'k3+' here"
-        )
-    logp, logq = (at_least_float32(x).log_softmax(-1) for x in (logprob, ref_logprob))
-    return kl(logp, logq)

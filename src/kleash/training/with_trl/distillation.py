@@ -45,7 +45,7 @@ from kleash.training.library_fields import trl_config
 from kleash.training.networks import Networks, load_networks
 from kleash.training.response_metrics import gather_object
 from kleash.training.run_log import RunLog
-from kleash.training.with_trl.online import data_set, in_step_order
+from kleash.training.with_trl.online import in_step_order, prompt_rows
 from kleash.training.with_trl.runs import PROMPT_COLUMN, run_trainer, shared_arguments, suppress_output
 from kleash.uncertainty.ratios import mean_per_token
 
@@ -258,15 +258,15 @@ def train_distill(job: DistillJob, run_log: RunLog | None) -> TrainingResult:
         raise TokenizerMismatchError(f"{error}; TRL's GOLDTrainer distils between tokenizers") from error
     if job.responses is None:
         items = read_prompts(job.source, networks.pair, limit=job.limit, reading=job)
-        rows, mixin = data_set(items, job, networks, copies=job.samples_per_prompt), DistillationMixin
+        rows = in_step_order(prompt_rows(items, networks), job, copies=job.samples_per_prompt)
+        mixin = DistillationMixin
         longest = max(len(prompt.token_ids) for prompt in items) + job.max_new_tokens
     else:
         items, mixin = read_given(job, networks, stored), GivenResponsesMixin
         rows = [{"prompt": "", PROMPT_COLUMN: number} for number in range(len(items))]
         rows = in_step_order(import_extra("datasets", "trl").Dataset.from_list(rows), job)
         longest = max(response.num_input_tokens for response in items) + 1
-    responses = job.prompts_per_step * job.samples_per_prompt
-    arguments = shared_arguments(job, rows=responses, row_tokens=longest)
+    arguments = shared_arguments(job, rows=job.responses_per_step, row_tokens=longest)
     trainer_class: Any = type("KleashDistillationTrainer", (mixin, trl.DistillationTrainer), {})
     trainer = trainer_class(
         model=networks.policy,

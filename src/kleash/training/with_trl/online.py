@@ -25,12 +25,13 @@ from kleash.training.with_trl.runs import (
 
 
 @suppress_output()
-def train_grpo(job: GRPOJob, run_log: RunLog | None) -> TrainingResult:
-    """Train a policy by TRL's GRPO with a KL term to its reference.
+def train_online(job: GRPOJob | RLOOJob, run_log: RunLog | None) -> TrainingResult:
+    """Train a policy by TRL's GRPO or RLOO with a KL term to its reference.
 
-    TRL generates, computes advantages and updates; rewards, KL term, beta and run log are kleash's. The loss is TRL's
-    default, "dapo", a mean over all tokens, unless ``job.set`` names another. Advantages are divided by the standard
-    deviation of their group, except with the KL in the reward.
+    TRL generates, computes advantages and updates; rewards, KL term, beta and run log are kleash's. The loss of GRPO is
+    TRL's default, "dapo", a mean over all tokens, unless ``job.set`` names another. Its advantages are divided by the
+    standard deviation of their group, except with the KL in the reward. In RLOO, the baseline of each response is the
+    mean of the other responses to its prompt; advantages are not rescaled.
 
     Args:
         job: the training job; ``out`` is set.
@@ -41,28 +42,10 @@ def train_grpo(job: GRPOJob, run_log: RunLog | None) -> TrainingResult:
         NonFiniteError: if a loss or a reward is NaN or infinite.
         CannotRunError, MissingExtraError: if an option is unsupported here or a dependency is missing.
     """
-    from kleash.integrations.trl import LeashedGRPOTrainer
-
-    scale = "none" if job.kl_place == "reward" else "group"
-    return _train(job, run_log, LeashedGRPOTrainer, {"scale_rewards": scale})
-
-
-@suppress_output()
-def train_rloo(job: RLOOJob, run_log: RunLog | None) -> TrainingResult:
-    """Train a policy by TRL's RLOO with a KL term to its reference; arguments and errors as ``train_grpo``.
-
-    The baseline of each response is the mean of the other responses to its prompt; advantages are not rescaled.
-    """
-    from kleash.integrations.trl import LeashedRLOOTrainer
-
-    return _train(job, run_log, LeashedRLOOTrainer, {})
-
-
-def _train(
-    job: GRPOJob | RLOOJob, run_log: RunLog | None, trainer_class: Any, settings: dict[str, Any]
-) -> TrainingResult:
+    from kleash.integrations.trl import LeashedGRPOTrainer, LeashedRLOOTrainer
     from kleash.training.with_trl.response_recorder import ResponseRecorder
 
+    trainer_class: Any = LeashedGRPOTrainer if isinstance(job, GRPOJob) else LeashedRLOOTrainer
     check_rewards(job.rewards, job.source, job.limit, job)  # before any model is loaded
     networks = load_networks(job, job.reference_name, device=job.device)
     prompts = read_prompts(job.source, networks.pair, limit=job.limit, columns=True, reading=job)
@@ -82,10 +65,9 @@ def _train(
         args=trl_config(
             job,
             **_arguments(job, [*prompts, *held_out]),
-            **settings,
             reward_weights=[reward.weight for reward in rewards.rewards],
         ),
-        train_dataset=data_set(prompts, job, networks),
+        train_dataset=in_step_order(prompt_rows(prompts, networks), job),
         eval_dataset=prompt_rows(held_out, networks, first=len(prompts)) if held_out else None,
         processing_class=networks.pair.tokenizer,
         peft_config=networks.lora,
@@ -102,36 +84,29 @@ def _train(
 
 def _arguments(job: GRPOJob | RLOOJob, prompts: list[Prompt]) -> dict[str, Any]:
     longest = max(len(prompt.token_ids) for prompt in prompts) + job.max_new_tokens
-    rows = job.prompts_per_step * job.samples_per_prompt
-    return {
-        **shared_arguments(job, rows=rows, row_tokens=longest, updates=job.epochs),
+    arguments = {
+        **shared_arguments(job, rows=job.responses_per_step, row_tokens=longest, updates=job.epochs),
         "shuffle_dataset": False,
         "num_generations": job.samples_per_prompt,
         "max_completion_length": job.max_new_tokens,
         "temperature": job.temperature,
         "num_iterations": job.epochs,
         "beta": job.beta,
-        **(
-            {}
-            if job.eval_prompts is None
-            else held_out_arguments(job, rows=job.samples_per_prompt, updates=job.epochs, best="eval_reward")
-        ),
     }
-
-
-def data_set(prompts: list[Prompt], job: OnlineJob, networks: Networks, *, copies: int = 1) -> Any:
-    """The data set of TRL's trainer: the prompts of all steps, in the same order as in kleash's PPO.
-
-    One pass over it, without shuffling, is the whole run, so that a resumed run finds its position by the step.
-
-    Raises:
-        SourceError, OptionError: as ``prompt_rows``.
-    """
-    return in_step_order(prompt_rows(prompts, networks), job, copies=copies)
+    if isinstance(job, GRPOJob):
+        arguments["scale_rewards"] = "none" if job.kl_place == "reward" else "group"
+    if job.eval_prompts is not None:
+        arguments |= held_out_arguments(
+            job, rows=job.samples_per_prompt, updates=job.epochs, best="eval_reward"
+        )
+    return arguments
 
 
 def in_step_order(rows: Any, job: OnlineJob, *, copies: int = 1) -> Any:
-    """The rows of a data set as the steps of a run read them, ``copies`` times each."""
+    """The data set of TRL's trainer: the rows of all steps, ``copies`` times each, in the order of kleash's PPO.
+
+    One pass over it, without shuffling, is the whole run, so that a resumed run finds its position by the step.
+    """
     order = prompt_indices(len(rows), range(job.steps * job.prompts_per_step), job.seed)
     return rows.select([index for index in order for _ in range(copies)])
 

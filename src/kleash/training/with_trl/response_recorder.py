@@ -243,12 +243,11 @@ def _weighted_sum(rewards: Tensor, weights: Tensor) -> float:
     return float("nan") if rewards.isnan().all() else (rewards * weights).nansum().item()
 
 
-def _is_truncated(inputs: dict[str, Any], end_tokens: Any) -> list[bool]:
+def _is_truncated(inputs: dict[str, Any], end_tokens: list[int]) -> list[bool]:
     """For each response, whether it ends without an end token."""
-    ends = {*end_tokens} if isinstance(end_tokens, list | tuple | set) else {end_tokens}
     ids, lengths = inputs["completion_ids"], inputs["completion_mask"].sum(-1)
     last = ids.gather(-1, (lengths - 1).clamp(min=0).unsqueeze(-1))[..., 0]
-    return [token not in ends for token in last.tolist()]
+    return [token not in end_tokens for token in last.tolist()]
 
 
 def _text(turns: Any) -> str:
