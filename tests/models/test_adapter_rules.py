@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import warnings
 from functools import cache
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from tiny_models import edit_json, save_tiny
 from transformers import AutoModelForCausalLM
 
+from kleash.auditing.targets.packages import quiet
 from kleash.errors import ModelError
 from kleash.models import adapters as rules
 from kleash.models import load_pair, load_reference, shared_base
@@ -102,15 +102,13 @@ def made(bases, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def silence():
     """PEFT warns of merging, of biases, and of what transformers has renamed."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         yield
 
 
 def save(folder, base, kind, settings):
     """An adapter that was trained: every weight of it has moved."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         torch.manual_seed(len(folder.name))
         try:
             config = getattr(peft, kind)(task_type="CAUSAL_LM", **settings)

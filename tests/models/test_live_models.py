@@ -1,7 +1,6 @@
 """Networks in memory as models, and training that goes on as if nobody had looked."""
 
 import random
-import warnings
 
 import numpy as np
 import pytest
@@ -9,6 +8,7 @@ import torch
 from tiny_models import save_tiny, tiny_adapter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kleash.auditing.targets.packages import quiet
 from kleash.errors import ModelError
 from kleash.models import Pair, at_rest, live_model, load_pair, score
 from kleash.sources.sequences import TokenSequence
@@ -49,8 +49,7 @@ def tokenizer(folder):
 def adapted(network, adapter_folder):
     from peft import PeftModel
 
-    with warnings.catch_warnings():  # peft still reads attributes that transformers has renamed
-        warnings.simplefilter("ignore")
+    with quiet():  # peft still reads attributes that transformers has renamed
         return PeftModel.from_pretrained(network, str(adapter_folder), is_trainable=True)
 
 
@@ -91,8 +90,7 @@ def everything(network):
 
 
 def test_at_rest_restores_the_training_state(adapted, tokenizer):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         adapted.add_adapter("other", adapted.peft_config["default"])
     adapted.train()
     adapted.base_model.model.model.layers[1].eval()

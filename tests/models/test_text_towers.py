@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from scipy.special import log_softmax
 from scoring_cases import random_sequences
 from tiny_towers import FAMILIES, load_composite, save_tower
 
+from kleash.auditing.targets.packages import quiet
 from kleash.errors import ModelError, SourceError
 from kleash.models import Sampling, generate, live_model, load_pair, read_prompts, score, tokenise_prompts
 
@@ -90,8 +90,7 @@ def composite_adapter(folder, composite, base):
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    with warnings.catch_warnings():  # peft still reads attributes that transformers has renamed
-        warnings.simplefilter("ignore")
+    with quiet():  # peft still reads attributes that transformers has renamed
         settings = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
         adapted = get_peft_model(composite, settings)
         with torch.no_grad():

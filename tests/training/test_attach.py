@@ -1,6 +1,5 @@
 """``kleash.attach``: the folder that a trainer of TRL or transformers writes, and what is refused."""
 
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 from trl_batches import make, moved, whole_logp
 
 import kleash
+from kleash.auditing.targets.packages import quiet
 from kleash.cli import main
 from kleash.errors import OptionError, RunFolderError, UnknownNameError
 from kleash.integrations.trainer import BetaController, DriftMonitor
@@ -28,8 +28,7 @@ PROMPTS = ["the sea was", "she counted", "a long road"]
 
 @pytest.fixture(scope="module")
 def trl():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         import trl as package
 
         from kleash.integrations.trl import LeashedGRPOTrainer, LeashedRLOOTrainer

@@ -1,13 +1,13 @@
 """``kleash train distill``: its losses against float64 enumeration, and runs on given responses, which agree."""
 
 import json
-import warnings
 
 import numpy as np
 import pytest
 import torch
 from tiny_models import double_logits, save_tiny, tiny_tokenizer
 
+from kleash.auditing.targets.packages import quiet
 from kleash.divergences import DIVERGENCES
 from kleash.errors import ModelError, OptionError, SourceError
 from kleash.jobs.algorithms import DISTILLATION_DIVERGENCES
@@ -28,8 +28,7 @@ TOKENS, WORDS, TEMPERATURE, WEIGHT = 5, 11, 1.3, torch.tensor(0.25)
 
 @pytest.fixture(scope="module")
 def distill():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         from kleash.training.with_trl import distillation
     return distillation
 

@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import warnings
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from safetensors import safe_open
 from tiny_models import save_tiny
 
+from kleash.auditing.targets.packages import quiet
 from kleash.cli import main
 from kleash.cli.parsing import read_words
 from kleash.errors import KleashError, OptionError, UnknownNameError
@@ -36,8 +36,7 @@ DPO = DPOJob(pairs="p.jsonl")
 
 @pytest.fixture(scope="module", autouse=True)
 def trl() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         import trl as package
 
         from kleash.training.with_trl import online

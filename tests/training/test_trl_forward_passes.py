@@ -1,7 +1,6 @@
 """What TRL's trainers read is what the policy drew: without dropout, at the positions where it was drawn."""
 
 import json
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from tiny_models import save_tiny
 from transformers import AutoModelForCausalLM
 
+from kleash.auditing.targets.packages import quiet
 from kleash.models import load_pair
 from kleash.records import DistillJob, GRPOJob, read_steps
 from kleash.training.run_log import RunLog
@@ -24,8 +24,7 @@ SMALL = {"prompts_per_step": 3, "samples_per_prompt": 2, "max_new_tokens": 12, "
 
 @pytest.fixture(scope="module")
 def trl():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         from kleash.training.with_trl import distillation, online, preferences, response_recorder
     return SimpleNamespace(
         train_grpo=online.train_grpo,

@@ -2,7 +2,6 @@
 
 import json
 import math
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import save_tiny, tiny_adapter
 
+from kleash.auditing.targets.packages import quiet
 from kleash.errors import CannotRunError, ModelError, OptionError, RunFolderError, SourceError
 from kleash.models import load_pair
 from kleash.records import DistillJob, DPOJob, GRPOJob, RLOOJob, read_samples, read_steps
@@ -43,8 +43,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def trl():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         import trl as package
 
         from kleash.integrations.trl import LeashedGRPOTrainer, LeashedRLOOTrainer
