@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import subprocess
-import sys
 from dataclasses import fields, replace
 
 import pytest
@@ -160,12 +158,3 @@ def test_an_option_means_the_same_in_measuring_and_in_training():
         "seed",
     }
     assert {name: training[name] for name in shared} == {name: measuring[name] for name in shared}
-
-
-def test_asking_does_not_load_torch():
-    code = (
-        "import sys, kleash.records as r, kleash.store.metrics as m\n"
-        "r.PPOJob(); m.METRICS; r.DPOJob(pairs='x')\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

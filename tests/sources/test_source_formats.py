@@ -289,6 +289,9 @@ def test_every_file_format_gives_the_same_preference_pairs(write):
     contents = {"a.jsonl": jsonl(*pairs), "a.json": pairs, "a.csv": rows, "a.parquet": pairs}
     for name, content in contents.items():
         assert read_pairs(write(name, content), limit=None) == pairs
+    for row in ({"prompt": "a", "chosen": "b"}, {"prompt": "a", "chosen": "", "rejected": "c"}):
+        with pytest.raises(SourceError, match="line 2: expected 'prompt'"):
+            read_pairs(write("c.jsonl", jsonl(*pairs, row)), limit=None)
     implicit = write("b.jsonl", jsonl({"chosen": "The sea was", "rejected": "The sea is"}))
     assert read_pairs(implicit, limit=1) == [{"prompt": "The sea", "chosen": " was", "rejected": " is"}]
 

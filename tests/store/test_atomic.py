@@ -47,11 +47,14 @@ def test_an_error_of_the_disk_says_how_to_go_on(number, sentence, tmp_path, monk
 
     monkeypatch.setattr("kleash.store.atomic.os.fsync", fail)
     path = tmp_path / "part"
+    path.write_text("old")
     with pytest.raises(RunFolderError) as error:
         write_atomically(path, "x")
     assert str(error.value).startswith(sentence.format(path))
     assert is_disk_full(error.value.__cause__) is (number in (errno.ENOSPC, errno.EDQUOT))
-    assert not list(tmp_path.iterdir())
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(path, lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
 def test_many_processes_can_write_one_file(tmp_path):

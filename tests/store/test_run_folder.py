@@ -1,4 +1,3 @@
-import errno
 import multiprocessing
 import os
 import signal
@@ -10,7 +9,6 @@ from folder_writer import hold_folder
 
 from kleash.errors import RunFolderError
 from kleash.records import Measurement, RunFolder
-from kleash.store.atomic import write_atomically
 from kleash.store.checksums import write_checked
 from kleash.store.job_folder import RunHeader
 from kleash.store.tables import SEQUENCE_COLUMNS, TOKEN_COLUMNS, read_columns
@@ -117,23 +115,6 @@ def test_a_run_is_another_ones_until_its_process_is_killed(tmp_path):
         other.join()
     with RunFolder(tmp_path).writing(changed, resume=False) as folder:
         assert folder.finished_shards() == ()
-
-
-def test_a_write_that_fails_leaves_what_was_there(tmp_path):
-    path = tmp_path / "a.json"
-    write_atomically(path, "old")
-
-    def full(unfinished):
-        unfinished.write_text("ne")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.raises(RunFolderError, match=r"no space is left to write .*a\.json"):
-        write_atomically(path, full)
-    assert path.read_text() == "old"
-    assert [found.name for found in tmp_path.iterdir()] == ["a.json"]
-    with pytest.raises(KeyboardInterrupt):
-        write_atomically(path, lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert path.read_text() == "old"
 
 
 def test_damaged_files_are_named(tmp_path):

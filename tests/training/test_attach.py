@@ -1,15 +1,11 @@
 """``kleash.attach``: the folder that a trainer of TRL or transformers writes, and what is refused."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from tiny_models import save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
-from trl_batches import make, moved, whole_logp
+from trl_batches import TRL_MARKS, make, moved, whole_logp
 
 import kleash
-from kleash.auditing.targets.packages import quiet
 from kleash.cli import main
 from kleash.errors import OptionError, RunFolderError, UnknownNameError
 from kleash.integrations.trainer import BetaController, DriftMonitor
@@ -19,25 +15,8 @@ from kleash.records import TrainingFolder, read_samples, read_steps
 from kleash.store import summarize
 from kleash.training import HackingMonitor
 
-pytestmark = [
-    pytest.mark.peers("trl"),
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
-]
+pytestmark = TRL_MARKS
 PROMPTS = ["the sea was", "she counted", "a long road"]
-
-
-@pytest.fixture(scope="module")
-def trl():
-    with quiet():
-        import trl as package
-
-        from kleash.integrations.trl import LeashedGRPOTrainer, LeashedRLOOTrainer
-    return SimpleNamespace(package=package, LeashedGRPO=LeashedGRPOTrainer, LeashedRLOO=LeashedRLOOTrainer)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 def grpo(trl, folder, tmp_path, *, leashed=True, kind="GRPO", **settings):

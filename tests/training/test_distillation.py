@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import double_logits, save_tiny, tiny_tokenizer
+from trl_batches import TRL_MARKS
 
-from kleash.auditing.targets.packages import quiet
 from kleash.divergences import DIVERGENCES
 from kleash.errors import ModelError, OptionError, SourceError
 from kleash.jobs.algorithms import DISTILLATION_DIVERGENCES
@@ -18,19 +18,14 @@ from kleash.records import DistillJob, read_steps
 from kleash.sources.sequences import TokenSequence
 from kleash.training.run_log import RunLog
 
-pytestmark = [
-    pytest.mark.peers("trl"),
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
-]
+pytestmark = TRL_MARKS
 PROMPTS = ("The sea was calm", "She", "A long road leads out of", "When")
 TOKENS, WORDS, TEMPERATURE, WEIGHT = 5, 11, 1.3, torch.tensor(0.25)
 
 
 @pytest.fixture(scope="module")
-def distill():
-    with quiet():
-        from kleash.training.with_trl import distillation
-    return distillation
+def distill(trl):
+    return trl.distillation
 
 
 @pytest.fixture(scope="module")

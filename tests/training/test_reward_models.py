@@ -128,10 +128,3 @@ def test_language_model_is_refused_as_reward_model(tmp_path: Path) -> None:
 def test_classifier_with_several_labels_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="has 3 labels; a reward is one number"):
         load_reward_model(str(saved(tmp_path / "three", labels=3)))
-
-
-def test_pickled_weights_are_refused(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "pickled")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ModelError, match="pickled files"):
-        load_reward_model(str(folder))
