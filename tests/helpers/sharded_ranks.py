@@ -28,15 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl_training_ranks import (
-    as_one_process,
-    batch_of_kl_alone,
-    first_step_in_bfloat16,
-    loss_of_rows,
-    same_training,
-    taken_for_gpus,
-    train,
-)
+from trl_training_ranks import as_one_process, first_step_in_bfloat16, same_training, taken_for_gpus, train
 from undrawn_charts import draw_charts
 
 from kleash.errors import KleashError
@@ -290,11 +282,14 @@ def mixed_precision_is_that_of_the_forward_pass(ranks):
 def exact_loss_of_trl_equals_that_of_one_process(ranks):
     """Value and gradient of GRPO's and RLOO's exact KL, of a batch whose rows are divided between the ranks."""
     from trl import GRPOConfig, RLOOConfig
-    from trl_batches import make
+    from trl_batches import batch, make
 
     from kleash.integrations.trl import LeashedGRPOTrainer, LeashedRLOOTrainer
 
-    rows, inputs = slice(2 * ranks.rank, 2 * ranks.rank + 2), batch_of_kl_alone()
+    rows = slice(2 * ranks.rank, 2 * ranks.rank + 2)
+    inputs = batch(tools=False)
+    inputs["advantages"].zero_()  # leaves the KL term alone
+    inputs["old_logps"] = torch.zeros(4)
     for empty in (False, True):
         inputs["completion_mask"][2:] *= int(not empty)  # then the second rank has no token
         inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
@@ -338,8 +333,20 @@ def exact_loss(ranks, make, kind, inputs, rows, reshards):
         network, reference = (
             shard(x, mesh=ranks.mesh, reshard_after_forward=reshards) for x in (network, reference)
         )
-    with loss_of_rows(ranks, make, network, reference, inputs, rows, processes) as loss_of:
-        losses = [loss_of(network) for _ in range(2)]
+    with (
+        mock.patch("accelerate.Accelerator.prepare_model", lambda self, model, **_: model),
+        mock.patch("accelerate.Accelerator.num_processes", processes),
+    ):
+        trainer = make(
+            network,
+            ranks.folder / "run",
+            reference=reference,
+            processing_class=ranks.tokenizer("llama-policy"),
+            config_of={"gradient_accumulation_steps": 2},
+        )
+        mine = {name: x[rows] if x.dim() else x for name, x in inputs.items()}
+        mine["kleash_reference_hidden"] = trainer._forward_pass(mine, reference=True, hidden=True).hidden
+        losses = [trainer._compute_loss(trainer.model, mine) for _ in range(2)]
         for loss in losses:
             loss.backward()
     total = torch.stack([loss.detach() for loss in losses]).sum()

@@ -134,32 +134,3 @@ def same_training(alone, shared):
         assert abs(step["kl/exact_per_token"] - step["kl/per_token"]) < 1e-5 * step["kl/per_token"]
     assert min(step["kl"] for step in steps) > 1.0 and steps[0]["beta"] != steps[1]["beta"]
     assert min(step[name] for step in steps for name in (*ERRORS, *RECORDED_ERRORS)) > 1e-3
-
-
-def batch_of_kl_alone():
-    """A batch of four responses, in whose loss the KL is the only term."""
-    from trl_batches import batch
-
-    inputs = batch(tools=False)
-    inputs["advantages"].zero_()
-    inputs["old_logps"] = torch.zeros(4)
-    return inputs
-
-
-@contextmanager
-def loss_of_rows(ranks, make, network, reference, inputs, rows, processes):
-    """A function of the policy: a trainer's loss of some rows of a batch, of which two are accumulated."""
-    with (
-        mock.patch("accelerate.Accelerator.prepare_model", lambda self, model, **_: model),
-        mock.patch("accelerate.Accelerator.num_processes", processes),
-    ):
-        trainer = make(
-            network,
-            ranks.folder / "run",
-            reference=reference,
-            processing_class=ranks.tokenizer("llama-policy"),
-            config_of={"gradient_accumulation_steps": 2},
-        )
-        mine = {name: x[rows] if x.dim() else x for name, x in inputs.items()}
-        mine["kleash_reference_hidden"] = trainer._forward_pass(mine, reference=True, hidden=True).hidden
-        yield lambda policy: trainer._compute_loss(policy, mine)

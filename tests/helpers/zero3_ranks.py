@@ -7,6 +7,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
 
@@ -18,15 +19,7 @@ from deepspeed.utils import safe_get_full_grad
 from forked_ranks import fork_ranks
 from sharded_ranks import PROMPTS, Ranks, largest_message, refusal_of, same
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-from trl_training_ranks import (
-    as_one_process,
-    batch_of_kl_alone,
-    first_step_in_bfloat16,
-    loss_of_rows,
-    same_training,
-    taken_for_gpus,
-    train,
-)
+from trl_training_ranks import as_one_process, first_step_in_bfloat16, same_training, taken_for_gpus, train
 
 from kleash.linear import Head, linear_kl_loss, zero3_as_dtensor
 
@@ -93,7 +86,11 @@ def an_adapter_over_a_base_under_zero3_is_measured(ranks):
 @check
 def exact_loss_of_trl_equals_that_of_one_process(ranks):
     """Value and gradient of the exact KL of a batch whose rows are divided between the ranks, twice accumulated."""
-    inputs = batch_of_kl_alone()
+    from trl_batches import batch
+
+    inputs = batch(tools=False)
+    inputs["advantages"].zero_()  # leaves the KL term alone
+    inputs["old_logps"] = torch.zeros(4)
     for kind, empty in (("llama", False), ("qwen3", True)):
         inputs["completion_mask"][2:] *= int(not empty)  # then the second rank has no token
         inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
@@ -116,14 +113,25 @@ def exact_loss(ranks, kind, inputs, rows, *, sharded):
 
     network = ranks.network(f"{kind}-policy")
     reference = (ranks.sharded if sharded else ranks.network)(f"{kind}-reference")
-    kind_of_trainer = partial(make, LeashedGRPOTrainer, GRPOConfig)
-    with loss_of_rows(
-        ranks, kind_of_trainer, network, reference.eval(), inputs, rows, 1 + sharded
-    ) as loss_of:
+    with (
+        mock.patch("accelerate.Accelerator.prepare_model", lambda self, model, **_: model),
+        mock.patch("accelerate.Accelerator.num_processes", 1 + sharded),
+    ):
+        trainer = make(
+            LeashedGRPOTrainer,
+            GRPOConfig,
+            network,
+            ranks.folder / "run",
+            reference=reference.eval(),
+            processing_class=ranks.tokenizer("llama-policy"),
+            config_of={"gradient_accumulation_steps": 2},
+        )
         engine = engine_of(network, accumulation=2) if sharded else None
+        mine = {name: x[rows] if x.dim() else x for name, x in inputs.items()}
+        mine["kleash_reference_hidden"] = trainer._forward_pass(mine, reference=True, hidden=True).hidden
         total = torch.zeros(())
         for step in range(2):
-            loss = loss_of(network if engine is None else engine)
+            loss = trainer._compute_loss(network if engine is None else engine, mine)
             total += loss.detach() / 2
             if engine is None:
                 (loss / 2).backward()
