@@ -1,11 +1,11 @@
 import multiprocessing
 import os
 import signal
+import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from folder_writer import hold_folder
 
 from kleash.errors import RunFolderError
 from kleash.records import Measurement, RunFolder
@@ -97,9 +97,15 @@ def test_what_a_killed_write_left_is_swept_up(tmp_path):
 
 
 def test_a_run_is_another_ones_until_its_process_is_killed(tmp_path):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     begun = context.Event()
-    other = context.Process(target=hold_folder, args=(str(tmp_path), HEADER, begun))
+
+    def hold_folder():
+        with RunFolder(tmp_path).writing(HEADER, resume=True):
+            begun.set()
+            time.sleep(60)
+
+    other = context.Process(target=hold_folder)
     other.start()
     changed = replace(HEADER, settings={"seed": 1})
     try:

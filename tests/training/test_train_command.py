@@ -71,18 +71,9 @@ def test_steps_are_printed_and_hacking_stops_the_run(
 ) -> None:
     words = [
         *TINY,
-        "--steps",
-        "9",
-        "--seed",
-        "4",
-        "--target-nats",
-        "1e-9",
-        "--on-hacking",
-        "stop",
-        "--out",
-        str(tmp_path / "run"),
+        *["--steps", "9", "--seed", "4", "--target-nats", "1e-9", "--on-hacking", "stop", "--out"],
     ]
-    assert main(["train", "ppo", *words]) == 1
+    assert main(["train", "ppo", *words, str(tmp_path / "run")]) == 1
     said = capsys.readouterr()
     assert "step 1/9: reward" in said.err and "step 3/9: reward" in said.err and "step 4/9" not in said.err
     assert "alert, step 3: the updates of one step move the policy by" in said.err
