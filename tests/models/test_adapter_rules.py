@@ -11,7 +11,6 @@ import torch
 from tiny_models import edit_json, save_tiny
 from transformers import AutoModelForCausalLM
 
-from kleash.auditing.targets.packages import quiet
 from kleash.errors import ModelError
 from kleash.models import adapters as rules
 from kleash.models import load_pair, load_reference, shared_base
@@ -19,6 +18,7 @@ from kleash.models.heads import head_logits
 from kleash.models.pair_loading import Loading
 from kleash.precision import bitwise_equal
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's, of merging, biases and what transformers renamed
 QV: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"]}
 TOKENS = [290, 299]
 
@@ -99,29 +99,21 @@ def made(bases, tmp_path_factory):
     return make
 
 
-@pytest.fixture(autouse=True)
-def silence():
-    """PEFT warns of merging, of biases, and of what transformers has renamed."""
-    with quiet():
-        yield
-
-
 def save(folder, base, kind, settings):
     """An adapter that was trained: every weight of it has moved."""
-    with quiet():
-        torch.manual_seed(len(folder.name))
-        try:
-            config = getattr(peft, kind)(task_type="CAUSAL_LM", **settings)
-        except TypeError:
-            pytest.skip("this PEFT has no such setting")
-        network = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
-        with torch.no_grad():
-            for name, weight in network.named_parameters():
-                if weight.requires_grad:
-                    spread = 1.0 if "lora" in name else float(weight.std().nan_to_num(1.0)) or 1.0
-                    weight.add_(0.1 * min(spread, 1.0) * torch.randn_like(weight))
-        network.peft_config["default"].base_model_name_or_path = str(base)
-        network.save_pretrained(folder)
+    torch.manual_seed(len(folder.name))
+    try:
+        config = getattr(peft, kind)(task_type="CAUSAL_LM", **settings)
+    except TypeError:
+        pytest.skip("this PEFT has no such setting")
+    network = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    with torch.no_grad():
+        for name, weight in network.named_parameters():
+            if weight.requires_grad:
+                spread = 1.0 if "lora" in name else float(weight.std().nan_to_num(1.0)) or 1.0
+                weight.add_(0.1 * min(spread, 1.0) * torch.randn_like(weight))
+    network.peft_config["default"].base_model_name_or_path = str(base)
+    network.save_pretrained(folder)
     return folder, base
 
 

@@ -5,24 +5,15 @@ import random
 import numpy as np
 import pytest
 import torch
+from scoring_cases import sequence_of
 from tiny_models import save_tiny, tiny_adapter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kleash.auditing.targets.packages import quiet
 from kleash.errors import ModelError
 from kleash.models import Pair, at_rest, live_model, load_pair, score
-from kleash.sources.sequences import TokenSequence
 
-ANSWERS = [
-    TokenSequence(
-        prompt_id=0,
-        sample_id=0,
-        prompt_ids=(0, 40, 41),
-        response_ids=(50, 61, 72, 83),
-        prompt_text="",
-        response_text="",
-    )
-]
+ANSWERS = [sequence_of((0, 40, 41), (50, 61, 72, 83))]
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,6 @@ BAD_PROMPTS = {
     "empty": ('{"prompt": ""}', "line 1: the prompt is empty"),
     "both": (json.dumps({"prompt": "x", "messages": [MESSAGE]}), "'prompt' or 'messages' and found both"),
     "no messages": ('{"messages": []}', "'messages' is empty"),
-    "no role": ('{"messages": [{"content": "x"}]}', "each message to have a 'role' and 'content' and found"),
     "not messages": ('{"messages": "x"}', "expected 'messages' to be a list of messages"),
     "unknown id": ('{"prompt_token_ids": [3, 320]}', "token ids from 0 to 319 and found '320'"),
     "no ids": ('{"prompt_token_ids": []}', "'prompt_token_ids' is empty"),
@@ -108,9 +107,6 @@ def test_messages_need_a_chat_template_that_accepts_them(pair, write, unhooked):
     bare = tiny_tokenizer.__wrapped__()
     bare.chat_template = None
     with pytest.raises(SourceError, match="line 1: a chat template renders its 'messages'"):
-        read_prompts(name, replace(pair, tokenizer=bare))
-    bare.chat_template = "{{ raise_exception('only systems speak') }}"
-    with pytest.raises(SourceError, match="line 1: the chat template refuses"):
         read_prompts(name, replace(pair, tokenizer=bare))
     bare.chat_template = "{# nothing #}"
     with pytest.raises(SourceError, match="makes nothing of the messages"):

@@ -17,6 +17,13 @@ from kleash.training import HackingMonitor
 
 pytestmark = TRL_MARKS
 PROMPTS = ["the sea was", "she counted", "a long road"]
+QUIET = {
+    "report_to": "none",
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "learning_rate": 1e-2,
+}
 
 
 def grpo(trl, folder, tmp_path, *, leashed=True, kind="GRPO", **settings):
@@ -28,17 +35,10 @@ def grpo(trl, folder, tmp_path, *, leashed=True, kind="GRPO", **settings):
 
 def plain(folder, tmp_path, kind=Trainer, **settings):
     ids = torch.randint(3, 300, (8, 12), generator=torch.Generator().manual_seed(0)).tolist()
-    given = {"max_steps": 4, "logging_steps": 2, "save_strategy": "no", "learning_rate": 1e-2, **settings}
+    given = {**QUIET, "max_steps": 4, "logging_steps": 2, "seed": 3, **settings}
     return kind(
         model=AutoModelForCausalLM.from_pretrained(folder),
-        args=TrainingArguments(
-            output_dir=str(tmp_path / "hf"),
-            report_to="none",
-            use_cpu=True,
-            disable_tqdm=True,
-            seed=3,
-            **given,
-        ),
+        args=TrainingArguments(output_dir=str(tmp_path / "hf"), **given),
         train_dataset=[{"input_ids": row, "labels": row} for row in ids],
         processing_class=AutoTokenizer.from_pretrained(folder),
     )
@@ -143,21 +143,10 @@ def test_dpo_is_steered_by_the_monitor_and_its_time_is_apart(trl, folder, tmp_pa
     from datasets import Dataset
 
     rows = [{"prompt": prompt, "chosen": " and went", "rejected": " or not"} for prompt in PROMPTS] * 2
+    settings = {**QUIET, "beta": 0.5, "max_steps": 4, "logging_steps": 1, "bf16": False}
     trainer = trl.package.DPOTrainer(
         model=str(folder),
-        args=trl.package.DPOConfig(
-            output_dir=str(tmp_path / "dpo"),
-            beta=0.5,
-            max_steps=4,
-            logging_steps=1,
-            learning_rate=1e-2,
-            per_device_train_batch_size=2,
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            disable_tqdm=True,
-            save_strategy="no",
-        ),
+        args=trl.package.DPOConfig(str(tmp_path / "dpo"), per_device_train_batch_size=2, **settings),
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(folder),
     )

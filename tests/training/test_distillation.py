@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from scoring_cases import sequence_of
 from tiny_models import double_logits, save_tiny, tiny_tokenizer
 from trl_batches import TRL_MARKS
 
@@ -15,7 +16,6 @@ from kleash.linear import Head
 from kleash.measuring import CacheJob, cache_reference
 from kleash.models import load_pair
 from kleash.records import DistillJob, read_steps
-from kleash.sources.sequences import TokenSequence
 from kleash.training.run_log import RunLog
 
 pytestmark = TRL_MARKS
@@ -156,13 +156,10 @@ def test_loss_of_lists_is_that_of_the_coarse_distributions_a_few_tokens_at_a_tim
     p, q = distribution([x.double() for x in sides[1]]), distribution(exact)
     ids = [p[:3].topk(4).indices, p[3:].topk(2).indices]  # two responses, of which each has a k of its own
     responses = [
-        TokenSequence(
-            prompt_id=0,
+        sequence_of(
+            (1,),
+            (2,) * len(tokens),
             sample_id=number,
-            prompt_ids=(1,),
-            response_ids=(2,) * len(tokens),
-            prompt_text="",
-            response_text="",
             columns={
                 "teacher_ids": tokens.numpy(),
                 "teacher_logprobs": rows.gather(-1, tokens).log().float().numpy(),

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scoring_cases import sequence_of
 from tiny_models import tiny_tokenizer
 
 from kleash.errors import (
@@ -214,17 +215,8 @@ def test_ctrl_c_in_a_reward_interrupts() -> None:
 
 
 def sequence(text: str, prompt: str = "The sea", **more: Any) -> TokenSequence:
-    tokenizer = tiny_tokenizer()
-    ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return TokenSequence(
-        prompt_id=0,
-        sample_id=0,
-        prompt_ids=(0,),
-        response_ids=(*ids, tokenizer.eos_token_id),
-        prompt_text=prompt,
-        response_text=text + "</s>",
-        **more,
-    )
+    ids = [*tiny_tokenizer()(text, add_special_tokens=False)["input_ids"], tiny_tokenizer().eos_token_id]
+    return sequence_of((0,), ids, prompt_text=prompt, response_text=text + "</s>", **more)
 
 
 def test_special_tokens_are_not_rewarded() -> None:
