@@ -179,9 +179,3 @@ def test_the_fixture_in_a_test_suite(project):
 
     assert "  wrong_gradient: Backpropagated on-policy it follows KL(q ‖ p)" in done.stdout
     assert "no kind of finding is called 'zero_gradents'" in done.stdout
-
-
-def test_the_plugin_imports_nothing_until_it_is_used():
-    code = "import kleash.pytest_plugin, sys; assert 'torch' not in sys.modules and 'tyro' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr

@@ -1,7 +1,5 @@
 """Detection rate on functions that are wrong over several tokens, calls, responses or precisions."""
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
@@ -11,6 +9,7 @@ from single_faults import FAULTS, rho, right, u_of
 import kleash
 from kleash.auditing import audit
 from kleash.auditing.finding_kinds import FINDINGS
+from kleash.auditing.targets.packages import quiet
 
 WORST = ("wrong", "fragile", "note")
 CORRELATED = (668, 4291)
@@ -20,8 +19,7 @@ CORRELATED = (668, 4291)
 @pytest.fixture(scope="module")
 def audits():
     """The audits of all functions of both batteries, by name; the wrong ones first."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what the audited functions warn of is theirs
+    with quiet():  # what the audited functions warn of is theirs
         wrong = {
             name: audit(faulty.make(), faulty.convention, name=name)
             for name, faulty in FAULTY_FUNCTIONS.items()

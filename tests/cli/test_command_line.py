@@ -1,8 +1,6 @@
 """The words of the command line: what they mean, what is answered to those that mean nothing, and help."""
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -211,32 +209,6 @@ def test_an_option_without_effect_and_the_shipped_pair_are_said_before_anything_
     assert "there is no file" in told.splitlines()[2]
 
 
-def test_reading_the_command_line_needs_no_more_than_the_base_install():
-    code = (
-        "import sys\n"
-        "class Deny:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.partition('.')[0] in ('rich', 'torch', 'transformers', 'jinja2', 'matplotlib'):\n"
-        "            raise ModuleNotFoundError(name, name=name)\n"
-        "sys.meta_path.insert(0, Deny())\n"
-        "from kleash.cli import main\n"
-        "assert main(['train', 'ppo', '--help']) == 0\n"
-        "assert main(['measure', '--polcy', 'x']) == 2\n"
-        "sys.exit(main(sys.argv[1:]))\n"
-    )
-
-    def missing(*words):
-        done = subprocess.run(
-            [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 2
-        return done.stderr.strip().splitlines()[-1]
-
-    models = "rich, transformers, jinja2 and matplotlib are not installed; run: pip install 'kleash[models]'"
-    assert missing("measure", "--quiet") == f"kleash: {models}"
-    assert missing("compare", "a", "b").startswith("kleash: rich, jinja2 and matplotlib are not installed")
-
-
 def test_missing_packages_of_a_command_are_named_together(monkeypatch, capsys):
     gone = {"transformers", "trl", "datasets", "accelerate", "ray", "wandb"}
     monkeypatch.setattr("kleash.extras.is_installed", lambda name: name not in gone)
@@ -252,11 +224,6 @@ def test_missing_packages_of_a_command_are_named_together(monkeypatch, capsys):
     assert failing(capsys, "train", "dpo", "--pairs", "x", "--report-to", "wandb") == (
         "kleash: wandb is not installed; run: pip install wandb"
     )
-
-
-def test_an_option_error_of_a_job_is_one_sentence():
-    with pytest.raises(OptionError, match="--top-p must be above 0"):
-        read_words(["measure", "--top-p", "7"])
 
 
 @pytest.fixture

@@ -121,9 +121,10 @@ def test_the_folder_of_a_sweep_has_its_page_again_and_formats(tmp_path, capsys):
     assert "sweep.json is damaged" in capsys.readouterr().err
 
 
-def test_a_training_folder_has_no_format(tmp_path, capsys):
+@pytest.mark.parametrize("option", ["--format csv", "--at-most 1", "--picture a.png"])
+def test_a_training_folder_has_no_format_gate_or_picture(option, tmp_path, capsys):
     (tmp_path / "steps.jsonl").write_text("")
-    assert main(["report", str(tmp_path), "--format", "csv"]) == 2
+    assert main(["report", str(tmp_path), *option.split()]) == 2
     assert (
         "training run, and --at-most, --format, --json, --picture and --report-to are"
         in capsys.readouterr().err

@@ -5,16 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from scoring_cases import sequence_of
 from tiny_models import tiny_pair
 
 from kleash.engines import LocalEngine, Shard, local
 from kleash.linear import LinearOptions
-from kleash.models import TokenSequence, load_pair, score
+from kleash.models import load_pair, score
 from kleash.records import MeasureJob
 
-TEXTS = {"prompt_text": "p", "response_text": "r"}
-IDS = [{"prompt_ids": (3, 5, 7 + n), "response_ids": tuple(range(10, 40 + n))} for n in range(6)]
-SEQUENCES = tuple(TokenSequence(prompt_id=n, sample_id=0, **ids, **TEXTS) for n, ids in enumerate(IDS))
+SEQUENCES = tuple(sequence_of((3, 5, 7 + n), range(10, 40 + n), prompt_id=n) for n in range(6))
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-import warnings
 from argparse import Namespace
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -20,6 +19,7 @@ import tinker_loss
 import torch
 import vllm_hidden_states
 
+from kleash.auditing.targets.packages import quiet
 from kleash.errors import CannotRunError, OptionError, ShapeError
 from kleash.leash import PIDBeta
 from kleash.losses import KLTerm
@@ -346,8 +346,7 @@ def test_the_kl_of_a_game_leaves_out_what_the_game_says(tmp_path):
     from tiny_models import save_tiny
     from trl_batches import make, moved, whole_logp
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         import trl
 
         from kleash.integrations.trl import LeashedGRPOTrainer

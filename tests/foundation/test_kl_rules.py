@@ -9,7 +9,7 @@ from every_response import World, error, expected, gradient
 from kleash.divergences import kl
 from kleash.estimators import ESTIMATORS
 from kleash.estimators.weights import LEVELS
-from kleash.kl_rules import CONTRACTS, RULES, VALUES, command_line, refusal, term_spec, trainer_argument
+from kleash.kl_rules import CONTRACTS, RULES, VALUES, refusal, term_spec
 
 KL, REVERSE_KL, TWICE_TV = "KL(p ‖ q)", "KL(q ‖ p)", "sum |p - q|"
 ESTIMATOR_NAMES = ["k1", "abs", "k2", "k3", "exact"]
@@ -170,20 +170,3 @@ def test_the_table_agrees_with_the_estimators():
         estimator = ESTIMATORS[name]
         assert all(getattr(estimator, field) == value for field, value in vars(contract).items())
     assert set(CONTRACTS) == set(ESTIMATORS) and VALUES["ratio"] == ("none", *LEVELS)
-
-
-@pytest.mark.parametrize(
-    ("spelling", "expected_text"),
-    [
-        (command_line, "take --kl k1, or --kl-place loss"),
-        (trainer_argument, "take kl='k1', or kl_place='loss'"),
-    ],
-)
-def test_reasons_are_spelled_as_the_options_of_the_interface(spelling, expected_text):
-    term = term_spec("k3", CONTRACTS["k3"], place="reward")
-    assert expected_text in refusal(term, spelling)
-
-
-def test_unknown_values_raise_a_list_of_the_allowed_values():
-    assert reason_for("k1", place="advantage") == "place is 'advantage'; there are loss, reward"
-    assert "gradient is 'straight'; there are score" in str(reason_for("k1", gradient="straight"))

@@ -2,7 +2,6 @@
 
 import inspect
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kleash.auditing.targets.packages import quiet
 from kleash.extras import replace_everywhere
 from kleash.integrations.verl import install
 
@@ -25,8 +25,7 @@ WRAPPED = {
 @contextmanager
 def kleash_in_verl(**options: Any) -> Iterator[Any]:
     """verl's ``core_algos`` after ``install``; its own functions are in its attribute ``own``."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what verl's own dependencies warn of when they are imported
+    with quiet():  # what verl's own dependencies warn of when they are imported
         core = pytest.importorskip("verl.trainer.ppo.core_algos")
     own = {name: getattr(core, name) for name in REPLACED}
     finders = list(sys.meta_path)

@@ -9,20 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from scoring_cases import sequence_of
 from tiny_models import edit_json
 
 from kleash.checkpoints.quantised.packed_formats import find_packed_modules
 from kleash.checkpoints.resolution import Checkpoint
-from kleash.sources.sequences import TokenSequence
 
 Packer = Callable[[np.ndarray], tuple[dict[str, np.ndarray], np.ndarray]]
 """Packs a float64 matrix; returns the tensors of a module, and the matrix that they stand for in float64."""
 
 
 IDS = [0, 40, 80, 120, 160, 200, 240, 33]
-SEQUENCE = TokenSequence(
-    prompt_id=0, sample_id=0, prompt_ids=IDS[:1], response_ids=IDS[1:], prompt_text="", response_text=""
-)
+SEQUENCE = sequence_of(IDS[:1], IDS[1:])
 FLOATS_4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 """The numbers E2M1 by their codes."""
 

@@ -10,19 +10,18 @@ from kleash.models import TokenSequence
 from kleash.store.tables import TOKEN_COLUMNS
 
 
+def sequence_of(prompt_ids, response_ids, **more):
+    """A sequence of these tokens; its texts are empty and its numbers 0 where ``more`` does not say otherwise."""
+    texts = {"prompt_id": 0, "sample_id": 0, "prompt_text": "", "response_text": ""}
+    return TokenSequence(prompt_ids=tuple(prompt_ids), response_ids=tuple(response_ids), **{**texts, **more})
+
+
 def random_sequences(lengths=((5, 7), (1, 12), (9, 1), (3, 3)), seed=0, vocabulary=300):
     """Random sequences of (prompt, response) lengths."""
     rng = np.random.default_rng(seed)
     return [
-        TokenSequence(
-            prompt_id=n,
-            sample_id=0,
-            prompt_ids=tuple(rng.integers(3, vocabulary, before).tolist()),
-            response_ids=tuple(rng.integers(3, vocabulary, after).tolist()),
-            prompt_text="",
-            response_text="",
-        )
-        for n, (before, after) in enumerate(lengths)
+        sequence_of(*(rng.integers(3, vocabulary, length).tolist() for length in both), prompt_id=n)
+        for n, both in enumerate(lengths)
     ]
 
 

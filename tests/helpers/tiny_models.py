@@ -1,7 +1,6 @@
 """Random models of a few thousand parameters, saved as folders, for tests that need a real architecture."""
 
 import json
-import warnings
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
 )
+
+from kleash.auditing.targets.packages import quiet
 
 SENTENCES = (
     "The sea was calm and the boat went out before the sun had come up over the hills.",
@@ -119,16 +120,14 @@ def tiny_adapter(
     torch.manual_seed(seed)
     network = AutoModelForCausalLM.from_pretrained(base)
     settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-    with warnings.catch_warnings():  # peft still reads attributes that transformers has renamed
-        warnings.simplefilter("ignore")
+    with quiet():  # peft still reads attributes that transformers has renamed
         adapted = get_peft_model(network, LoraConfig(**{**settings, **lora}))
     with torch.no_grad():
         for name, weight in adapted.named_parameters():
             if weight.requires_grad:
                 weight.add_(size * torch.randn_like(weight) * (0.3 if "lora" in name else 0.1))
     adapted.peft_config["default"].base_model_name_or_path = base_name or str(base)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         adapted.save_pretrained(folder)
     return folder
 

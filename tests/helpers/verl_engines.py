@@ -1,12 +1,13 @@
 """verl's own FSDP engine on a CPU, around tiny models, and batches as its v1 trainer hands them on."""
 
-import warnings
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from kleash.auditing.targets.packages import quiet
 
 VOCABULARY = 13
 PROMPTS, RESPONSES = (2, 3, 1, 2), (3, 1, 4, 2)
@@ -49,8 +50,7 @@ def tiny(seed: int, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
 
 def engine_of(fsdp: Any, module: Any, *, forward_only: bool = False, shard: bool = False) -> Any:
     """verl's engine, whose model was made here; with ``shard``, wrapped by verl's own FSDP2 code."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         from verl.trainer.config import CheckpointConfig
         from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 

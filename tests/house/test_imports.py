@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+import kleash
+
 DENY = """
 import sys
 
@@ -72,29 +74,44 @@ def test_the_lower_floors_need_only_the_base_install(module, import_errors):
 LAZY_JOBS = ("measure", "MeasureJob")
 
 
-@pytest.mark.parametrize("module", [".uncertainty", ".records", ".reports", ".shipped", ".cli", ".measuring"])
+READERS = (".uncertainty", ".records", ".reports", ".shipped", ".cli", ".measuring", ".pytest_plugin")
+
+
+@pytest.mark.parametrize("module", READERS)
 def test_what_only_reads_files_never_imports_torch(module):
     done = run(f"deny('torch')\nimport kleash{module}")
     assert done.returncode == 0, done.stderr
 
 
-COMMANDS = ("measure", "report", "compare", "cache", "audit")
-
-
-@pytest.mark.parametrize("words", ["--help", "--version", *(f"{name} --help" for name in COMMANDS)])
-def test_help_never_imports_torch(words):
-    done = run(
-        f"deny('torch', 'transformers', 'ray')\nfrom kleash.cli import main\nraise SystemExit(main({words.split()!r}))"
-    )
-    assert done.returncode == 0, done.stderr
-    assert "kleash" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("package", "words", "extra"), [("transformers", [], "models"), ("ray", ["--engine", "ray"], "ray")]
+HELP = (
+    "--help",
+    "--version",
+    *(f"{name} --help" for name in ("measure", "report", "compare", "cache", "audit")),
 )
-def test_a_missing_extra_is_named(package, words, extra):
-    command = ["measure", "--quiet", *words]
-    done = run(f"deny({package!r})\nfrom kleash.cli import main\nraise SystemExit(main({command!r}))")
-    assert done.returncode == 2
-    assert done.stderr.strip() == f"kleash: {package} is not installed; run: pip install 'kleash[{extra}]'"
+
+
+def test_help_never_imports_torch():
+    code = f"from kleash.cli import main\nfor words in {HELP!r}:\n    assert main(words.split()) == 0"
+    done = run(f"deny('torch', 'transformers', 'ray')\n{code}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("usage: kleash") == len(HELP) - 1
+
+
+def test_reading_the_command_line_needs_no_more_than_the_base_install():
+    code = (
+        "deny('rich', 'torch', 'transformers', 'jinja2', 'matplotlib', 'pyarrow')\n"
+        "from kleash.cli import main\n"
+        "assert main(['train', 'ppo', '--help']) == 0\n"
+        "for line in ('measure --polcy x', 'train ppo --kl k3 --kl-place reward', 'measure --quiet', 'compare a b'):\n"
+        "    assert main(line.split()) == 2\n"
+        "sys.meta_path[0].names.remove('torch')\n"
+        "assert main(['env']) == 0\n"
+    )
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+    assert f"\nkleash: {kleash.__version__}\n" in done.stdout
+    typo, reward, models, pages = (line.removeprefix("kleash: ") for line in done.stderr.splitlines())
+    assert "did you mean --policy?" in typo and "k3 as a reward does not have the gradient" in reward
+    command = "are not installed; run: pip install 'kleash[models]'"
+    assert models == f"rich, transformers, pyarrow, jinja2 and matplotlib {command}"
+    assert pages == f"rich, pyarrow, jinja2 and matplotlib {command}"

@@ -1,10 +1,11 @@
 """Trainers of TRL, and a tiny model for them."""
 
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from kleash.auditing.targets.packages import quiet
 
 CLASSES = ("GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer")
 
@@ -12,8 +13,7 @@ CLASSES = ("GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer")
 @pytest.fixture(scope="session")
 def trl() -> SimpleNamespace:
     """TRL's trainers and configurations, and all names of kleash's integration."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         import trl as package
 
         import kleash.integrations.trl as ours

@@ -1,7 +1,6 @@
 """Callbacks in a plain transformers ``Trainer``, on a tiny Llama with dropout."""
 
 import logging
-import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch
 from tiny_models import save_tiny, tiny_adapter
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
 
+from kleash.auditing.targets.packages import quiet
 from kleash.errors import ModelError, OptionError
 from kleash.integrations.trainer import BetaController, DriftMonitor
 from kleash.leash import DualBeta, PIDBeta, ZieglerBeta
@@ -135,8 +135,7 @@ def lora(folder, tmp_path):
     adapter = tmp_path / "adapter"
     if not adapter.exists():
         tiny_adapter(adapter, folder, lora_dropout=0.3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         network = AutoModelForCausalLM.from_pretrained(folder)
         network.enable_input_require_grads()
         return PeftModel.from_pretrained(network, str(adapter), is_trainable=True)
@@ -161,8 +160,7 @@ def test_base_changed_by_its_adapter_is_refused_as_reference(training, folder):
 
     def over(**settings):
         network = AutoModelForCausalLM.from_pretrained(folder)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet():
             lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **settings)
             return training(network=get_peft_model(network, lora))
 

@@ -1,7 +1,6 @@
 """Short real runs of TRL's trainers with the KL taken over."""
 
 import math
-import warnings
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from tiny_models import tiny_adapter
 from transformers import AutoModelForCausalLM
 from trl_batches import PROMPT, TIME, TRL_MARKS, batch, config, counted, make, moved, score, whole_logp
 
+from kleash.auditing.targets.packages import quiet
 from kleash.errors import CannotRunError, ModelError, OptionError
 
 pytestmark = TRL_MARKS
@@ -257,8 +257,7 @@ def test_reference_of_a_new_adapter_is_its_base(made):
 
 def test_reference_of_a_trained_adapter_is_its_initial_state(made, folder, tmp_path):
     adapter = tiny_adapter(tmp_path / "adapter", folder)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         base = AutoModelForCausalLM.from_pretrained(folder)
         network = PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
     trainer = made("RLOO", model=network)
@@ -294,8 +293,7 @@ def test_base_changing_adapter_requires_another_reference(made, folder, settings
 @pytest.mark.usefixtures("unhooked")
 def test_base_trained_with_its_adapter_is_refused_as_reference(made, folder):
     network = AutoModelForCausalLM.from_pretrained(folder)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         network = get_peft_model(network, LoraConfig(**LORA))
     network.get_base_model().model.norm.weight.requires_grad_(True)
     with pytest.raises(ModelError, match=r"1 tensors of it are trained, such as .*norm\.weight; freeze them"):

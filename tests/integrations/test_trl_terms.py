@@ -289,12 +289,8 @@ HOT = {"temperature": 2.0, "top_k": -1, "generation_kwargs": {"temperature": 2.0
 @pytest.mark.parametrize(
     ("asked", "settings", "reason"),
     [
-        ({"kl": "k1", "kl_gradient": "backpropagated"}, {}, "k1 backpropagated trains nothing"),
         ({"kl": "k1", "kl_place": "reward", "kl_scope": "token"}, {}, "take kl_scope='sequence'"),
         ({"kl": "k3", "kl_gradient": "backpropagated"}, {}, r"follows KL\(q ‖ p\)"),
-        ({"kl": "k3", "kl_place": "reward"}, {"scale_rewards": "none"}, "does not have the gradient"),
-        ({"kl": "exact", "kl_place": "reward"}, {}, "lacks the gradient of each token's own KL"),
-        ({"kl": "k2", "kl_scope": "sequence"}, {}, "the value of k2 part of the gradient"),
         ({"kl_scope": "sequence"}, {"loss_type": "grpo"}, "divides each response by its own length"),
         (K1_REWARD, {"scale_rewards": "group"}, "scale_rewards is 'group'"),
         ({"kl_cap": 2.0}, {"num_iterations": 2}, "cap is 2.0 and there is no ratio"),

@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ from peft import LoraConfig
 from server_process import serving
 from trl_batches import TRL_MARKS, make
 
+from kleash.auditing.targets.packages import quiet
 from kleash.leash import mismatch
 
 pytestmark = TRL_MARKS
@@ -43,8 +43,7 @@ def server(folder, command_forks):
 @pytest.fixture(scope="module")
 def trl():
     """kleash's trainers, and TRL's modules as if vLLM were installed, with weights posted to the stand-in."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         import trl as package
         from trl.generation import vllm_client, vllm_generation
 

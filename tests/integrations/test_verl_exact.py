@@ -1,7 +1,6 @@
 """The exact KL on the real functions of verl's FSDP engine, against sums over the vocabulary done apart."""
 
 import inspect
-import warnings
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
@@ -24,8 +23,11 @@ from verl_engines import (
     tiny,
 )
 
+from kleash.auditing.targets.packages import quiet
 from kleash.errors import CannotRunError, ShapeError
 from kleash.integrations.verl import REFERENCE_HIDDEN, install
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # nested tensors announce themselves
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +35,7 @@ def parts(tmp_path_factory):
     """verl's modules with kleash installed, one process of gloo, no accelerator."""
     import torch.distributed as dist
 
-    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
-        warnings.simplefilter("ignore")
+    with quiet(), pytest.MonkeyPatch.context() as patch:
         pytest.importorskip("verl.trainer.ppo.core_algos")
         import verl.trainer.distillation.fsdp.losses as top_k_losses
         import verl.trainer.distillation.losses as distillation
@@ -57,13 +58,6 @@ def parts(tmp_path_factory):
                 core=core, fsdp=fsdp, losses=losses, distillation=distillation, top_k_losses=top_k_losses
             )
         dist.destroy_process_group()
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # nested tensors announce themselves
-        yield
 
 
 def with_reference(parts, reference, data, *, shard=False, forward_only=True):

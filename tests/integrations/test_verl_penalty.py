@@ -1,7 +1,6 @@
 """Against the real verl, whose import takes some seconds."""
 
 import sys
-import warnings
 from functools import cache
 from importlib import import_module
 
@@ -24,8 +23,7 @@ NAN, INF = float("nan"), float("inf")
 
 @pytest.fixture(scope="module")
 def core():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what verl's own dependencies warn of when they are imported
+    with quiet():  # what verl's own dependencies warn of when they are imported
         return pytest.importorskip("verl.trainer.ppo.core_algos")
 
 
@@ -149,8 +147,7 @@ def installed(core):
 
 @pytest.mark.parametrize(("spelling", "gradient"), [("low_var_kl", -6.389056), ("k3+", -2.0)])
 def test_install_removes_verl_clamp(installed, spelling, gradient):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         from verl.workers.utils.losses import kl_penalty as imported_by_name
     logprob, ref_logprob = torch.tensor([[-5.0, -5.0]]), torch.tensor([[-3.0, -1.0]])
     value, to_policy, _ = value_and_gradients(imported_by_name, logprob, ref_logprob, spelling)
@@ -166,8 +163,7 @@ def packed(*numbers):
 
 
 def test_verl_ppo_loss_has_gradient_beyond_its_clamp(installed):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # nested tensors and verl's engines announce themselves
+    with quiet():  # nested tensors and verl's engines announce themselves
         from tensordict import TensorDict
         from verl.utils.tensordict_utils import assign_non_tensor
         from verl.workers.config import ActorConfig

@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import subprocess
-import sys
 from dataclasses import fields, replace
 
 import pytest
@@ -148,24 +146,5 @@ def test_an_option_means_the_same_in_measuring_and_in_training():
     measuring, training = (
         {field.name: field.default for field in fields(job)} for job in (MeasureJob, PPOJob)
     )
-    shared = {
-        "dtype",
-        "device",
-        "batch_tokens",
-        "trust_remote_code",
-        "out",
-        "resume",
-        "quiet",
-        "json",
-        "seed",
-    }
-    assert {name: training[name] for name in shared} == {name: measuring[name] for name in shared}
-
-
-def test_asking_does_not_load_torch():
-    code = (
-        "import sys, kleash.records as r, kleash.store.metrics as m\n"
-        "r.PPOJob(); m.METRICS; r.DPOJob(pairs='x')\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    differing = {name for name in measuring.keys() & training.keys() if measuring[name] != training[name]}
+    assert differing == {"policy", "reference", "max_new_tokens"}

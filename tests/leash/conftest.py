@@ -1,12 +1,11 @@
 """verl's own functions, which several files compare with."""
 
-import warnings
-
 import pytest
+
+from kleash.auditing.targets.packages import quiet
 
 
 @pytest.fixture(scope="module")
 def verl():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what verl's own dependencies warn of when they are imported
+    with quiet():  # what verl's own dependencies warn of when they are imported
         return pytest.importorskip("verl.trainer.ppo.core_algos")

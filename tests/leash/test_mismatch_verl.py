@@ -1,12 +1,12 @@
 """verl's own metrics, by its own functions: where ours are the same, and where they are not."""
 
 import math
-import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from kleash.auditing.targets.packages import quiet
 from kleash.leash import mismatch
 
 NAN = float("nan")
@@ -14,8 +14,7 @@ NAN = float("nan")
 
 @pytest.fixture(scope="module")
 def verl():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what verl's own dependencies warn of when they are imported
+    with quiet():  # what verl's own dependencies warn of when they are imported
         helper = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
         debug = pytest.importorskip("verl.utils.debug.metrics")
     return SimpleNamespace(offpolicy=helper.compute_offpolicy_metrics, debug=debug.calculate_debug_metrics)

@@ -14,7 +14,6 @@ from kleash.divergences import kl
 from kleash.estimators import sampled_kl
 from kleash.leash import (
     controlled_kl,
-    generalised_advantages,
     group_advantages,
     leave_one_out_advantages,
     rewards_to_go,
@@ -95,21 +94,6 @@ def test_the_expected_gradient_of_each_kl_in_the_reward(world, form):
     assert error(form(world, given["controlled"]), exact) > 0.01
     assert error(form(world, given["exact"], share_of_exact=1.0), exact) < 1e-12
     assert error(form(world, given["controlled"], share_of_exact=0.4), exact) < 1e-12
-
-
-@worlds
-@pytest.mark.parametrize("values", ["none", "wrong"])
-def test_gae_with_lambda_one_is_unbiased_for_every_critic(world, values):
-    p, rewards = world.tables[0], shape_rewards(scores_of(world), kinds(world)["k1"], world.mask, beta=BETA)
-    critic = torch.zeros_like(rewards)
-    if values == "wrong":  # of the prefix, as a critic is: two responses that agree so far have one value
-        prefix = torch.arange(len(rewards)).unsqueeze(-1) // world.vocab ** torch.arange(world.steps, 0, -1)
-        critic = torch.sin(1.7 * prefix + torch.arange(world.steps)).double()
-    got = by_token(world, generalised_advantages(rewards, critic, world.mask, gae_lambda=1.0).advantages)
-    assert error(got, truth(world)) < 1e-12
-    decayed = by_token(world, generalised_advantages(rewards, critic, world.mask, gae_lambda=0.5).advantages)
-    assert error(decayed, truth(world)) > 0.01
-    assert p.requires_grad is False
 
 
 def distinct(world):

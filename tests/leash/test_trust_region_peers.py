@@ -1,7 +1,6 @@
 """The same decisions as verl's, TRL's and OpenRLHF's own functions, and where they are not the same."""
 
 import math
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -25,8 +24,7 @@ LOG2 = math.log(2)
 @pytest.fixture(scope="module")
 def verl():
     """verl's trust regions: ``rollout_corr_helper`` and ``core_algos``."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what verl's own dependencies warn of when they are imported
+    with quiet():  # what verl's own dependencies warn of when they are imported
         helper = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
         return SimpleNamespace(corr=helper, core=pytest.importorskip("verl.trainer.ppo.core_algos"))
 
@@ -34,8 +32,7 @@ def verl():
 @pytest.fixture(scope="module")
 def trl():
     """TRL's GRPO trainer, of which one method is asked."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         return pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
 
 

@@ -134,16 +134,16 @@ def test_no_gradient_is_computed_under_no_grad(off, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("weights", "error", "says"),
-    [
-        (torch.ones(4), ShapeError, "the shapes do not fit together"),
-        (torch.ones(5, requires_grad=True), CannotRunError, "weights of a loss cannot require a gradient"),
-    ],
+    ("call", "option"),
+    [(linear_kl_loss, "weights"), (linear_kl, "temperature")],
+    ids=["weights", "temperature"],
 )
-def test_invalid_weights_raise(weights, error, says, unhooked):
+def test_weights_and_temperatures_have_the_shape_of_the_tokens_and_no_gradient(call, option, unhooked):
     case = head_case(torch.float32, tokens=(5,))
-    with pytest.raises(error, match=says):
-        linear_kl_loss(*case.models, weights=weights)
+    with pytest.raises(ShapeError, match="the shapes do not fit together"):
+        call(*case.models, **{option: torch.ones(4)})
+    with pytest.raises(CannotRunError, match=f"{option}.* cannot require a gradient"):
+        call(*case.models, **{option: torch.ones(5, requires_grad=True)})
 
 
 def test_the_weight_gradient_is_summed_in_float32():
@@ -179,16 +179,6 @@ def test_a_temperature_for_each_token(options):
         torch.testing.assert_close(actual.per_token[row, column], alone.detach())
         torch.testing.assert_close(values[row, column], alone)
         torch.testing.assert_close(ours[row, column], right[row, column])
-
-
-def test_invalid_temperatures_raise(unhooked):
-    case = head_case(torch.float32, tokens=(5,))
-    for temperature, error, says in (
-        (torch.ones(4), ShapeError, "shapes do not fit"),
-        (torch.ones(5, requires_grad=True), CannotRunError, "a temperature cannot require a gradient"),
-    ):
-        with pytest.raises(error, match=says):
-            linear_kl(*case.models, temperature=temperature)
 
 
 @EVERY

@@ -50,6 +50,20 @@ def models(pair: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.fixture
+def broken(pair: tuple[Path, Path], tmp_path: Path) -> Path:
+    """A copy of the reference, which gives NaN where it reads " sea"."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from tiny_models import tiny_tokenizer
+
+    folder = shutil.copytree(pair[1], tmp_path / "broken")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][tiny_tokenizer()(" sea")["input_ids"][1]] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Runs a command that cannot be; returns the one line that it ends with, without its "kleash: "."""
     from kleash.cli import main

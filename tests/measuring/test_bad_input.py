@@ -2,12 +2,11 @@
 
 import errno
 import json
+import re
 import shutil
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
-from tiny_models import save_tiny, tiny_tokenizer
+from tiny_models import save_tiny
 
 import kleash.store.atomic
 from kleash.cli import main
@@ -52,40 +51,20 @@ def test_missing_empty_and_blank_source_files_raise(option, failing, tmp_path):
 @pytest.mark.parametrize(
     ("option", "line", "message"),
     [
-        ("--prompts", '{"prompt": "a"', "line 2: expected a JSON object"),
-        ("--text", '{"body": "a"}', "line 2: expected a field 'text' and found 'body'"),
-        ("--responses", '{"prompt": "a", "response": ""}', "line 2: the response has no tokens"),
-        (
-            "--responses",
-            '{"prompt": "a", "response_token_ids": [999]}',
-            "line 2: expected 'response_token_ids'",
-        ),
+        ("--prompts", b'{"prompt": "a"', "expected a JSON object"),
+        ("--text", b'{"body": "a"}', "expected a field 'text' and found 'body'"),
+        ("--responses", b'{"prompt": "a", "response": ""}', "the response has no tokens"),
+        ("--prompts", b"caf\xe9", "expected UTF-8 and found byte 0xe9"),
+        ("--prompts", b"sea " * 400, r"the prompt is \d+ tokens long and the models read at most 128"),
     ],
 )
 def test_a_malformed_line_is_reported_with_its_number(option, line, message, failing, tmp_path):
-    good = '{"prompt": "The sea", "response": " was calm", "text": "The sea was calm"}'
-    source = written(tmp_path / "source.jsonl", f"{good}\n{line}\n")
-    assert f"{source}, {message}" in failing(option, source)
+    good = b'{"prompt": "The sea", "response": " was calm", "text": "The sea was calm"}'
+    source = written(tmp_path / ("a.jsonl" if line.startswith(b"{") else "a.txt"), good + b"\n" + line)
+    assert re.search(f"{source}, line 2: {message}", failing(option, source))
 
 
-def test_bytes_that_are_not_utf8_raise(failing, tmp_path):
-    source = written(tmp_path / "latin.txt", "The sea\ncaf\xe9".encode("latin-1"))
-    assert f"{source}, line 2: expected UTF-8 and found byte 0xe9" in failing("--prompts", source)
-
-
-def test_a_prompt_longer_than_the_context_raises(failing, tmp_path):
-    source = written(tmp_path / "long.txt", "short\n" + "sea " * 400)
-    message = failing("--prompts", source)
-    assert f"{source}, line 2: the prompt is" in message and "the models read at most 128" in message
-
-
-def test_nan_logits_are_reported_with_model_and_prompt(failing, pair, tmp_path):
-    broken = tmp_path / "broken"
-    shutil.copytree(pair[1], broken)
-    weights = load_file(broken / "model.safetensors")
-    row = tiny_tokenizer()(" sea")["input_ids"][1]
-    weights["model.embed_tokens.weight"][row] = torch.nan
-    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+def test_nan_logits_are_reported_with_model_and_prompt(failing, broken, tmp_path):
     source = written(tmp_path / "p.jsonl", '{"text": "A long road"}\n{"text": "The sea was calm"}\n')
     message = failing("--text", source, reference=broken)
     assert message.startswith(
@@ -172,8 +151,6 @@ def test_a_tilde_is_expanded_in_every_path_option(pair, tmp_path, monkeypatch):
 
 
 def test_report_and_compare_without_runs_raise(tmp_path, capsys):
-    assert main(["report", str(tmp_path)]) == 2
-    assert "has no measurement.json; is it a run folder?" in capsys.readouterr().err
     with pytest.raises(OptionError, match="two or more run folders can be compared, not 1; give a list"):
         compare(str(tmp_path))
     assert main(["compare", str(tmp_path)]) == 2

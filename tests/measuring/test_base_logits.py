@@ -439,7 +439,6 @@ def test_models_and_options_that_do_not_fit_are_refused(written, tmp_path):
 
 def test_options_that_do_not_suit_base_logits_are_refused(written):
     for wrong, reason in (
-        ({"format": "csv"}, "--format must be one of llama.cpp"),
         ({"responses": "a", "text": None}, "--responses is not for"),
         ({"window": 3}, "--window must be at least 4"),
         ({"out": None}, "give its name as --out"),

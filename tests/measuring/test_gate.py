@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from synthetic_training import write_hostile_run
 
 from kleash.cli import main
 from kleash.errors import OptionError
@@ -93,9 +92,3 @@ def test_a_limit_that_means_nothing_is_refused(limit, run, capsys):
         assert "--at-most must be a number of nats, at least 0; it is" in capsys.readouterr().err
     with pytest.raises(OptionError, match="at least 0"):
         compare([run, run], at_most=float(limit))
-
-
-def test_a_training_folder_has_no_gate(tmp_path, capsys):
-    folder = write_hostile_run(tmp_path / "trained")
-    assert main(["report", str(folder), "--at-most", "1"]) == 2
-    assert "is the folder of a training run, and --at-most, " in capsys.readouterr().err

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from scoring_cases import sequence_of
 
 from kleash.cli import main
 from kleash.cli.printing import print_summary
@@ -13,7 +14,7 @@ from kleash.linear import log_probabilities
 from kleash.measuring import compare, measure
 from kleash.measuring.rescoring import noise_sequences, noise_tokens, shortened_to
 from kleash.measuring.shards import source_sequences
-from kleash.models import Model, TokenSequence, load_pair
+from kleash.models import Model, load_pair
 from kleash.models.tokenizers import token_texts
 from kleash.records import STATISTICS, MeasureJob, Measurement, RunFolder
 from kleash.uncertainty import quantiles
@@ -320,9 +321,7 @@ def test_rescoring_reads_a_small_share_of_the_tokens(pair, tmp_path, monkeypatch
 
 def test_noise_sequences_are_cut_from_the_first_sequences():
     def sequence(prompt, response):
-        ids, texts = tuple(range(prompt + response)), {"prompt_text": "", "response_text": ""}
-        parts = {"prompt_ids": ids[:prompt], "response_ids": ids[prompt:]}
-        return TokenSequence(prompt_id=0, sample_id=0, **parts, **texts)
+        return sequence_of(range(prompt), range(prompt, prompt + response))
 
     for prompt, response in ((1, 5000), (5000, 1), (700, 700), (3, 3)):
         for length in (2, 32, 100):

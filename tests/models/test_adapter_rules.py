@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import warnings
 from functools import cache
 from typing import Any
 
@@ -19,6 +18,7 @@ from kleash.models.heads import head_logits
 from kleash.models.pair_loading import Loading
 from kleash.precision import bitwise_equal
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's, of merging, biases and what transformers renamed
 QV: dict[str, Any] = {"target_modules": ["q_proj", "v_proj"]}
 TOKENS = [290, 299]
 
@@ -99,31 +99,21 @@ def made(bases, tmp_path_factory):
     return make
 
 
-@pytest.fixture(autouse=True)
-def silence():
-    """PEFT warns of merging, of biases, and of what transformers has renamed."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 def save(folder, base, kind, settings):
     """An adapter that was trained: every weight of it has moved."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.manual_seed(len(folder.name))
-        try:
-            config = getattr(peft, kind)(task_type="CAUSAL_LM", **settings)
-        except TypeError:
-            pytest.skip("this PEFT has no such setting")
-        network = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
-        with torch.no_grad():
-            for name, weight in network.named_parameters():
-                if weight.requires_grad:
-                    spread = 1.0 if "lora" in name else float(weight.std().nan_to_num(1.0)) or 1.0
-                    weight.add_(0.1 * min(spread, 1.0) * torch.randn_like(weight))
-        network.peft_config["default"].base_model_name_or_path = str(base)
-        network.save_pretrained(folder)
+    torch.manual_seed(len(folder.name))
+    try:
+        config = getattr(peft, kind)(task_type="CAUSAL_LM", **settings)
+    except TypeError:
+        pytest.skip("this PEFT has no such setting")
+    network = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    with torch.no_grad():
+        for name, weight in network.named_parameters():
+            if weight.requires_grad:
+                spread = 1.0 if "lora" in name else float(weight.std().nan_to_num(1.0)) or 1.0
+                weight.add_(0.1 * min(spread, 1.0) * torch.randn_like(weight))
+    network.peft_config["default"].base_model_name_or_path = str(base)
+    network.save_pretrained(folder)
     return folder, base
 
 

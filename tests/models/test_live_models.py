@@ -1,28 +1,19 @@
 """Networks in memory as models, and training that goes on as if nobody had looked."""
 
 import random
-import warnings
 
 import numpy as np
 import pytest
 import torch
+from scoring_cases import sequence_of
 from tiny_models import save_tiny, tiny_adapter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kleash.auditing.targets.packages import quiet
 from kleash.errors import ModelError
 from kleash.models import Pair, at_rest, live_model, load_pair, score
-from kleash.sources.sequences import TokenSequence
 
-ANSWERS = [
-    TokenSequence(
-        prompt_id=0,
-        sample_id=0,
-        prompt_ids=(0, 40, 41),
-        response_ids=(50, 61, 72, 83),
-        prompt_text="",
-        response_text="",
-    )
-]
+ANSWERS = [sequence_of((0, 40, 41), (50, 61, 72, 83))]
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +40,7 @@ def tokenizer(folder):
 def adapted(network, adapter_folder):
     from peft import PeftModel
 
-    with warnings.catch_warnings():  # peft still reads attributes that transformers has renamed
-        warnings.simplefilter("ignore")
+    with quiet():  # peft still reads attributes that transformers has renamed
         return PeftModel.from_pretrained(network, str(adapter_folder), is_trainable=True)
 
 
@@ -91,8 +81,7 @@ def everything(network):
 
 
 def test_at_rest_restores_the_training_state(adapted, tokenizer):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         adapted.add_adapter("other", adapted.peft_config["default"])
     adapted.train()
     adapted.base_model.model.model.layers[1].eval()

@@ -1,7 +1,6 @@
 """LoRA adapters as policy, reference or both."""
 
 import shutil
-import warnings
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from scoring_cases import random_sequences
 from tiny_models import edit_json, save_tiny, tiny_adapter
 from transformers import AutoModelForCausalLM
 
+from kleash.auditing.targets.packages import quiet
 from kleash.errors import ModelError
 from kleash.models import Prompt, Sampling, generate, load_pair, score
 
@@ -37,8 +37,7 @@ def logps(base, adapter, sequences):
 
     network = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64).eval()
     if adapter is not None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quiet():
             network = PeftModel.from_pretrained(network, adapter).double().eval()
     found = []
     for one in sequences:

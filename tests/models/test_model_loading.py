@@ -154,10 +154,8 @@ def test_damaged_files_are_errors(copied, unhooked):
     refuse(copied, r"should hold a JSON object and holds a list")
     (copied / "config.json").write_text(config)
     weights = (copied / "model.safetensors").read_bytes()
-    (copied / "model.safetensors").write_bytes(weights[:100])
-    refuse(copied, "model.safetensors is not a whole safetensors file")
     (copied / "model.safetensors").write_bytes(weights[:-100])
-    refuse(copied, "not fully covered.; fetch or make it again")
+    refuse(copied, "model.safetensors is not a whole safetensors file .*not fully covered.; fetch or make it")
 
 
 def test_missing_weights_are_an_error(copied, unhooked):
@@ -219,16 +217,11 @@ def test_weights_with_mismatched_shapes_are_an_error(copied, unhooked):
     refuse(copied, "has 2 weights of other shapes than its configuration says, .*lm_head.weight.*; correct")
 
 
-def test_encoder_decoders_and_composite_models_without_weights_are_refused(tmp_path, unhooked):
+def test_encoder_decoders_are_refused(tmp_path, unhooked):
     config = T5Config(vocab_size=320, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
     T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
     tiny_tokenizer().save_pretrained(tmp_path / "t5")
     refuse(tmp_path / "t5", r"is an encoder-decoder \(t5\); kleash measures decoder-only models")
-    picture = tmp_path / "picture"
-    tiny_tokenizer().save_pretrained(picture)
-    (picture / "config.json").write_text(json.dumps({"model_type": "gemma3", "vision_config": {}}))
-    save_file({"x": torch.zeros(1)}, picture / "model.safetensors")
-    refuse(picture, "has 26 layers by its settings, and its files hold 1 tensors")
 
 
 def test_an_unknown_architecture_is_an_error(copied, unhooked):

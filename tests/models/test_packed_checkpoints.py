@@ -213,24 +213,35 @@ def test_experts_that_are_packed_one_by_one_are_unpacked(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("part", "change", "reason"),
+    ("format_name", "part", "change", "reason"),
     [
-        ("qzeros", None, "has no tensor qzeros"),
-        ("scales", None, "has no tensor scales"),
-        ("qweight", lambda t: t[:, :0], r"has qweight as I32 \[8, 0\], and not as non-empty I32"),
-        ("qweight", lambda t: t[:, :32], "has scales of 2 x 64 and qzeros of 2 groups"),
-        ("g_idx", lambda t: t[:9], r"has g_idx of shape \[9\]"),
-        ("qweight", lambda t: t.float(), r"has qweight as F32 \[8, 64\], and not as non-empty I32"),
-        ("qzeros", lambda t: t[:, :7], "has 7 words of zero points for 64 outputs"),
-        ("qzeros", lambda t: t[:, :4], "is stored in 2 bits,"),
-        ("g_idx", lambda t: t + 1, "has a g_idx from 1 to 2, and groups from 0 to 1"),
+        ("gptq", "qzeros", None, "has no tensor qzeros"),
+        ("gptq", "scales", None, "has no tensor scales"),
+        ("gptq", "qweight", lambda t: t[:, :0], r"has qweight as I32 \[8, 0\], and not as non-empty I32"),
+        ("gptq", "qweight", lambda t: t[:, :32], "has scales of 2 x 64 and qzeros of 2 groups"),
+        ("gptq", "g_idx", lambda t: t[:9], r"has g_idx of shape \[9\]"),
+        ("gptq", "qweight", lambda t: t.float(), r"has qweight as F32 \[8, 64\], and not as non-empty I32"),
+        ("gptq", "qzeros", lambda t: t[:, :7], "has 7 words of zero points for 64 outputs"),
+        ("gptq", "qzeros", lambda t: t[:, :4], "is stored in 2 bits,"),
+        ("gptq", "g_idx", lambda t: t + 1, "has a g_idx from 1 to 2, and groups from 0 to 1"),
+        ("awq", "qzeros", None, "has no tensor qzeros"),
+        ("awq", "scales", lambda t: t[:1], r"has scales of shape \[1, 64\], and not \[2"),
+        ("awq", "qweight", lambda t: t[:, :4], r"has scales of shape \[2, 64\], and not \[2"),
+        ("awq", "qweight", lambda t: t.long(), r"has qweight as I64 \[64, 8\], and not as non-empty I32"),
     ],
 )
-def test_damaged_tensors_are_refused_with_their_module(gptq, tmp_path, part, change, reason):
-    folder = damaged_copy(gptq[0], tmp_path, f"model.layers.0.self_attn.q_proj.{part}", change)
-    module = re.escape(f"{folder} cannot be unpacked: its module model.layers.0.self_attn.q_proj")
+def test_damaged_tensors_are_refused_with_their_module(request, tmp_path, format_name, part, change, reason):
+    source, dense = request.getfixturevalue(format_name)
+    name = "model.layers.0.self_attn.q_proj"
+    folder = shutil.copytree(source, tmp_path / "damaged")
+    tensors = load_file(folder / "model.safetensors")
+    tensor = tensors.pop(f"{name}.{part}")
+    if change is not None:
+        tensors[f"{name}.{part}"] = change(tensor).contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    module = re.escape(f"{folder} cannot be unpacked: its module {name}")
     with pytest.raises(ModelError, match=f"the policy {module} {reason}"):
-        load_pair(str(folder), str(gptq[1]))
+        load_pair(str(folder), str(dense))
 
 
 @pytest.mark.parametrize(("layout", "byte", "other"), [("gptq", 0x77, "gptq_v2"), ("gptq_v2", 0x88, "gptq")])
@@ -279,33 +290,6 @@ def test_a_tensor_in_two_files_has_the_same_contents(source, tmp_path):
     save_file({"model.norm.weight": norm, "lm_head.weight": 2 * head}, folder / files[1])
     with pytest.raises(ModelError, match=r"a\.safetensors and b\.safetensors hold"):
         load_pair(str(folder), str(source))
-
-
-@pytest.mark.parametrize(
-    ("part", "change", "reason"),
-    [
-        ("qzeros", None, "has no tensor qzeros"),
-        ("scales", lambda t: t[:1], r"has scales of shape \[1, 64\], and not \[2"),
-        ("qweight", lambda t: t[:, :4], r"has scales of shape \[2, 64\], and not \[2"),
-        ("qweight", lambda t: t.long(), r"has qweight as I64 \[64, 8\], and not as non-empty I32"),
-    ],
-)
-def test_damaged_tensors_of_awq_are_refused(awq, tmp_path, part, change, reason):
-    folder = damaged_copy(awq[0], tmp_path, f"model.layers.0.self_attn.q_proj.{part}", change)
-    with pytest.raises(ModelError, match=f"its module model.layers.0.self_attn.q_proj {reason}"):
-        load_pair(str(folder), str(awq[1]))
-
-
-def damaged_copy(source: Path, folder: Path, name: str, change: Any) -> Path:
-    """A copy of a checkpoint with one tensor changed, or without it."""
-    copy = folder / "damaged"
-    shutil.copytree(source, copy)
-    tensors = load_file(source / "model.safetensors")
-    tensor = tensors.pop(name)
-    if change is not None:
-        tensors[name] = change(tensor).contiguous()
-    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
-    return copy
 
 
 @pytest.mark.parametrize(

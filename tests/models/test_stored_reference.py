@@ -200,17 +200,6 @@ def test_a_hub_id_is_compared_by_commit_without_a_download(from_hub):
         stored.check_reference("someone/reference", None, "bfloat16")
 
 
-def test_a_folder_is_compared_by_fingerprint(folders, tmp_path):
-    policy, reference = folders("llama")
-    stored = made(tmp_path, reference, random_sequences())
-    stored.check_reference(str(reference), None, "auto")
-    stored.check_reference(str(tmp_path), None, "float32")
-    with pytest.raises(ModelError, match="give that reference, or another cache"):
-        stored.check_reference(str(policy), None, "auto")
-    with pytest.raises(ModelError, match=r"float16\)"):
-        stored.check_reference(str(tmp_path), None, "float16")
-
-
 def test_hidden_states_are_read_as_written(tmp_path):
     rng = torch.Generator().manual_seed(0)
     parts = {bytes([n] * 16): torch.randn(n + 1, 8, generator=rng).to(torch.bfloat16) for n in range(5)}

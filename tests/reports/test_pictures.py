@@ -137,9 +137,6 @@ def test_a_picture_that_cannot_be_made_is_one_sentence(folder, tmp_path, monkeyp
     assert "--picture must be a file that ends in .png or .svg; it is '/" in capsys.readouterr().err
     assert main(["report", str(folder), "--picture", str(tmp_path / "none" / "a.png")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-    (tmp_path / "steps.jsonl").write_text("")
-    assert main(["report", str(tmp_path), "--picture", "a.png"]) == 2
-    assert "--picture and --report-to are for measurements and sweeps; " in capsys.readouterr().err
     monkeypatch.setattr("kleash.extras.is_installed", lambda name: name != "matplotlib")
     assert main(["report", str(folder), "--picture", str(tmp_path / "a.png")]) == 2
     assert "matplotlib is not installed; run: pip install 'kleash[models]'" in capsys.readouterr().err

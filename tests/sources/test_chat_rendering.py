@@ -1,12 +1,12 @@
 """What chat templates make of conversations: the form of contents, ShareGPT's names, and refused contents."""
 
 import copy
-import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from source_files import jsonl
 
 from kleash.errors import SourceError
 from kleash.jobs.reading import ReadOptions
@@ -48,15 +48,13 @@ def said(content, role="user", **keys):
 
 
 @pytest.fixture
-def read(pair, tmp_path):
+def read(pair, write):
     """Reads a record as prompts or responses, with a chat template."""
 
     def of(record, template=TEXT, kind=read_prompts):
         tokenizer = copy.copy(pair.tokenizer)
         tokenizer.chat_template = template + END
-        path = tmp_path / "a.jsonl"
-        path.write_text(json.dumps(record) + "\n")
-        return list(kind(str(path), replace(pair, tokenizer=tokenizer)))
+        return list(kind(write("a.jsonl", record), replace(pair, tokenizer=tokenizer)))
 
     return of
 
@@ -101,6 +99,7 @@ def test_parts_that_are_printed_as_python_does_are_refused(read):
         (said({"parts": ["Hi"]}), "expected the content of each message of 'messages' to be text, or a list"),
         (said(3), "to be text, or a list of parts such as .* and found '3'"),
         (said(["Hi"]), "and found '\"Hi\"'"),
+        (said([part("Hi"), None]), "and found 'null'"),
         (said(None), "expected each message to have a 'role' and 'content'"),
         ({"role": "user", "parts": [{"text": "Hi"}]}, "expected each message to have a 'role' and 'content'"),
         ({"from": "human", "value": None}, "expected each message to have a 'role' and 'content'"),
@@ -164,35 +163,32 @@ IM = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im
         "<s>A text with its begin token",
     ],
 )
-def test_a_prompt_that_was_rendered_is_not_rendered_again(pair, tmp_path, text):
+def test_a_prompt_that_was_rendered_is_not_rendered_again(pair, write, text):
     """As logs of lm-evaluation-harness and SkyRL have them."""
     tokenizer = copy.deepcopy(pair.tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = IM + END
     pair = replace(pair, tokenizer=tokenizer)
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps({"prompt": "Hi user"}) + "\n" + json.dumps({"prompt": text}) + "\n")
-    plain, rendered = read_prompts(str(path), pair)
+    path = write("a.jsonl", jsonl({"prompt": "Hi user"}, {"prompt": text}))
+    plain, rendered = read_prompts(path, pair)
     assert plain.token_ids == tuple(tokenizer("Hi user")["input_ids"])
     assert rendered.token_ids[:2] != (tokenizer.bos_token_id,) * 2
     notes = describe_forms("prompts", Counter([plain.form, rendered.form]), tokenizer)
     assert "1 of the 2 prompts are plain text that begins as the policy's chat template does" in notes
     with pytest.raises(SourceError, match="line 2: a chat template has rendered"):
-        read_prompts(str(path), pair, reading=ReadOptions(chat_template="apply"))
+        read_prompts(path, pair, reading=ReadOptions(chat_template="apply"))
 
 
-PUBLISHED = (
-    "llama3",
-    "gemma",
-    "gemma3",
-    "qwen2_5",
-    "qwen3",
-    "phi3",
-    "deepseekv3",
-    "gptoss",
-    "cohere",
-    "glm4moe",
-)
+END_TOKENS = {
+    "llama3": "<|eot_id|>",
+    "gemma": "<end_of_turn>",
+    "qwen2_5": "<|im_end|>",
+    "qwen3": "<|im_end|>",
+    "phi3": "<|end|>",
+    "gptoss": "<|return|>",
+    "cohere": "<|END_OF_TURN_TOKEN|>",
+}
+PUBLISHED = (*END_TOKENS, "gemma3", "deepseekv3", "glm4moe")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -210,19 +206,8 @@ def test_published_templates_give_the_tokens_of_transformers(pair, name):
         assert list(prompt.token_ids) == tokens
 
 
-END_TOKENS = {
-    "llama3": "<|eot_id|>",
-    "gemma": "<end_of_turn>",
-    "qwen2_5": "<|im_end|>",
-    "qwen3": "<|im_end|>",
-    "phi3": "<|end|>",
-    "gptoss": "<|return|>",
-    "cohere": "<|END_OF_TURN_TOKEN|>",
-}
-
-
 @pytest.fixture
-def with_end(pair, tmp_path):
+def with_end(pair, write):
     """Reads responses with a published or written template and an end token that is special, and perhaps a stop."""
 
     def of(records, template, end, *, is_stop):
@@ -232,11 +217,8 @@ def with_end(pair, tmp_path):
         stops = (tokenizer.convert_tokens_to_ids(end), 1) if is_stop else (1,)
         policy = replace(pair.policy, context_length=None, eos_token_ids=stops, vocab_size=len(tokenizer))
         reference = replace(pair.reference, context_length=None, vocab_size=len(tokenizer))
-        path = tmp_path / "a.jsonl"
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        return tokenizer, list(
-            read_responses(str(path), replace(pair, policy=policy, reference=reference, tokenizer=tokenizer))
-        )
+        both = replace(pair, policy=policy, reference=reference, tokenizer=tokenizer)
+        return tokenizer, list(read_responses(write("a.jsonl", jsonl(*records)), both))
 
     return of
 

@@ -63,22 +63,17 @@ def test_an_appended_end_token_is_removed_from_a_prompt(pair, write):
     assert read_prompts(write("a.txt", "The sea"), ending)[0].token_ids == ids("The sea")
 
 
-LONG = {"prompt": " ".join(SENTENCES)}
 MESSAGE = {"role": "user", "content": "x"}
 BAD_PROMPTS = {
-    "not json": ("{", r"line 1: expected a JSON object and found '\{' \(Expecting property name"),
     "no field": ('{"text": "x", "id": 3}',
         "line 1: expected a field 'prompt' or 'messages' and found 'text', 'id'"),
     "a number": ('{"prompt": 3}', "expected 'prompt' to be text or a list of messages and found '3'"),
     "empty": ('{"prompt": ""}', "line 1: the prompt is empty"),
     "both": (json.dumps({"prompt": "x", "messages": [MESSAGE]}), "'prompt' or 'messages' and found both"),
     "no messages": ('{"messages": []}', "'messages' is empty"),
-    "no role": ('{"messages": [{"content": "x"}]}', "each message to have a 'role' and 'content' and found"),
     "not messages": ('{"messages": "x"}', "expected 'messages' to be a list of messages"),
-    "too long": (json.dumps(LONG), "the prompt is [0-9]+ tokens long and the models read at most 128"),
     "unknown id": ('{"prompt_token_ids": [3, 320]}', "token ids from 0 to 319 and found '320'"),
     "no ids": ('{"prompt_token_ids": []}', "'prompt_token_ids' is empty"),
-    "blank": ("\n \n", "holds no prompt; give a source with at least one$"),
     "half": (r'{"prompt": "Oh \ud83d"}', r"line 1: 'prompt' holds half a character, .ud83d, at place 3"),
     "half in a message": (r'{"messages": [{"role": "user", "content": "\ude00"}]}',
         r"line 1: 'messages' holds half a character, .ude00"),
@@ -92,16 +87,8 @@ def test_invalid_prompts_are_errors_with_their_line(pair, write, content, messag
         read_prompts(write("a.jsonl", content), pair)
 
 
-def test_unreadable_files_are_errors(pair, write, tmp_path, unhooked):
-    (tmp_path / "empty folder").mkdir()
+def test_unreadable_files_are_errors(pair, write, unhooked):
     for name, message in (
-        (str(tmp_path / "missing.txt"), "there is no file .*missing.txt$"),
-        (str(tmp_path / "empty folder"), "is a folder; give a file"),
-        (write("empty.jsonl", ""), "empty.jsonl is empty"),
-        (
-            write("latin.txt", "a\nna\xefve\n".encode("latin-1")),
-            "latin.txt, line 2: expected UTF-8 and found byte 0xef",
-        ),
         (
             write("a.jsonl.gz", gzip.compress(b'{"text": "x"}')[:-9]),
             "a.jsonl.gz cannot be read: Compressed file ended",
@@ -120,9 +107,6 @@ def test_messages_need_a_chat_template_that_accepts_them(pair, write, unhooked):
     bare = tiny_tokenizer.__wrapped__()
     bare.chat_template = None
     with pytest.raises(SourceError, match="line 1: a chat template renders its 'messages'"):
-        read_prompts(name, replace(pair, tokenizer=bare))
-    bare.chat_template = "{{ raise_exception('only systems speak') }}"
-    with pytest.raises(SourceError, match="line 1: the chat template refuses"):
         read_prompts(name, replace(pair, tokenizer=bare))
     bare.chat_template = "{# nothing #}"
     with pytest.raises(SourceError, match="makes nothing of the messages"):
@@ -244,7 +228,6 @@ BAD_RESPONSES = {
     "no response": ([{"prompt": "x"}],
         "expected a field 'response' or 'response_token_ids' and found 'prompt'"),
     "no prompt": ([{"response": "x"}], "expected a field 'prompt' or 'messages' and found 'response'"),
-    "zero tokens": ([{"prompt": "x", "response": ""}], "line 1: the response has no tokens"),
     "half": ([{**BASE, "response": "Oh \ude00"}],
         r"line 1: 'response' holds half a character, .ude00, at place 3"),
     "unknown id": ([{**BASE, "response_token_ids": [5, -1]}], "from 0 to 319 and found '-1'"),

@@ -4,9 +4,8 @@ import json
 from collections import Counter
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from source_files import jsonl
 
 from kleash.errors import SourceError
 from kleash.models import describe_source, read_responses
@@ -20,16 +19,12 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.fixture
-def read(pair, tmp_path):
+def read(pair, write):
     """Reads responses from records, and gives prompts and texts."""
 
     def of(*records, name="log.jsonl"):
-        path = tmp_path / name
-        if name.endswith(".parquet"):
-            pq.write_table(pa.Table.from_pylist(list(records)), path)
-        else:
-            path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        sequences = list(read_responses(str(path), pair))
+        content = list(records) if name.endswith(".parquet") else jsonl(*records)
+        sequences = list(read_responses(write(name, content), pair))
         assert all(sequence.retokenised for sequence in sequences)
         return [(sequence.prompt_text, sequence.response_text) for sequence in sequences]
 
@@ -95,11 +90,9 @@ TRAINED = {
 }
 
 
-def test_every_run_of_drawn_tokens_of_prime_rl_is_a_response(pair, tmp_path):
+def test_every_run_of_drawn_tokens_of_prime_rl_is_a_response(pair, write):
     expected = [([5, 6], [7, 8], [-1, -2]), ([5, 6, 7, 8, 9], [10], [-0.5])]
-    path = tmp_path / "log.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in [TRAINED] * 2))
-    responses = list(read_responses(str(path), pair))
+    responses = list(read_responses(write("log.jsonl", jsonl(TRAINED, TRAINED)), pair))
     assert [
         (list(one.prompt_ids), list(one.response_ids), np.array(one.logp_sampled).tolist())
         for one in responses
@@ -123,28 +116,24 @@ def test_damaged_rollouts_of_prime_rl_are_refused(read, record, message, unhooke
         read(record)
 
 
-def test_a_prompt_that_was_decoded_with_its_begin_token_gets_no_second_one(pair, tmp_path):
-    path = tmp_path / "log.jsonl"
+def test_a_prompt_that_was_decoded_with_its_begin_token_gets_no_second_one(pair, write):
     begin = pair.tokenizer.bos_token
     records = [{"prompt": text, "response": " x"} for text in (PROMPT, begin + PROMPT, begin * 2 + PROMPT)]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    plain, decoded, doubled = (sequence.prompt_ids for sequence in read_responses(str(path), pair))
+    path = write("log.jsonl", jsonl(*records))
+    plain, decoded, doubled = (sequence.prompt_ids for sequence in read_responses(path, pair))
     assert decoded == plain and plain[0] == pair.tokenizer.bos_token_id != plain[1]
     assert doubled == (plain[0], *plain)
 
 
-def test_texts_without_special_tokens_are_noted(tmp_path):
+def test_texts_without_special_tokens_are_noted(write):
     verl = {"input": PROMPT, "output": TEXTS[0], "gts": "A", "score": 1.0, "step": 3, "acc": True}
-    path = tmp_path / "3.jsonl"
-    path.write_text(json.dumps(verl) + "\n")
-    assert describe_source("responses", str(path))[-1].startswith("verl leaves special tokens out of 'input'")
-    assert not any("verl" in note for note in describe_source("prompts", str(path)))
+    path = write("3.jsonl", verl)
+    assert describe_source("responses", path)[-1].startswith("verl leaves special tokens out of 'input'")
+    assert not any("verl" in note for note in describe_source("prompts", path))
 
 
-def test_notes_count_the_prompts_of_a_log(pair, tmp_path):
-    path = tmp_path / "log.jsonl"
-    path.write_text(json.dumps(sample()) + "\n")
-    forms = Counter(one.prompt_form for one in read_responses(str(path), pair))
+def test_notes_count_the_prompts_of_a_log(pair, write):
+    forms = Counter(one.prompt_form for one in read_responses(write("log.jsonl", sample()), pair))
     (note,) = describe_forms("responses", forms, pair.tokenizer)
     assert note.startswith("the 2 prompts are plain text, read without")
 

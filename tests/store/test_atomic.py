@@ -1,22 +1,13 @@
 """Temporary files that no link can lead elsewhere, that no other process has, and that a kill leaves to be swept up."""
 
 import errno
+import multiprocessing
 import os
-import subprocess
-import sys
 
 import pytest
 
 from kleash.errors import RunFolderError
 from kleash.store.atomic import TEMPORARY, is_disk_full, remove_leftovers, temporary_name, write_atomically
-
-WRITER = """
-import sys
-from pathlib import Path
-from kleash.store.atomic import write_atomically
-for at in range(40):
-    write_atomically(Path(sys.argv[1]), f"{sys.argv[2]} {at}\\n" * 500)
-"""
 
 
 def test_a_planted_link_is_not_followed(tmp_path, monkeypatch):
@@ -47,19 +38,29 @@ def test_an_error_of_the_disk_says_how_to_go_on(number, sentence, tmp_path, monk
 
     monkeypatch.setattr("kleash.store.atomic.os.fsync", fail)
     path = tmp_path / "part"
+    path.write_text("old")
     with pytest.raises(RunFolderError) as error:
         write_atomically(path, "x")
     assert str(error.value).startswith(sentence.format(path))
     assert is_disk_full(error.value.__cause__) is (number in (errno.ENOSPC, errno.EDQUOT))
-    assert not list(tmp_path.iterdir())
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(path, lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
 def test_many_processes_can_write_one_file(tmp_path):
     path = tmp_path / "report.html"
-    words = [sys.executable, "-c", WRITER, str(path)]
-    writers = [subprocess.Popen([*words, str(at)], stderr=subprocess.PIPE) for at in range(6)]
-    errors = [writer.communicate()[1] for writer in writers]
-    assert errors == [b""] * 6
+
+    def write(writer):
+        for at in range(40):
+            write_atomically(path, f"{writer} {at}\n" * 500)
+
+    processes = [multiprocessing.get_context("fork").Process(target=write, args=(at,)) for at in range(6)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 6
     lines = path.read_text().splitlines()
     assert len(lines) == 500 and len(set(lines)) == 1
     assert [found.name for found in tmp_path.iterdir()] == ["report.html"]

@@ -2,11 +2,11 @@
 
 import contextlib
 import errno
+import multiprocessing
 import os
 import random
 import shutil
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -150,20 +150,23 @@ def test_a_disk_without_locks_has_no_claims_and_no_company(tmp_path, monkeypatch
 
 
 def test_a_claim_is_freed_when_its_process_is_killed(tmp_path):
-    program = (
-        "import sys, time\nfrom pathlib import Path\nfrom kleash.store.locks import claim\n"
-        "with claim(Path(sys.argv[1]), 'a') as mine:\n    print(mine, flush=True)\n    time.sleep(600)"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None and process.stdout.readline() == "True\n"
+    context = multiprocessing.get_context("fork")
+    claimed = context.Queue()
+
+    def hold_claim():
+        with locks.claim(tmp_path, "a") as mine:
+            claimed.put(mine)
+            time.sleep(600)
+
+    process = context.Process(target=hold_claim)
+    process.start()
+    assert claimed.get(timeout=60)
     notes = []
     missing = iter([["a"]] * 3 + [[]])
     assert locks.wait_for_parts(tmp_path, lambda: next(missing), notes.append, poll_seconds=0.01)
     assert len(notes) == 1 and f"process {process.pid} on " in notes[0]
     process.kill()
-    process.communicate()
+    process.join()
     assert not locks.wait_for_parts(tmp_path, lambda: ["a"], notes.append, poll_seconds=0.01)
 
 

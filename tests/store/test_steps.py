@@ -146,15 +146,6 @@ def test_a_training_run_is_gone_on_with_only_on_request(tmp_path):
         pass
 
 
-def test_another_run_is_not_gone_on_with(tmp_path):
-    folder = TrainingFolder(tmp_path)
-    with folder.writing(HEADER, resume=False):
-        written(folder.root, 1)
-    other = RunHeader(kleash="1", settings={"seed": 1}, source_sha256="a", fingerprints={"policy": "p"})
-    with pytest.raises(RunFolderError, match="holds another run: --seed was 0 and is now 1"):
-        folder.writing(other, resume=True).__enter__()
-
-
 def test_the_result_is_there_once_the_run_has_ended(tmp_path):
     folder = TrainingFolder(tmp_path)
     assert folder.result() is None

@@ -1,13 +1,9 @@
 """``kleash.attach``: the folder that a trainer of TRL or transformers writes, and what is refused."""
 
-import warnings
-from types import SimpleNamespace
-
 import pytest
 import torch
-from tiny_models import save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
-from trl_batches import make, moved, whole_logp
+from trl_batches import TRL_MARKS, make, moved, whole_logp
 
 import kleash
 from kleash.cli import main
@@ -19,26 +15,15 @@ from kleash.records import TrainingFolder, read_samples, read_steps
 from kleash.store import summarize
 from kleash.training import HackingMonitor
 
-pytestmark = [
-    pytest.mark.peers("trl"),
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
-]
+pytestmark = TRL_MARKS
 PROMPTS = ["the sea was", "she counted", "a long road"]
-
-
-@pytest.fixture(scope="module")
-def trl():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import trl as package
-
-        from kleash.integrations.trl import LeashedGRPOTrainer, LeashedRLOOTrainer
-    return SimpleNamespace(package=package, LeashedGRPO=LeashedGRPOTrainer, LeashedRLOO=LeashedRLOOTrainer)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("tiny"))
+QUIET = {
+    "report_to": "none",
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "learning_rate": 1e-2,
+}
 
 
 def grpo(trl, folder, tmp_path, *, leashed=True, kind="GRPO", **settings):
@@ -50,17 +35,10 @@ def grpo(trl, folder, tmp_path, *, leashed=True, kind="GRPO", **settings):
 
 def plain(folder, tmp_path, kind=Trainer, **settings):
     ids = torch.randint(3, 300, (8, 12), generator=torch.Generator().manual_seed(0)).tolist()
-    given = {"max_steps": 4, "logging_steps": 2, "save_strategy": "no", "learning_rate": 1e-2, **settings}
+    given = {**QUIET, "max_steps": 4, "logging_steps": 2, "seed": 3, **settings}
     return kind(
         model=AutoModelForCausalLM.from_pretrained(folder),
-        args=TrainingArguments(
-            output_dir=str(tmp_path / "hf"),
-            report_to="none",
-            use_cpu=True,
-            disable_tqdm=True,
-            seed=3,
-            **given,
-        ),
+        args=TrainingArguments(output_dir=str(tmp_path / "hf"), **given),
         train_dataset=[{"input_ids": row, "labels": row} for row in ids],
         processing_class=AutoTokenizer.from_pretrained(folder),
     )
@@ -165,21 +143,10 @@ def test_dpo_is_steered_by_the_monitor_and_its_time_is_apart(trl, folder, tmp_pa
     from datasets import Dataset
 
     rows = [{"prompt": prompt, "chosen": " and went", "rejected": " or not"} for prompt in PROMPTS] * 2
+    settings = {**QUIET, "beta": 0.5, "max_steps": 4, "logging_steps": 1, "bf16": False}
     trainer = trl.package.DPOTrainer(
         model=str(folder),
-        args=trl.package.DPOConfig(
-            output_dir=str(tmp_path / "dpo"),
-            beta=0.5,
-            max_steps=4,
-            logging_steps=1,
-            learning_rate=1e-2,
-            per_device_train_batch_size=2,
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            disable_tqdm=True,
-            save_strategy="no",
-        ),
+        args=trl.package.DPOConfig(str(tmp_path / "dpo"), per_device_train_batch_size=2, **settings),
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(folder),
     )

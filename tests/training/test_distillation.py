@@ -1,12 +1,13 @@
 """``kleash train distill``: its losses against float64 enumeration, and runs on given responses, which agree."""
 
 import json
-import warnings
 
 import numpy as np
 import pytest
 import torch
+from scoring_cases import sequence_of
 from tiny_models import double_logits, save_tiny, tiny_tokenizer
+from trl_batches import TRL_MARKS
 
 from kleash.divergences import DIVERGENCES
 from kleash.errors import ModelError, OptionError, SourceError
@@ -15,23 +16,16 @@ from kleash.linear import Head
 from kleash.measuring import CacheJob, cache_reference
 from kleash.models import load_pair
 from kleash.records import DistillJob, read_steps
-from kleash.sources.sequences import TokenSequence
 from kleash.training.run_log import RunLog
 
-pytestmark = [
-    pytest.mark.peers("trl"),
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
-]
+pytestmark = TRL_MARKS
 PROMPTS = ("The sea was calm", "She", "A long road leads out of", "When")
 TOKENS, WORDS, TEMPERATURE, WEIGHT = 5, 11, 1.3, torch.tensor(0.25)
 
 
 @pytest.fixture(scope="module")
-def distill():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from kleash.training.with_trl import distillation
-    return distillation
+def distill(trl):
+    return trl.distillation
 
 
 @pytest.fixture(scope="module")
@@ -162,13 +156,10 @@ def test_loss_of_lists_is_that_of_the_coarse_distributions_a_few_tokens_at_a_tim
     p, q = distribution([x.double() for x in sides[1]]), distribution(exact)
     ids = [p[:3].topk(4).indices, p[3:].topk(2).indices]  # two responses, of which each has a k of its own
     responses = [
-        TokenSequence(
-            prompt_id=0,
+        sequence_of(
+            (1,),
+            (2,) * len(tokens),
             sample_id=number,
-            prompt_ids=(1,),
-            response_ids=(2,) * len(tokens),
-            prompt_text="",
-            response_text="",
             columns={
                 "teacher_ids": tokens.numpy(),
                 "teacher_logprobs": rows.gather(-1, tokens).log().float().numpy(),

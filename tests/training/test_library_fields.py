@@ -3,7 +3,6 @@
 import json
 import re
 import shlex
-import warnings
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 from tiny_models import save_tiny
+from trl_batches import TRL_MARKS
 
 from kleash.cli import main
 from kleash.cli.parsing import read_words
@@ -26,21 +26,8 @@ from kleash.training.library_fields import (
 )
 from kleash.training.run_log import RunLog
 
-pytestmark = [
-    pytest.mark.peers("trl"),
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
-]
+pytestmark = [*TRL_MARKS, pytest.mark.usefixtures("trl")]
 DPO = DPOJob(pairs="p.jsonl")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def trl() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import trl as package
-
-        from kleash.training.with_trl import online
-    return package, online
 
 
 @pytest.mark.parametrize(
@@ -117,7 +104,6 @@ def test_a_field_is_given_once() -> None:
 
 def test_each_argument_of_the_trainers_can_be_set_or_names_its_option(trl: Any) -> None:
     """A field that kleash passes is a default, which --set replaces, or refused; no third."""
-    package, online = trl
     defaults = {"lr_scheduler_type", "save_total_limit", "gradient_checkpointing"}
     evaluation = {"eval_strategy", "eval_steps", "per_device_eval_batch_size"} | {
         "metric_for_best_model",
@@ -126,10 +112,10 @@ def test_each_argument_of_the_trainers_can_be_set_or_names_its_option(trl: Any) 
     refused = {*OPTIONS, *REFUSED}
     job = GRPOJob(out="x", eval_prompts="held_out.jsonl")
     prompts = [type("P", (), {"token_ids": (1, 2)})]
-    shared = set(online.shared_arguments(job, rows=16, row_tokens=8))
+    shared = set(trl.online.shared_arguments(job, rows=16, row_tokens=8))
     assert shared - refused == defaults
-    assert set(online._arguments(job, prompts)) - shared - refused == evaluation | {"scale_rewards"}
-    known = {field.name for name in CONFIGURATIONS.values() for field in fields(getattr(package, name))}
+    assert set(trl.online._arguments(job, prompts)) - shared - refused == evaluation | {"scale_rewards"}
+    known = {field.name for name in CONFIGURATIONS.values() for field in fields(getattr(trl.package, name))}
     listed = {name for name in refused | {*REFUSED_ONLINE} if not name.startswith(LORA)}
     assert listed <= known, "a field that TRL does not have"
     kinds = (PPOJob(), GRPOJob(), RLOOJob(), DPO, DistillJob())
@@ -200,7 +186,7 @@ def steps(trl: Any, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> A
         settings = {"learning_rate": 1e-2, "steps": 1, "reward": (f"{__name__}:vowels",), **ONE_GROUP}
         settings |= {"policy": str(folder), "prompts": str(folder / "p.jsonl"), "seed": 3, **more}
         job = GRPOJob(**settings, out=str(out), set=assignments)
-        trl[1].train_online(job, RunLog(out, job))
+        trl.train_online(job, RunLog(out, job))
         return [step.metrics for step in read_steps(out)]
 
     return run

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from scoring_cases import sequence_of
 from tiny_models import CONFIGS, save_tiny, tiny_tokenizer
 from transformers import AutoModelForSequenceClassification, BertConfig
 
 from kleash.errors import CannotRunError, ModelError
-from kleash.models import TokenSequence
 from kleash.training import load_rewards
 from kleash.training.reward_models import Dialogue, load_reward_model
 
@@ -98,15 +98,8 @@ def test_reward_model_adds_to_other_rewards(folder: Path) -> None:
     rewards = load_rewards(
         [f"2*{folder}", "kleash.training.example_rewards:heroine"], tokenizer=tiny_tokenizer()
     )
-    ids = tuple(tiny_tokenizer()(" she was", add_special_tokens=False)["input_ids"])
-    answer = TokenSequence(
-        prompt_id=0,
-        sample_id=0,
-        prompt_ids=(0,),
-        response_ids=(*ids, 1),
-        prompt_text="The sea",
-        response_text=" she was</s>",
-    )
+    ids = tiny_tokenizer()(" she was", add_special_tokens=False)["input_ids"]
+    answer = sequence_of((0,), [*ids, 1], prompt_text="The sea", response_text=" she was</s>")
     found = rewards.of([answer])
     assert list(found.parts) == ["judge", "heroine"]
     assert found.total.tolist() == pytest.approx([2 * alone(folder, "The sea she was") + 1], rel=1e-4)
@@ -128,10 +121,3 @@ def test_language_model_is_refused_as_reward_model(tmp_path: Path) -> None:
 def test_classifier_with_several_labels_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="has 3 labels; a reward is one number"):
         load_reward_model(str(saved(tmp_path / "three", labels=3)))
-
-
-def test_pickled_weights_are_refused(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "pickled")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ModelError, match="pickled files"):
-        load_reward_model(str(folder))

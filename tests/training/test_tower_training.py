@@ -1,7 +1,6 @@
 """Training of models with vision, audio or video parts on text: their exact KL, and what is saved."""
 
 import json
-import warnings
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ from ppo_cases import ready, rollout_of, write_prompts
 from scipy.special import log_softmax
 from tiny_towers import load_composite, save_tower
 
+from kleash.auditing.targets.packages import quiet
 from kleash.models import load_pair
 from kleash.records import GRPOJob, PPOJob
 from kleash.training import train
@@ -72,8 +72,7 @@ def test_a_trained_tower_is_saved_as_a_whole_composite_model(tmp_path):
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 def test_trl_trains_a_tower_with_the_exact_kl(tmp_path):
     job = tower_job(tmp_path, "gemma3", GRPOJob, samples_per_prompt=2, lora_rank=2, limit=2, kl="exact")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quiet():
         result = train(job)
     assert result.metrics["kl/exact_per_token"] > 1e-3
     names = json.loads((tmp_path / "out" / "policy" / "adapter_config.json").read_text())

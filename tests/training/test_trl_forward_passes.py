@@ -1,39 +1,21 @@
 """What TRL's trainers read is what the policy drew: without dropout, at the positions where it was drawn."""
 
 import json
-import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny_models import save_tiny
 from transformers import AutoModelForCausalLM
+from trl_batches import TRL_MARKS
 
 from kleash.models import load_pair
-from kleash.records import DistillJob, GRPOJob, read_steps
+from kleash.records import DistillJob, GRPOJob, RLOOJob, read_steps
 from kleash.training.run_log import RunLog
 
-pytestmark = [
-    pytest.mark.peers("trl"),
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
-]
+pytestmark = TRL_MARKS
 HEROINE = "kleash.training.example_rewards:heroine"
 PROMPTS = ("The sea was calm and the boat went out before", "She", "A long road leads out")
 SMALL = {"prompts_per_step": 3, "samples_per_prompt": 2, "max_new_tokens": 12, "learning_rate": 1e-3}
-
-
-@pytest.fixture(scope="module")
-def trl():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from kleash.training.with_trl import distillation, online, preferences, response_recorder
-    return SimpleNamespace(
-        train_online=online.train_online,
-        train_dpo=preferences.train_dpo,
-        train_distill=distillation.train_distill,
-        distillation=distillation,
-        Recorder=response_recorder.ResponseRecorder,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +66,8 @@ def sums_of(policy, reference, batches):
     return sums.tolist()
 
 
-def test_kl_with_dropout_and_position_embeddings(trl, pair, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", [GRPOJob, RLOOJob])
+def test_kl_with_dropout_and_position_embeddings(trl, pair, tmp_path, monkeypatch, kind):
     seen = []
     generate = trl.Recorder._generate_and_score_completions
 
@@ -95,7 +78,7 @@ def test_kl_with_dropout_and_position_embeddings(trl, pair, tmp_path, monkeypatc
     spy.__name__ = generate.__name__
     monkeypatch.setattr(trl.Recorder, generate.__name__, spy)
     job = {"reward": (HEROINE,), "reference": str(pair / "reference")}
-    step = step_of(trl.train_online, GRPOJob, pair, tmp_path / "run", **job)
+    step = step_of(trl.train_online, kind, pair, tmp_path / "run", **job)
     nats, _, tokens = sums_of(pair / "policy", pair / "reference", seen)
     assert not seen[0]["prompt_mask"].all(), "or nothing was padded"
     assert step.metrics["kl/exact_per_token"] == pytest.approx(nats / tokens, rel=1e-5)

@@ -4,11 +4,12 @@ import socket
 
 import numpy as np
 import pytest
+from scoring_cases import sequence_of
 from transformers import AutoTokenizer
 
 from kleash.engines.endpoints import JSONClient, connect, find_model, http_client
 from kleash.errors import EndpointError, OptionError
-from kleash.models import TokenizerMismatchError, TokenSequence
+from kleash.models import TokenizerMismatchError
 from kleash.shipped import shipped_folder
 
 KEY = "sk-not/to-be-seen"
@@ -112,9 +113,9 @@ def test_another_tokenizer_is_refused(connected, dialect):
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 def test_a_token_of_another_text_is_found_in_the_answer_that_first_has_it(connected, dialect):
     endpoint = connected(dialect, "renamed")  # the probe has none of the two tokens
-    endpoint.score(sequence((0, 10), (11, 12)))
+    endpoint.score(sequence_of((0, 10), (11, 12)))
     with pytest.raises(TokenizerMismatchError, match=r"has another tokenizer: .*token 2001 is '.*' there"):
-        endpoint.score(sequence((0, 10), (2001, 12)))
+        endpoint.score(sequence_of((0, 10), (2001, 12)))
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
@@ -126,7 +127,7 @@ def test_an_adapter_is_asked_for_by_its_name(connected, dialect):
 
 
 def test_the_last_token_of_the_vocabulary_is_scored(connected):
-    window = sequence((0, 10), (2559, 11))
+    window = sequence_of((0, 10), (2559, 11))
     by_vllm, by_sglang = (connected(dialect).score(window).token_logp for dialect in ("vllm", "sglang"))
     assert by_vllm.tolist() == by_sglang.tolist()
 
@@ -134,9 +135,9 @@ def test_the_last_token_of_the_vocabulary_is_scored(connected):
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
 def test_listed_tokens_without_probability(connected, dialect):
     """vLLM writes their log-probabilities as -9999, and SGLang as null."""
-    answer = connected(dialect).score(sequence((0, 10), (11,)))
+    answer = connected(dialect).score(sequence_of((0, 10), (11,)))
     likeliest = int(answer.listed_ids[0, answer.listed_logp[0].argmax()])
-    answer = connected(dialect, "zeros", top=50).score(sequence((0, 10), (likeliest,)))
+    answer = connected(dialect, "zeros", top=50).score(sequence_of((0, 10), (likeliest,)))
     assert (answer.listed_logp[0, :30] > -20).all() and (answer.listed_logp[0, 30:] == -np.inf).all()
     assert answer.unlisted_most[0] == -np.inf
 
@@ -198,12 +199,6 @@ def test_a_key_that_no_header_can_hold():
 
 def test_the_key_is_not_in_the_representation(connected):
     assert KEY not in repr(connected("vllm"))
-
-
-def sequence(prompt, response):
-    return TokenSequence(
-        prompt_id=0, sample_id=0, prompt_ids=prompt, response_ids=response, prompt_text="", response_text=""
-    )
 
 
 def test_a_sequence_leaves_room_for_the_token_that_a_server_generates(connected):
