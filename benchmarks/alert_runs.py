@@ -21,17 +21,15 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-from harness import RESULTS, parser_of, write_result
+from harness import parser_of, write_result
 
 from kleash.leash import DualBeta, FixedBeta, Leash, PIDBeta, ZieglerBeta
 from kleash.store import StepRecord
 from kleash.training import HackingMonitor
 
-NAME = "alert_runs"
 TASKS = ("verifiable", "preference", "fixed")
 BOUNDS = {
     "update_too_large": "KL of an update, summed over a response, above a third of the target",
@@ -433,7 +431,7 @@ def judge_good(task: str, seeds: range) -> tuple[int, Counter[str]]:
     return runs, kinds
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     """Simulate, write the figures and print the tables."""
     parser = parser_of(__doc__)
     parser.add_argument(
@@ -441,8 +439,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--good-seeds", type=int, nargs=2, help="other seeds for the good runs")
     parser.add_argument("--kinds", nargs="*", default=list(BOUNDS), choices=BOUNDS)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the figures")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     good = {task: judge_good(task, range(*(options.good_seeds or options.seeds))) for task in TASKS}
     print("| good runs of | runs | with a false alarm | kinds |\n|---|---:|---:|---|")
     for task, (runs, kinds) in good.items():
@@ -457,7 +454,7 @@ def main(arguments: list[str] | None = None) -> None:
             f"| `{kind}` | {figures['exceeded']} of {figures['runs']} | {figures['found']} | "
             f"{np.median(delays):.0f} | {max(delays)} | {dict(figures['false'])} |"
         )
-    write_result(NAME, {"seeds": list(options.seeds), "good": good, "plants": plants}, options.results)
+    write_result("alert_runs", {"seeds": list(options.seeds), "good": good, "plants": plants})
 
 
 if __name__ == "__main__":

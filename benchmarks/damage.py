@@ -384,11 +384,8 @@ OF_FILES = (
 
 def main() -> int:
     """Damage folders of each kind, print the counts, and write them to benchmarks/results/damage.json."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--damages", type=int, default=1000)
+    parser = parser_of(__doc__, damages=1000, seed=0)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", default="damage")
     options = parser.parse_args()
     results, bad = dict[str, Any](), 0
     with tempfile.TemporaryDirectory() as temporary:
@@ -408,7 +405,7 @@ def main() -> int:
                 "seconds": round(perf_counter() - began),
             }
             print(f"{kind}: {dict(outcomes)}", flush=True)
-            write_result(options.out, {"damages": options.damages, "seed": options.seed, "kinds": results})
+            write_result("damage", {"damages": options.damages, "seed": options.seed, "kinds": results})
     return 1 if bad else 0
 
 

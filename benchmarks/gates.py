@@ -4,12 +4,11 @@ Measurements of clusters whose true mean is 1 nat per token, against limits arou
 a false one. docs/reference/measuring.md has some of the figures.
 """
 
-import argparse
 import time
 from typing import Any
 
 import numpy as np
-from harness import markdown_table, write_result
+from harness import markdown_table, parser_of, write_result
 from numpy.typing import NDArray
 
 from kleash.uncertainty import ratio_of_many
@@ -60,10 +59,7 @@ def table(cells: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Simulated verdicts of the gate --at-most.")
-    parser.add_argument("--measurements", type=int, default=10_000, help="simulated for each cell")
-    parser.add_argument("--seed", type=int, default=22)
-    options = parser.parse_args()
+    options = parser_of(__doc__, measurements=10_000, seed=22).parse_args()
     start = time.perf_counter()
     cells = [
         cell(process, clusters, limit, options.measurements, options.seed)

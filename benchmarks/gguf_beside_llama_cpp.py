@@ -1,7 +1,7 @@
 """kleash beside llama.cpp: the same GGUF files and the same text.
 
     python -m venv llama && llama/bin/pip install llama-cpp-python==0.3.36       # nine CPU minutes
-    PYTHONPATH=llama/lib/python3.11/site-packages python benchmarks/gguf_beside_llama_cpp.py --write
+    PYTHONPATH=llama/lib/python3.11/site-packages python benchmarks/gguf_beside_llama_cpp.py
 
 The shipped reference is written as a GGUF file in float32, the base, and quantised to Q8_0, Q5_0 and Q4_0. llama.cpp
 runs the base and each quantisation on chunks of the shipped text; its logits of the base are encoded in 16 bits, as
@@ -11,7 +11,6 @@ before each product with a quantised matrix, and keys and values to float16; the
 second alone. Seconds are those of the forward passes of a quantisation, each in one thread.
 """
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -20,26 +19,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import write_result
+from harness import parser_of, write_result
 
 KINDS = ("F32", "Q8_0", "Q5_0", "Q4_0")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--chunks", type=int, default=24)
-    parser.add_argument(
-        "--write", action="store_true", help="write benchmarks/results/gguf_beside_llama_cpp.json"
-    )
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, context=256, chunks=12).parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         figures = compare(Path(folder), arguments.context, arguments.chunks)
     for kind, row in figures["kinds"].items():
         print(kind, row)
-    if arguments.write:
-        write_result("gguf_beside_llama_cpp", figures, packages=("gguf", "transformers"))
+    write_result("gguf_beside_llama_cpp", figures, packages=("gguf", "transformers"))
 
 
 def compare(folder: Path, context: int, chunks: int) -> dict[str, Any]:

@@ -138,11 +138,8 @@ def kill_at_random(kind: str, out: Path, longest: float, draw: random.Random) ->
 
 def main() -> int:
     """Kill, resume, compare; write the counts to benchmarks/results/kills.json after every round."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--kills", type=int, default=30)
+    parser = parser_of(__doc__, kills=30, seed=0)
     parser.add_argument("--kinds", nargs="+", choices=tuple(COMMANDS), default=tuple(COMMANDS))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", default="kills")
     options = parser.parse_args()
     draw = random.Random(options.seed)
     results: dict[str, Counter[str]] = {kind: Counter() for kind in options.kinds}
@@ -165,7 +162,7 @@ def main() -> int:
                 counts["same" if is_same else "different"] += 1
                 shutil.rmtree(out)
                 print(f"{kind}: {dict(counts)}", flush=True)
-            write_result(options.out, {"seed": options.seed, "kinds": results})
+            write_result("kills", {"seed": options.seed, "kinds": results})
     bad = sum(counts["different"] + counts["report: traceback"] for counts in results.values())
     return 1 if bad else 0
 

@@ -56,9 +56,7 @@ def simulate(noise: str, clusters: int, seed: int) -> tuple[bool, bool, bool]:
 
 def main() -> None:
     """Simulate, print a table, and write the result."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--simulations", type=int, default=2000)
-    simulations = parser.parse_args().simulations
+    simulations = parser_of(__doc__, simulations=2000).parse_args().simulations
     rows = []
     for noise in NOISE:
         for clusters in CLUSTERS:

@@ -260,7 +260,9 @@ def _faulty_responses(table: TokenTable, limit: float) -> np.ndarray | None:
 
     None unless the others differ at few.
     """
-    is_large = np.abs(table.difference) > DISTINCT * np.hypot(limit * table.unit, table.rounding_error + SOFTMAX_NATS)
+    is_large = np.abs(table.difference) > DISTINCT * np.hypot(
+        limit * table.unit, table.rounding_error + SOFTMAX_NATS
+    )
     numbers = np.unique(table.sequence, return_inverse=True)[1]
     share = np.bincount(numbers, weights=is_large) / np.bincount(numbers)
     is_faulty = share > FAULTY_SHARE
