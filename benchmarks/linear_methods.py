@@ -11,8 +11,7 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
-from torch.nn import LinearCrossEntropyOptions
-from torch.nn.functional import cosine_similarity, kl_div, linear_cross_entropy, log_softmax
+from torch.nn.functional import cosine_similarity, kl_div, log_softmax
 from torch.utils.checkpoint import checkpoint
 
 from kleash.divergences import phi
@@ -179,6 +178,9 @@ def naive_k3(x: Inputs) -> Tensor:
 
 
 def cross_entropy(x: Inputs) -> Tensor:
+    from torch.nn import LinearCrossEntropyOptions  # torch 2.13
+    from torch.nn.functional import linear_cross_entropy
+
     return linear_cross_entropy(x.hidden_p, x.weight_p, x.ids, options=LinearCrossEntropyOptions())
 
 
