@@ -158,9 +158,9 @@ def cell(name: str, clusters: int, measurements: int, seed: int) -> dict[str, An
         "coverage": 1 - float(missed.mean()),
         "truth_below": float((truth < low).mean()),
         "truth_above": float((truth > high).mean()),
-        "width": width / spread,
+        "width": width / spread if math.isfinite(width) else None,
         "warned": float(warned.mean()),
-        "coverage_without_warning": 1 - float(missed[~warned].mean()) if (~warned).any() else math.nan,
+        "coverage_without_warning": 1 - float(missed[~warned].mean()) if (~warned).any() else None,
         "missed_without_warning": float((missed & ~warned).mean()),
     }
 

@@ -61,7 +61,9 @@ def main() -> None:
     names = ("false_rankings", "false_rankings_by_single_intervals", "farthest_detected")
     for noise in NOISE:
         for clusters in CLUSTERS:
-            outcomes = np.mean([simulate(noise, clusters, seed) for seed in range(simulations)], axis=0)
+            outcomes = np.mean(
+                [simulate(noise, clusters, seed) for seed in range(simulations)], axis=0
+            ).tolist()
             rows.append({"noise": noise, "clusters": clusters, **dict(zip(names, outcomes, strict=True))})
             print(rows[-1])
     write_result("ties", {"simulations": simulations, "rows": rows})
