@@ -24,11 +24,7 @@ from harness import markdown_table, parser_of, write_result
 
 from kleash.leash import DualBeta, Leash, PIDBeta, ZieglerBeta
 
-START: Mapping[str, Callable[[float], Leash]] = {
-    "pid": lambda beta: PIDBeta(beta=beta, target_nats=TARGET),
-    "dual": lambda beta: DualBeta(beta=beta, target_nats=TARGET),
-    "ziegler": lambda beta: ZieglerBeta(beta=beta, target_nats=TARGET),
-}
+CONTROLLERS: Mapping[str, Callable[..., Leash]] = {"pid": PIDBeta, "dual": DualBeta, "ziegler": ZieglerBeta}
 TARGET, SEQUENCES, UPDATES, FROM = 6.0, 64, 200, 100
 NOISES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 PLANTS = ((0.05, 0), (0.3, 0), (0.1, 3))
@@ -91,7 +87,8 @@ def simulate(kind: str, seeds: int, errors: str, drift: float) -> list[dict[str,
     records = []
     for (gain, lag), beta, noise in itertools.product(PLANTS, BETAS, NOISES):
         case = Case(gain, lag, beta, noise)
-        runs = [follow(START[kind](beta), case, seed, errors, drift) for seed in range(seeds if noise else 1)]
+        start = CONTROLLERS[kind](beta=beta, target_nats=TARGET)
+        runs = [follow(start, case, seed, errors, drift) for seed in range(seeds if noise else 1)]
         records.append(
             {
                 "controller": kind,
@@ -127,7 +124,7 @@ def peak_table(frame: pd.DataFrame) -> str:
 def main() -> None:
     """Simulate, write the figures and print the tables."""
     parser = parser_of(__doc__, seeds=200, drift=0.0)
-    parser.add_argument("--controllers", nargs="+", default=list(START), choices=START)
+    parser.add_argument("--controllers", nargs="+", default=list(CONTROLLERS), choices=CONTROLLERS)
     parser.add_argument("--errors", choices=("reported", "estimated", "none"), default="reported")
     options = parser.parse_args()
     settings = options.seeds, options.errors, options.drift

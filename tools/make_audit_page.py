@@ -1,12 +1,11 @@
 """Writes the pages of docs/reference/audits: the audits of the KL code of each known package.
 
-python tools/make_audit_page.py                     write the pages of installed packages
-python tools/make_audit_page.py slime=FOLDER        write the page of a checkout
-python tools/make_audit_page.py --check             exit 1 if another audit would write something else
-python tools/make_audit_page.py --check verl liger  the same for these packages only
+python tools/make_audit_page.py                the pages of installed packages
+python tools/make_audit_page.py verl liger     of these alone
+python tools/make_audit_page.py slime=FOLDER   of a checkout
 
-Two audits of one function are equal on one machine. On another, rounding errors differ, so the check compares
-words exactly and numbers to within a factor of two. It ignores the line with date and versions.
+A page is written if it would say something else. Two audits of one function are equal on one machine. On another,
+rounding errors differ, so words are compared exactly and numbers to within a factor of two, without date and versions.
 """
 
 import platform
@@ -218,22 +217,17 @@ def differs(name: str, new: str) -> bool:
     return not says_the_same(before, after)
 
 
-def main(words: Sequence[str]) -> int:
-    """Write the pages, or with --check say whether they are up to date; the exit code."""
+def main(words: Sequence[str]) -> None:
+    """Write the pages that would say something else than they do."""
     folders = {
         name: Path(folder) if folder else None for name, _, folder in (w.partition("=") for w in words)
     }
-    is_check = "--check" in folders and folders.pop("--check") is None
-    names = list(folders) or [name for name in target_names() if not find_target(name).repository]
-    pages = {name: page(name, audited(name, folders.get(name))) for name in names}
-    if not is_check:
-        for name, text in pages.items():
+    for name in list(folders) or [name for name in target_names() if not find_target(name).repository]:
+        text = page(name, audited(name, folders.get(name)))
+        if differs(name, text):
+            print(f"{name} has changed")
             (FOLDER / f"{name}.md").write_text(text, encoding="utf-8")
-        return 0
-    changed = [name for name, text in pages.items() if differs(name, text)]
-    print(f"docs/reference/audits is {'out of date: ' if changed else 'up to date'}{', '.join(changed)}")
-    return 1 if changed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])
