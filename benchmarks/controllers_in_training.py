@@ -89,15 +89,9 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 
 def with_plug_in(case: Case, folder: Path, out: Path) -> list[dict[str, float]]:
     """Kleash's plug-in for TRL with a callback: 60 updates of 8 responses to 8 prompts; KL, error, reward, beta."""
-    lines = (folder / f"{case.task}.jsonl").read_text(encoding="utf-8").splitlines()
-    prompts = [json.loads(line)["prompt"] for line in lines]
-
-    def in_place_of(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
-        return [share_in_place(*pair) for pair in zip(answer, completions, strict=True)]
-
     trainer = LeashedGRPOTrainer(
         model=str(folder / case.task),
-        reward_funcs=in_place_of,
+        reward_funcs=lambda prompts, completions, **_: in_place(prompts, completions),
         args=GRPOConfig(
             output_dir=str(out),
             learning_rate=1e-3,
@@ -114,7 +108,7 @@ def with_plug_in(case: Case, folder: Path, out: Path) -> list[dict[str, float]]:
             beta=case.beta,
             seed=case.seed,
         ),
-        train_dataset=Dataset.from_dict({"prompt": prompts, "answer": [answer_of(x) for x in prompts]}),
+        train_dataset=Dataset.from_json(str(folder / f"{case.task}.jsonl")),
     )
     BetaController(controller_of(case), metric="kl/per_sequence").attach(trainer)
     trainer.train()
@@ -208,15 +202,13 @@ def answer_of(prompt: str) -> str:
     return " ".join(sorted(words[:-1]))
 
 
-def share_in_place(answer: str, response: str) -> float:
-    """The share of the answer's tokens that a response has in their place."""
-    right = answer.split()
-    return sum(a == b for a, b in zip(right, response.split(), strict=False)) / len(right)
-
-
 def in_place(prompts: list[str], responses: list[str]) -> list[float]:
-    """The reward of each response."""
-    return [share_in_place(answer_of(a), b) for a, b in zip(prompts, responses, strict=True)]
+    """The reward of each response: the share of the answer's tokens that it has in their place."""
+    pairs = [
+        (answer_of(prompt).split(), response.split())
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    return [sum(a == b for a, b in zip(*pair, strict=False)) / PLACES for pair in pairs]
 
 
 def train_reference(task: str, folder: Path, draw: random.Random) -> None:

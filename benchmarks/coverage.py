@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from harness import parser_of, write_result
-from numpy.typing import NDArray
+from intervals import Array, lognormal
 
 from kleash.uncertainty import quantiles, ratio_of_many
 
@@ -34,7 +34,6 @@ LIMITS = {"share": (0.0, 0.1, 0.2, 0.4, 0.6, 1.0), "effective": (0, 5, 10, 15, 2
 """Of the share of the variance that one cluster carries, and of the clusters of equal length with the same information:
 (sum n)^2 / sum n^2."""
 
-Array = NDArray[np.float64]
 Distribution = Callable[[np.random.Generator, tuple[int, ...]], tuple[Array, Array, float]]
 """Draws sums and counts, [cluster, measurement], and knows their true mean."""
 
@@ -45,11 +44,6 @@ def simulate(random: np.random.Generator, shape: tuple[int, ...]) -> tuple[Array
     samples = lognormal(random, shape, SAMPLE_SPREAD)
     counts = random.integers(*TOKENS, endpoint=True, size=shape).astype(np.float64)
     return prompts * samples * counts, counts
-
-
-def lognormal(random: np.random.Generator, shape: tuple[int, ...], spread: float) -> Array:
-    """Lognormal numbers with mean 1; ``spread`` is the standard deviation of the logarithm."""
-    return np.exp(spread * random.standard_normal(shape) - spread**2 / 2)
 
 
 def cell(clusters: int, measurements: int, seed: int) -> dict[str, Any]:

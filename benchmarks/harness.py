@@ -89,20 +89,17 @@ def peak_of(job: Callable[[], Any]) -> float:
 
 
 @contextmanager
-def files_stay_resident() -> Iterator[bool]:
-    """Lock the resident pages of mapped files in memory; under memory pressure the kernel would drop them.
-
-    Yields:
-        Whether all were locked; a process without the right to lock memory cannot.
-    """
+def files_stay_resident() -> Iterator[None]:
+    """Lock the resident pages of mapped files in memory, if the process may: the kernel would drop them for others."""
     libc = ctypes.CDLL(None, use_errno=True)
     lines = Path("/proc/self/maps").read_text().splitlines()
     files = [line.split()[0].split("-") for line in lines if line.split()[4] != "0"]
     spans = [(int(begin, 16), int(end, 16) - int(begin, 16)) for begin, end in files]
     on_fault = 1
-    locked = [libc.mlock2(c_void_p(begin), c_size_t(size), on_fault) == 0 for begin, size in spans]
+    for begin, size in spans:
+        libc.mlock2(c_void_p(begin), c_size_t(size), on_fault)
     try:
-        yield all(locked)
+        yield
     finally:
         for begin, size in spans:
             libc.munlock(c_void_p(begin), c_size_t(size))

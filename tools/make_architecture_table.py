@@ -98,20 +98,13 @@ def try_architecture(architecture: str, folder: Path, dtype: str = "float64") ->
 
 def make_model(architecture: str, folder: Path, shift: float) -> Path:
     """A random model with a tokenizer in ``folder``; ``shift`` moves its weights by that share of noise."""
-    import transformers
-
     config = tiny_config(architecture)
     for part in (config, config.get_text_config(decoder=True)):
         for name, value in (("initializer_range", 0.3), ("init_std", 0.3), ("is_decoder", True)):
             if hasattr(part, name):
                 setattr(part, name, value)
     torch.manual_seed(0)
-    try:
-        network = transformers.AutoModelForCausalLM.from_config(config)
-    except ValueError as error:
-        if "Unrecognized configuration" not in str(error):
-            raise
-        network = transformers.AutoModelForMultimodalLM.from_config(config)
+    network = from_transformers("from_config", config)
     torch.manual_seed(1)
     with torch.no_grad():
         for weight in network.parameters():
@@ -122,17 +115,21 @@ def make_model(architecture: str, folder: Path, shift: float) -> Path:
     return folder
 
 
-def load_network(folder: Path, dtype: str) -> Any:
-    """The network in a folder as transformers loads it, in evaluation mode."""
+def from_transformers(method: str, source: Any, **options: Any) -> Any:
+    """The network that a method of the causal class makes, or of the multimodal one where the first knows it not."""
     import transformers
 
-    options: dict[str, Any] = {"dtype": getattr(torch, dtype)}
     try:
-        network = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+        return getattr(transformers.AutoModelForCausalLM, method)(source, **options)
     except ValueError as error:
         if "Unrecognized configuration" not in str(error):
             raise
-        network = transformers.AutoModelForMultimodalLM.from_pretrained(folder, **options)
+        return getattr(transformers.AutoModelForMultimodalLM, method)(source, **options)
+
+
+def load_network(folder: Path, dtype: str) -> Any:
+    """The network in a folder as transformers loads it, in evaluation mode."""
+    network = from_transformers("from_pretrained", folder, dtype=getattr(torch, dtype))
     if network._can_set_experts_implementation():
         network.set_experts_implementation("eager")
     return network.eval()

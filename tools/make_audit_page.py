@@ -191,22 +191,10 @@ def faults(audit: Audit, usual: str) -> str:
 STYLES = {"wrong": "**{}**", "fragile": "*{}*"}
 
 
-def says_the_same(old: str, new: str) -> bool:
-    """Whether two texts have the same words, and numbers that agree to a factor of two."""
-    if NUMBER.split(old) != NUMBER.split(new):
-        return False
-    pairs = zip(NUMBER.findall(old), NUMBER.findall(new), strict=True)
-    return all(a == b or alike(number(a), number(b)) for a, b in pairs)
-
-
-def number(text: str) -> float:
-    """The number that a text is."""
-    return float(text.rstrip("%").replace("−", "-"))
-
-
-def alike(a: float, b: float) -> bool:
-    """Whether one is between half and twice the other."""
-    return a * b > 0 and 0.5 <= a / b <= 2
+def alike(a: str, b: str) -> bool:
+    """Whether two texts are one number, or numbers of which one is between half and twice the other."""
+    x, y = (float(text.rstrip("%").replace("−", "-")) for text in (a, b))
+    return a == b or (x * y > 0 and 0.5 <= x / y <= 2)
 
 
 def differs(name: str, new: str) -> bool:
@@ -214,7 +202,8 @@ def differs(name: str, new: str) -> bool:
     stored = FOLDER / f"{name}.md"
     old = stored.read_text(encoding="utf-8") if stored.exists() else ""
     before, after = ("\n".join(x for x in text.splitlines() if not x.startswith(MADE)) for text in (old, new))
-    return not says_the_same(before, after)
+    has_other_words = NUMBER.split(before) != NUMBER.split(after)
+    return has_other_words or not all(map(alike, NUMBER.findall(before), NUMBER.findall(after)))
 
 
 def main(words: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ goes on from its last checkpoint in --run.
 import argparse
 import json
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -141,7 +142,8 @@ def make_sources_and_card(held_out: dict[str, list[list[str]]], folder: Path, po
         "new_tokens": figures.NEW_TOKENS,
         **figures.measure_pair(models, tokenizer, prompts, texts, SEED),
     }
-    card.write(folder, card.make_card(SEED, REFERENCE, policy, measurements), prompts, texts)
+    training = {"seed": SEED, "reference": asdict(REFERENCE), "policy": policy}
+    card.write(folder, prompts, texts, **training, figures=measurements)
 
 
 def main() -> None:

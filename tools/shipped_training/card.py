@@ -2,36 +2,25 @@
 
 import json
 import platform
-from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from shipped_training import austen
-from shipped_training.language_model import Schedule
 
 TEMPLATE = Path(__file__).with_name("card.md")
 
 
-def make_card(
-    seed: int, reference: Schedule, policy: dict[str, Any], figures: dict[str, Any]
-) -> dict[str, Any]:
-    """The content of ``card.json``: training of both models, source of the text, and figures."""
+def write(folder: Path, prompts: list[str], texts: list[str], **details: Any) -> None:
+    """Write both files; ``details`` are seed, training of both models, and figures."""
     packages = ("torch", "transformers", "tokenizers", "safetensors")
-    return {
+    card = {
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "seed": seed,
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
-        "reference": asdict(reference),
-        "policy": policy,
         "source": {"package": austen.PACKAGE, "database_sha256": austen.DATABASE_SHA256},
-        "figures": figures,
+        **details,
     }
-
-
-def write(folder: Path, card: dict[str, Any], prompts: list[str], texts: list[str]) -> None:
-    """Write both files."""
     losses = "\n".join(
         f"| {name} | {of['nats_per_token']:.4f} | {of['perplexity']:.2f} | {of['bits_per_character']:.3f} |"
         for name, of in card["figures"]["held_out"].items()
