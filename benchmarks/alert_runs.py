@@ -21,17 +21,15 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-from harness import RESULTS, parser_of, write_result
+from harness import parser_of, write_result
 
 from kleash.leash import DualBeta, FixedBeta, Leash, PIDBeta, ZieglerBeta
 from kleash.store import StepRecord
 from kleash.training import HackingMonitor
 
-NAME = "alert_runs"
 TASKS = ("verifiable", "preference", "fixed")
 BOUNDS = {
     "update_too_large": "KL of an update, summed over a response, above a third of the target",
@@ -394,18 +392,12 @@ def alerts_of(records: Sequence[StepRecord], target: float | None) -> list[tuple
     return [(record.step, alert.kind) for record in history for alert in record.alerts]
 
 
-def tasks_of(kind: str) -> tuple[str, ...]:
-    """The tasks in which a plant is possible."""
-    if kind == "runaway":
-        return ("fixed",)
-    return TASKS[:2] if kind in WITH_TARGET else TASKS
-
-
 def judge_plants(kind: str, seeds: range) -> dict[str, Any]:
     """How many plants of a kind exceeded their bound, were found in time, and how soon."""
     figures: dict[str, Any] = {"runs": 0, "exceeded": 0, "found": 0, "false": Counter(), "delays": []}
+    tasks = ("fixed",) if kind == "runaway" else TASKS[:2] if kind in WITH_TARGET else TASKS
     for seed in seeds:
-        for task in tasks_of(kind):
+        for task in tasks:
             run = simulate(task, seed, kind)
             starts, exceeds = run.starts or 0, run.exceeds
             deadline = max(DEADLINE, 2 * run.setting.eval_every if kind == "held_out_fell" else 0)
@@ -433,7 +425,7 @@ def judge_good(task: str, seeds: range) -> tuple[int, Counter[str]]:
     return runs, kinds
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     """Simulate, write the figures and print the tables."""
     parser = parser_of(__doc__)
     parser.add_argument(
@@ -441,23 +433,15 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--good-seeds", type=int, nargs=2, help="other seeds for the good runs")
     parser.add_argument("--kinds", nargs="*", default=list(BOUNDS), choices=BOUNDS)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the figures")
-    options = parser.parse_args(arguments)
-    good = {task: judge_good(task, range(*(options.good_seeds or options.seeds))) for task in TASKS}
-    print("| good runs of | runs | with a false alarm | kinds |\n|---|---:|---:|---|")
-    for task, (runs, kinds) in good.items():
-        print(f"| `{task}` | {len(range(*(options.good_seeds or options.seeds)))} | {runs} | {dict(kinds)} |")
-    print("\n| planted | exceeded | found in time | median delay | slowest | false before |")
-    print("|---|---:|---:|---:|---:|---|")
-    plants = {}
-    for kind in options.kinds:
-        plants[kind] = figures = judge_plants(kind, range(*options.seeds))
+    options = parser.parse_args()
+    good_seeds = range(*(options.good_seeds or options.seeds))
+    good = {task: judge_good(task, good_seeds) for task in TASKS}
+    print(f"{len(good_seeds)} good runs of each task: with a false alarm, kinds of the alerts\n{good}\n")
+    plants = {kind: judge_plants(kind, range(*options.seeds)) for kind in options.kinds}
+    for kind, figures in plants.items():
         delays = figures["delays"] or [math.nan]
-        print(
-            f"| `{kind}` | {figures['exceeded']} of {figures['runs']} | {figures['found']} | "
-            f"{np.median(delays):.0f} | {max(delays)} | {dict(figures['false'])} |"
-        )
-    write_result(NAME, {"seeds": list(options.seeds), "good": good, "plants": plants}, options.results)
+        print(f"{kind}: {figures}, median delay {np.median(delays):.0f}, slowest {max(delays)}")
+    write_result("alert_runs", {"seeds": list(options.seeds), "good": good, "plants": plants})
 
 
 if __name__ == "__main__":

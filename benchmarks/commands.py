@@ -6,10 +6,10 @@
     python benchmarks/commands.py sweep                    # kleash sweep of three candidates, and three measurements
 
 Whole processes are timed, with imports and loading of models, one after the other in every round. Both read documents
-of 1 030 tokens of the shipped text, or generate responses of up to 128 tokens to beginnings of it, with two random
-models of Qwen3's shape and a vocabulary of 32 768, or the shipped pair (--shape shipped). The result is the median of
-the ratios within rounds, of wall time and of processor time, and the largest resident memory of a process. Both ways
-must report the same KL, except of the responses that each draws.
+of 1 030 tokens of the shipped text (the script --at-once of them at once), or generate responses of up to 128 tokens to
+beginnings of it, with two random models of Qwen3's shape and a vocabulary of 32 768, or the shipped pair (--shape
+shipped). The result is the median of the ratios within rounds, of wall time and of processor time, and the largest
+resident memory of a process. Both ways must report the same KL, except of the responses that each draws.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from harness import ratio, write_result
+from harness import parser_of, ratio, write_result
 
 SHAPES = {"20m": (256, 14), "42m": (512, 8), "50m": (512, 11)}
 """Hidden size and layers."""
@@ -134,25 +134,22 @@ def ways_of(options: argparse.Namespace, work: Path) -> dict[str, Commands]:
             "kleash": [[*measured, ours, "--reference-cache", cache]],
             "other": [[*measured, other]],
         }
-    candidates = [str(shutil.copytree(policy, work / name)) for name in ("first", "second", "third")]
+    names = ("first", "second", "third")
+    candidates = {name: str(shutil.copytree(policy, work / name)) for name in names}
+    swept = [
+        *KLEASH,
+        "sweep",
+        "--candidates",
+        *candidates.values(),
+        "--reference",
+        reference,
+        *text,
+        "--out",
+        ours,
+    ]
     return {
-        "kleash": [
-            [*KLEASH, "sweep", "--candidates", *candidates, "--reference", reference, *text, "--out", ours]
-        ],
-        "other": [
-            [
-                *KLEASH,
-                "measure",
-                "--policy",
-                name,
-                "--reference",
-                reference,
-                *text,
-                "--out",
-                f"{other}/{place}",
-            ]
-            for place, name in enumerate(candidates, 1)
-        ],
+        "kleash": [swept],
+        "other": [[*measured, f"{other}/{name}", "--policy", policy] for name, policy in candidates.items()],
     }
 
 
@@ -211,14 +208,9 @@ def compare(options: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Run the comparison, print the result and write it to benchmarks/results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, documents=24, rounds=3, at_once=4)
     parser.add_argument("what", choices=["text", "prompts", "cache", "sweep"])
     parser.add_argument("--shape", choices=[*SHAPES, "shipped"], default="42m")
-    parser.add_argument("--documents", type=int, default=24)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--at-once", type=int, default=4, help="documents that the script scores at once")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = compare(options, Path(folder))

@@ -19,16 +19,12 @@ from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from harness import RESULTS, parser_of, write_result
+import pandas as pd
+from harness import markdown_table, parser_of, write_result
 
 from kleash.leash import DualBeta, Leash, PIDBeta, ZieglerBeta
 
-NAME = "controllers"
-START: Mapping[str, Callable[[float], Leash]] = {
-    "pid": lambda beta: PIDBeta(beta=beta, target_nats=TARGET),
-    "dual": lambda beta: DualBeta(beta=beta, target_nats=TARGET),
-    "ziegler": lambda beta: ZieglerBeta(beta=beta, target_nats=TARGET),
-}
+CONTROLLERS: Mapping[str, Callable[..., Leash]] = {"pid": PIDBeta, "dual": DualBeta, "ziegler": ZieglerBeta}
 TARGET, SEQUENCES, UPDATES, FROM = 6.0, 64, 200, 100
 NOISES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 PLANTS = ((0.05, 0), (0.3, 0), (0.1, 3))
@@ -91,7 +87,8 @@ def simulate(kind: str, seeds: int, errors: str, drift: float) -> list[dict[str,
     records = []
     for (gain, lag), beta, noise in itertools.product(PLANTS, BETAS, NOISES):
         case = Case(gain, lag, beta, noise)
-        runs = [follow(START[kind](beta), case, seed, errors, drift) for seed in range(seeds if noise else 1)]
+        start = CONTROLLERS[kind](beta=beta, target_nats=TARGET)
+        runs = [follow(start, case, seed, errors, drift) for seed in range(seeds if noise else 1)]
         records.append(
             {
                 "controller": kind,
@@ -104,64 +101,38 @@ def simulate(kind: str, seeds: int, errors: str, drift: float) -> list[dict[str,
     return records
 
 
-def settled_table(records: list[dict[str, Any]]) -> list[str]:
-    """For each noise the lowest and highest mean, and the smallest share of single runs within 10 %, as Markdown."""
-    lines = ["| | " + " | ".join(f"{noise:.0%}" for noise in NOISES) + " |", "|---|" + "---|" * len(NOISES)]
-    for kind in dict.fromkeys(record["controller"] for record in records):
-        cells, shares = [], []
-        for noise in NOISES:
-            matching = [
-                r for r in records if (r["controller"], r["noise"]) == (kind, noise) and r["beta"] != BETAS[0]
-            ]
-            means = [r["settled"] for r in matching]
-            cells.append(f"{min(means):.2f}–{max(means):.2f}")
-            shares.append(f"{min(r['within'] for r in matching):.0%}")
-        lines.append(f"| `{kind}` | " + " | ".join(cells) + " |")
-        lines.append("| … single runs within 10 % | " + " | ".join(shares) + " |")
-    return lines
+def settled_table(frame: pd.DataFrame) -> str:
+    """For each noise the lowest and highest mean, and the smallest share of single runs within 10 %, in Markdown."""
+    rows = []
+    for kind, records in frame[frame["beta"] != BETAS[0]].groupby("controller", sort=False):
+        by_noise = records.groupby("noise")
+        ends = by_noise["settled"].agg(["min", "max"]).to_numpy()
+        rows.append([f"`{kind}`", *(f"{low:.2f}–{high:.2f}" for low, high in ends)])
+        rows.append(["… single runs within 10 %", *(f"{x:.0%}" for x in by_noise["within"].min())])
+    return markdown_table(["", *(f"{noise:.0%}" for noise in NOISES)], rows)
 
 
-def peak_table(records: list[dict[str, Any]]) -> list[str]:
-    """The highest mean peak over all noises, by initial beta and plant, as Markdown."""
-    heads = [f"{1 / beta:.3g} × too weak" if beta < 1 else "right" for beta in BETAS[:3]]
-    columns = list(itertools.product(BETAS[:3], (False, True)))
-    lines = [
-        "| | "
-        + " | ".join(f"{heads[BETAS.index(b)]}{', late' if late else ''}" for b, late in columns)
-        + " |",
-        "|---|" + "---:|" * len(columns),
-    ]
-    for kind in dict.fromkeys(record["controller"] for record in records):
-        cells = [
-            max(
-                r["peak"]
-                for r in records
-                if (r["controller"], r["beta"]) == (kind, beta) and (r["lag"] > 0) is late
-            )
-            for beta, late in columns
-        ]
-        lines.append(f"| `{kind}` | " + " | ".join(f"{x:.2f}" for x in cells) + " |")
-    return lines
+def peak_table(frame: pd.DataFrame) -> str:
+    """The highest mean peak over all noises, by initial beta and plant, in Markdown."""
+    frame = frame[frame["beta"] <= 1].assign(late=frame["lag"] > 0)
+    peaks = frame.pivot_table("peak", "controller", ["beta", "late"], "max")
+    heading = [f"beta {beta:g}{', late' if late else ''}" for beta, late in peaks.columns]
+    rows = [[f"`{kind}`", *(f"{x:.2f}" for x in row)] for kind, row in peaks.iterrows()]
+    return markdown_table(["initial", *heading], rows)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     """Simulate, write the figures and print the tables."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--controllers", nargs="+", default=list(START), choices=START)
-    parser.add_argument("--seeds", type=int, default=200)
-    parser.add_argument(
-        "--drift", type=float, default=0.0, help="growth of the right beta an update; 0 if not given"
-    )
+    parser = parser_of(__doc__, seeds=200, drift=0.0)
+    parser.add_argument("--controllers", nargs="+", default=list(CONTROLLERS), choices=CONTROLLERS)
     parser.add_argument("--errors", choices=("reported", "estimated", "none"), default="reported")
-    parser.add_argument("--results", type=type(RESULTS), default=RESULTS, help="folder of the figures")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     settings = options.seeds, options.errors, options.drift
     records = [record for kind in options.controllers for record in simulate(kind, *settings)]
     if not options.drift:
-        write_result(
-            NAME, {"seeds": options.seeds, "errors": options.errors, "cases": records}, options.results
-        )
-    print("\n".join([*settled_table(records), "", *peak_table(records)]))
+        write_result("controllers", {"seeds": options.seeds, "errors": options.errors, "cases": records})
+    frame = pd.DataFrame(records)
+    print(f"{settled_table(frame)}\n\n{peak_table(frame)}")
 
 
 if __name__ == "__main__":

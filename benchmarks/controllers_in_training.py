@@ -17,12 +17,14 @@ import random
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import pandas as pd
 import torch
 from datasets import Dataset
-from harness import RESULTS, parser_of, write_result
+from harness import markdown_table, parser_of, write_result
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl.trainer.grpo_config import GRPOConfig
@@ -41,7 +43,6 @@ TARGETS = {"heroine": (8.0, 2.0), "sort": (1.0, 0.4), "sums": (1.0, 0.4)}
 """A loose and a binding target of each task, in nats per response."""
 ALGORITHMS = {"heroine": ("ppo", "grpo"), "sort": ("ppo", "grpo"), "sums": ("plug-in",)}
 STEPS = {"heroine": 50, "sort": 100, "sums": 60}
-NAME = "controllers_in_training"
 LETTERS, DIGITS = "abcdefgh", "0123456789"
 PLACES = 4
 """Tokens of an answer."""
@@ -66,7 +67,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     out = folder / "-".join(map(str, case))
     steps, task = STEPS[case.task], options_of(case.task, folder)
     if case.algorithm == "plug-in":
-        return figures(case, with_plug_in(case, folder, out))
+        return figures(case, with_plug_in(case, folder, out), "kl/per_sequence", "reward")
     options: dict[str, Any] = {
         **task,
         "controller": case.controller,
@@ -82,25 +83,15 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     else:
         groups = {"prompts_per_step": options["prompts_per_step"] // 4, "samples_per_prompt": 8}
         train(GRPOJob(**{**options, **groups}))
-    steps_of = [record.metrics for record in read_steps(out)]
-    names = {"kl": "kl/exact_per_sequence", "error": "kl/exact_per_sequence_error", "reward": "reward/score"}
-    return figures(
-        case,
-        [{name: step[column] for name, column in {**names, "beta": "beta"}.items()} for step in steps_of],
-    )
+    metrics = [record.metrics for record in read_steps(out)]
+    return figures(case, metrics, "kl/exact_per_sequence", "reward/score")
 
 
 def with_plug_in(case: Case, folder: Path, out: Path) -> list[dict[str, float]]:
     """Kleash's plug-in for TRL with a callback: 60 updates of 8 responses to 8 prompts; KL, error, reward, beta."""
-    lines = (folder / f"{case.task}.jsonl").read_text(encoding="utf-8").splitlines()
-    prompts = [json.loads(line)["prompt"] for line in lines]
-
-    def in_place_of(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
-        return [share_in_place(*pair) for pair in zip(answer, completions, strict=True)]
-
     trainer = LeashedGRPOTrainer(
         model=str(folder / case.task),
-        reward_funcs=in_place_of,
+        reward_funcs=lambda prompts, completions, **_: in_place(prompts, completions),
         args=GRPOConfig(
             output_dir=str(out),
             learning_rate=1e-3,
@@ -117,13 +108,11 @@ def with_plug_in(case: Case, folder: Path, out: Path) -> list[dict[str, float]]:
             beta=case.beta,
             seed=case.seed,
         ),
-        train_dataset=Dataset.from_dict({"prompt": prompts, "answer": [answer_of(x) for x in prompts]}),
+        train_dataset=Dataset.from_json(str(folder / f"{case.task}.jsonl")),
     )
     BetaController(controller_of(case), metric="kl/per_sequence").attach(trainer)
     trainer.train()
-    names = {"kl": "kl/per_sequence", "error": "kl/per_sequence_error", "reward": "reward", "beta": "beta"}
-    logs = [entry for entry in trainer.state.log_history if "kl/per_sequence" in entry]
-    return [{name: entry[column] for name, column in names.items()} for entry in logs]
+    return [entry for entry in trainer.state.log_history if "kl/per_sequence" in entry]
 
 
 def controller_of(case: Case) -> Leash:
@@ -131,23 +120,21 @@ def controller_of(case: Case) -> Leash:
     return beta_from_dict({"kind": case.controller, "beta": case.beta, "target_nats": case.target})
 
 
-def figures(case: Case, steps: list[dict[str, float]]) -> dict[str, Any]:
-    """The figures of a run from KL, error, reward and beta of each step."""
-    kl, late = [step["kl"] for step in steps], steps[len(steps) // 2 :]
+def figures(case: Case, steps: list[Any], kl_name: str, reward_name: str) -> dict[str, Any]:
+    """The figures of a run from the metrics of each step."""
+    kl, error, reward = (
+        [step[name] for step in steps] for name in (kl_name, f"{kl_name}_error", reward_name)
+    )
+    half = len(steps) // 2
     return {
         **case._asdict(),
-        "settled": mean_of(late, "kl") / case.target,
+        "settled": fmean(kl[half:]) / case.target,
         "highest": max(kl) / case.target,
-        "error": mean_of(late, "error") / case.target,
-        "reward": mean_of(late, "reward"),
+        "error": fmean(error[half:]) / case.target,
+        "reward": fmean(reward[half:]),
         "last_beta": steps[-1]["beta"],
         "kl": [round(x, 3) for x in kl],
     }
-
-
-def mean_of(metrics: list[dict[str, float]], name: str) -> float:
-    """The mean of a metric over steps."""
-    return sum(step[name] for step in metrics) / len(metrics)
 
 
 # --- the task of the example ---
@@ -215,15 +202,13 @@ def answer_of(prompt: str) -> str:
     return " ".join(sorted(words[:-1]))
 
 
-def share_in_place(answer: str, response: str) -> float:
-    """The share of the answer's tokens that a response has in their place."""
-    right = answer.split()
-    return sum(a == b for a, b in zip(right, response.split(), strict=False)) / len(right)
-
-
 def in_place(prompts: list[str], responses: list[str]) -> list[float]:
-    """The reward of each response."""
-    return [share_in_place(answer_of(a), b) for a, b in zip(prompts, responses, strict=True)]
+    """The reward of each response: the share of the answer's tokens that it has in their place."""
+    pairs = [
+        (answer_of(prompt).split(), response.split())
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    return [sum(a == b for a, b in zip(*pair, strict=False)) / PLACES for pair in pairs]
 
 
 def train_reference(task: str, folder: Path, draw: random.Random) -> None:
@@ -270,44 +255,28 @@ def train_reference(task: str, folder: Path, draw: random.Random) -> None:
 # --- tables ---
 
 
-def table(runs: list[dict[str, Any]]) -> list[str]:
-    """The figures as lines of Markdown: a row for each task, algorithm, controller and target."""
+def table(runs: list[dict[str, Any]]) -> str:
+    """The figures in Markdown: a row for each task, algorithm, controller and target."""
     seeds = sorted({record["seed"] for record in runs})
-    lines = [
-        "| task | algorithm | controller | target | "
-        + " | ".join(f"seed {seed}" for seed in seeds)
-        + " | highest step | error of a step |",
-        "|---|---|---|---:|" + "---:|" * (len(seeds) + 2),
-    ]
-    for key in dict.fromkeys(_row(record) for record in runs):
-        by_seed = {record["seed"]: record for record in runs if _row(record) == key}
-        cells = [f"{by_seed[seed]['settled']:.2f}" if seed in by_seed else "–" for seed in seeds]
-        highest = max(record["highest"] for record in by_seed.values())
-        error = sum(record["error"] for record in by_seed.values()) / len(by_seed)
-        task, algorithm, controller, target = key
-        lines.append(
-            f"| {task} | {algorithm} | `{controller}` | {target:g} | {' | '.join(cells)} "
-            f"| {highest:.1f} | {error:.0%} |"
-        )
-    return lines
+    names = ["task", "algorithm", "controller", "target"]
+    rows = []
+    for key, group in pd.DataFrame(runs).groupby(names, sort=False):
+        settled = dict(zip(group["seed"], group["settled"], strict=True))
+        cells = [f"{settled[seed]:.2f}" if seed in settled else "–" for seed in seeds]
+        row = [*map(str, key), *cells, f"{group['highest'].max():.1f}", f"{group['error'].mean():.0%}"]
+        rows.append(row)
+    return markdown_table([*names, *(f"seed {x}" for x in seeds), "highest step", "error of a step"], rows)
 
 
-def _row(record: dict[str, Any]) -> tuple[str, str, str, float]:
-    return record["task"], record["algorithm"], record["controller"], record["target"]
-
-
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     """Train, write the figures and print the table."""
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, beta=0.05, processes=1)
     parser.add_argument("--tasks", nargs="+", default=list(TARGETS), choices=TARGETS)
     parser.add_argument("--algorithms", nargs="+", default=[], help="ppo, grpo, plug-in; those of the task")
     parser.add_argument("--controllers", nargs="+", default=["pid"], choices=CONTROLLERS)
     parser.add_argument("--targets", nargs="+", type=float, help="nats per response; those of the task")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--beta", type=float, default=0.05, help="initial beta")
-    parser.add_argument("--processes", type=int, default=1, help="runs at the same time")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the figures")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     runs: list[dict[str, Any]] = []
     with TemporaryDirectory() as name:
         folder = Path(name)
@@ -324,9 +293,9 @@ def main(arguments: list[str] | None = None) -> None:
         with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
             for result in pool.map(run, cases, [folder] * len(cases)):
                 runs.append(result)
-                print(table([result])[-1], flush=True)
-                write_result(NAME, {"runs": runs}, options.results)
-    print("\n".join(table(runs)))
+                print(table([result]).splitlines()[-1], flush=True)
+                write_result("controllers_in_training", {"runs": runs})
+    print(table(runs))
 
 
 if __name__ == "__main__":

@@ -22,15 +22,30 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
+import torch
 from harness import parser_of, write_result
 
-KINDS = ("run", "cache", "training")
+from kleash import measure
+from kleash.errors import KleashError
+from kleash.jobs import CacheJob, MeasureJob, PPOJob
+from kleash.measuring import cache_reference
+from kleash.measuring.comparison import compare
+from kleash.models.cache.stored_reference import StoredReference
+from kleash.reports.folder_report import write_report_of
+from kleash.store import read_samples
+from kleash.store.job_folder import require_same
+from kleash.store.run_folder import RunFolder
+from kleash.store.training_folder import CHECKPOINTS, TrainingFolder
+from kleash.training import train
+from kleash.training.checkpoints import restore_last
+from kleash.training.ppo import set_up
+from kleash.training.run_log import RunLog
+
 NEVER_READ = {".lock", "report.html"}
 
 
@@ -42,27 +57,8 @@ class TestedFolder:
     """Copied for each damage."""
     read: Callable[[Path], str]
     """Reads the folder in every way; the output as text."""
-    donors: tuple[Path, ...] = ()
+    donors: tuple[Path, ...]
     """Folders whose valid files may overwrite files of this one."""
-
-
-def make_folders(root: Path, kinds: tuple[str, ...] = KINDS) -> dict[str, TestedFolder]:
-    """Make the folders in ``root``; each with the function that reads it, by kind."""
-    folders: dict[str, TestedFolder] = {}
-    if "run" in kinds:
-        runs = [_make_run(root / f"run-{seed}", seed) for seed in (0, 1)]
-        folders["run"] = TestedFolder(
-            pristine=runs[0], read=_reader_of_run(runs[1], runs[0]), donors=(runs[1],)
-        )
-    if "cache" in kinds:
-        caches = [_make_cache(root / f"cache-{limit}", limit) for limit in (3, 2)]
-        folders["cache"] = TestedFolder(pristine=caches[0], read=read_cache, donors=(caches[1],))
-    if "training" in kinds:
-        trained = [_make_training(root / f"ppo-{seed}", seed) for seed in (0, 1)]
-        folders["training"] = TestedFolder(
-            pristine=trained[0], read=_reader_of_training(trained[0]), donors=(trained[1],)
-        )
-    return {kind: folders[kind] for kind in kinds}
 
 
 def damages(tested: TestedFolder, count: int, seed: int = 0) -> Iterator[tuple[str, Path, str, str]]:
@@ -95,19 +91,13 @@ def damages(tested: TestedFolder, count: int, seed: int = 0) -> Iterator[tuple[s
             name = kind.__name__.removeprefix("_").replace("_", " ")
             try:
                 output = tested.read(folder)
-            except _kleash_error() as error:
+            except KleashError as error:
                 yield name, Path(victim), "refused", str(error)
             except Exception:
                 yield name, Path(victim), "traceback", traceback.format_exc()
             else:
                 is_same = output == expected
                 yield name, Path(victim), "identical" if is_same else "silent", ""
-
-
-def _kleash_error() -> type[Exception]:
-    from kleash.errors import KleashError
-
-    return KleashError
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -118,12 +108,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
 # ---- functions that read a folder
 
 
-def _reader_of_run(other: Path, pristine: Path) -> Callable[[Path], str]:
-    from kleash.measuring.comparison import compare
-    from kleash.reports.folder_report import write_report_of
-    from kleash.store.job_folder import require_same
-    from kleash.store.run_folder import RunFolder
-
+def _reader_of_run(pristine: Path, other: Path) -> Callable[[Path], str]:
     header = RunFolder(pristine).header()
 
     def read(folder: Path) -> str:
@@ -143,10 +128,6 @@ def _reader_of_run(other: Path, pristine: Path) -> Callable[[Path], str]:
 
 def read_cache(folder: Path) -> str:
     """Read everything that a measurement reads of a finished cache; its digest."""
-    import torch
-
-    from kleash.models.cache.stored_reference import StoredReference
-
     stored = StoredReference(folder)
     stored.check_reference(str(folder), None, "auto")
     tokenizer = stored.tokenizer(trust_remote_code=False)
@@ -162,20 +143,11 @@ def read_cache(folder: Path) -> str:
         for values in (stored.rounding_columns(what, 1.0) or {}).values():
             digest.update(values.tobytes())
     if len(stored.states) < stored.contents.sequences:  # a measurement has another message for them
-        raise _kleash_error()("sequences are missing")
+        raise KleashError("sequences are missing")
     return digest.hexdigest()
 
 
-def _reader_of_training(pristine: Path) -> Callable[[Path], str]:
-    from kleash.jobs import PPOJob
-    from kleash.reports.folder_report import write_report_of
-    from kleash.store import read_samples
-    from kleash.store.job_folder import require_same
-    from kleash.store.training_folder import CHECKPOINTS, TrainingFolder
-    from kleash.training.checkpoints import restore_last
-    from kleash.training.ppo import set_up
-    from kleash.training.run_log import RunLog
-
+def _reader_of_training(pristine: Path, _: Path) -> Callable[[Path], str]:
     run = set_up(_ppo_job(Path(), 0))
     header = TrainingFolder(pristine).header()
 
@@ -184,7 +156,7 @@ def _reader_of_training(pristine: Path) -> Callable[[Path], str]:
         require_same(folder, TrainingFolder(folder).header(), header)
         progress = restore_last(folder / CHECKPOINTS, run.accelerator)
         if progress is None:
-            raise _kleash_error()("there is no checkpoint: the run begins anew, and steps.jsonl says more")
+            raise KleashError("there is no checkpoint: the run begins anew, and steps.jsonl says more")
         run_log = RunLog(folder, PPOJob())
         run_log.begin(progress.step)
         digest = hashlib.sha256(page.encode())
@@ -201,32 +173,23 @@ def _reader_of_training(pristine: Path) -> Callable[[Path], str]:
 
 
 def _make_run(out: Path, seed: int) -> Path:
-    from kleash import MeasureJob, measure
-
     measure(
         MeasureJob(limit=6, samples_per_prompt=1, max_new_tokens=8, batch_tokens=24, seed=seed, out=str(out))
     )
     return out
 
 
-def _make_cache(out: Path, limit: int) -> Path:
-    from kleash.jobs import CacheJob
-    from kleash.measuring import cache_reference
-
-    cache_reference(CacheJob(limit=limit, window=64, batch_tokens=64, out=str(out)))
+def _make_cache(out: Path, seed: int) -> Path:
+    cache_reference(CacheJob(limit=3 - seed, window=64, batch_tokens=64, out=str(out)))
     return out
 
 
 def _make_training(out: Path, seed: int) -> Path:
-    from kleash.training import train
-
     train(_ppo_job(out, seed))
     return out
 
 
 def _ppo_job(out: Path, seed: int) -> Any:
-    from kleash.jobs import PPOJob
-
     return PPOJob(
         steps=3,
         checkpoint_every=2,
@@ -381,33 +344,41 @@ OF_FILES = (
 )
 
 
+KINDS: dict[str, tuple[Callable[[Path, int], Path], Callable[[Path, Path], Callable[[Path], str]]]] = {
+    "run": (_make_run, _reader_of_run),
+    "cache": (_make_cache, lambda *_: read_cache),
+    "training": (_make_training, _reader_of_training),
+}
+"""Kind of folder -> a function that makes one from a path and a seed; one that returns a reader, from two folders."""
+
+
+def make_folders(root: Path, kinds: Iterable[str] = KINDS) -> dict[str, TestedFolder]:
+    """Make the folders in ``root``; each with the function that reads it, by kind."""
+    folders: dict[str, TestedFolder] = {}
+    for kind in kinds:
+        make, reader_of = KINDS[kind]
+        pristine, other = (make(root / f"{kind}-{seed}", seed) for seed in (0, 1))
+        folders[kind] = TestedFolder(pristine=pristine, read=reader_of(pristine, other), donors=(other,))
+    return folders
+
+
 def main() -> int:
     """Damage folders of each kind, print the counts, and write them to benchmarks/results/damage.json."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--damages", type=int, default=1000)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", default="damage")
+    parser = parser_of(__doc__, damages=1000, seed=0)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     options = parser.parse_args()
     results, bad = dict[str, Any](), 0
     with tempfile.TemporaryDirectory() as temporary:
-        for kind, tested in make_folders(Path(temporary), tuple(options.kinds)).items():
-            began = perf_counter()
+        for kind, tested in make_folders(Path(temporary), options.kinds).items():
             outcomes: Counter[str] = Counter()
-            by_damage: dict[str, Counter[str]] = {}
             for name, victim, outcome, words in damages(tested, options.damages, options.seed):
                 outcomes[outcome] += 1
-                by_damage.setdefault(name, Counter())[outcome] += 1
                 if outcome in ("silent", "traceback"):
                     bad += 1
                     print(f"{kind}: {name} of {victim}: {outcome}\n{words}", file=sys.stderr)
-            results[kind] = {
-                "outcomes": dict(outcomes),
-                "by_damage": {name: dict(counts) for name, counts in sorted(by_damage.items())},
-                "seconds": round(perf_counter() - began),
-            }
-            print(f"{kind}: {dict(outcomes)}", flush=True)
-            write_result(options.out, {"damages": options.damages, "seed": options.seed, "kinds": results})
+            results[kind] = dict(outcomes)
+            print(f"{kind}: {results[kind]}", flush=True)
+            write_result("damage", {"damages": options.damages, "seed": options.seed, "kinds": results})
     return 1 if bad else 0
 
 

@@ -4,12 +4,11 @@ Measurements of clusters whose true mean is 1 nat per token, against limits arou
 a false one. docs/reference/measuring.md has some of the figures.
 """
 
-import argparse
-import time
 from typing import Any
 
 import numpy as np
-from harness import markdown_table, write_result
+import pandas as pd
+from harness import parser_of, write_result
 from numpy.typing import NDArray
 
 from kleash.uncertainty import ratio_of_many
@@ -49,38 +48,16 @@ def cell(process: str, clusters: int, limit: float, measurements: int, seed: int
     return {"process": process, "clusters": clusters, "limit": limit, **shares}
 
 
-def table(cells: list[dict[str, Any]]) -> str:
-    """Percentages "passed / undecided / failed": a row for each process and number of clusters, a column per limit."""
-    rows: dict[str, list[str]] = {}
-    for row in cells:
-        text = " / ".join(f"{100 * row[verdict]:.1f}" for verdict in VERDICTS)
-        rows.setdefault(f"{row['clusters']} {row['process']}", []).append(text)
-    heading = ["clusters", *(f"limit {limit:g}" for limit in LIMITS)]
-    return markdown_table(heading, [[name, *texts] for name, texts in rows.items()])
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Simulated verdicts of the gate --at-most.")
-    parser.add_argument("--measurements", type=int, default=10_000, help="simulated for each cell")
-    parser.add_argument("--seed", type=int, default=22)
-    options = parser.parse_args()
-    start = time.perf_counter()
+    options = parser_of(__doc__, measurements=10_000, seed=22).parse_args()
     cells = [
         cell(process, clusters, limit, options.measurements, options.seed)
         for process in ("normal", "lognormal")
         for clusters in CLUSTERS
         for limit in LIMITS
     ]
-    figures = {
-        "what": "share of each verdict of the gate; the true mean is 1",
-        "numpy": np.__version__,
-        "seed": options.seed,
-        "measurements": options.measurements,
-        "seconds": round(time.perf_counter() - start, 1),
-        "cells": cells,
-    }
-    print(f"passed / undecided / failed in percent, {options.measurements} measurements\n{table(cells)}")
-    print(f"\n{write_result('gates', figures)}")
+    print((100 * pd.DataFrame(cells).set_index(["process", "clusters", "limit"])).round(1).to_string())
+    print(f"\n{write_result('gates', vars(options) | {'cells': cells}, packages=['numpy'])}")
 
 
 if __name__ == "__main__":

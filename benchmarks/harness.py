@@ -1,4 +1,7 @@
-"""Options, timing, peak memory, and result files with date, machine, versions and commit; shared by the benchmarks."""
+"""Options, timing, peak memory, and result files with date, machine, versions and commit; shared by the benchmarks.
+
+The files are written to benchmarks/results, or to the folder that the environment variable RESULTS names.
+"""
 
 import argparse
 import ctypes
@@ -14,17 +17,24 @@ from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from time import monotonic, perf_counter
-from typing import Any
+from time import perf_counter
+from typing import Any, TypeVar
 
 import torch
 
-RESULTS = Path(__file__).resolve().parent / "results"
+Name = TypeVar("Name")
+
+HERE = Path(__file__).resolve().parent
+RESULTS = Path(os.environ.get("RESULTS", HERE / "results"))
 
 
-def parser_of(text: str | None) -> argparse.ArgumentParser:
-    """A parser of options whose help is the docstring of a benchmark, as it stands."""
-    return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(text: str | None, **numbers: float) -> argparse.ArgumentParser:
+    """A parser whose help is the docstring of a benchmark, with an option for each of these numbers, its default."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in numbers.items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=type(default), default=default, help=f"{default} if not given")
+    return parser
 
 
 def write_result(
@@ -44,19 +54,12 @@ def markdown_table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str
 
 
 def interleaved(
-    jobs: dict[str, Callable[[], Any]],
-    rounds: int,
-    minutes: float = float("inf"),
-    clock: Callable[[], float] = perf_counter,
-) -> tuple[dict[str, list[float]], list[float]]:
-    """Seconds of each job in each round, and the load average before each round.
-
-    No round is started that would end after ``minutes``, except the first. Warm the jobs up before the call.
-    """
-    times: dict[str, list[float]] = {name: [] for name in jobs}
+    jobs: dict[Name, Callable[[], Any]], rounds: int, clock: Callable[[], float] = perf_counter
+) -> tuple[dict[Name, list[float]], list[float]]:
+    """Seconds of each job in each round, and the load average before each round; warm the jobs up before the call."""
+    times: dict[Name, list[float]] = {name: [] for name in jobs}
     loads: list[float] = []
-    began = monotonic()
-    while not loads or (len(loads) < rounds and (monotonic() - began) * (1 + 1 / len(loads)) < minutes * 60):
+    for _ in range(rounds):
         loads.append(os.getloadavg()[0])
         for name, job in jobs.items():
             start = clock()
@@ -86,20 +89,17 @@ def peak_of(job: Callable[[], Any]) -> float:
 
 
 @contextmanager
-def files_stay_resident() -> Iterator[bool]:
-    """Lock the resident pages of mapped files in memory; under memory pressure the kernel would drop them.
-
-    Yields:
-        Whether all were locked; a process without the right to lock memory cannot.
-    """
+def files_stay_resident() -> Iterator[None]:
+    """Lock the resident pages of mapped files in memory, if the process may: the kernel would drop them for others."""
     libc = ctypes.CDLL(None, use_errno=True)
     lines = Path("/proc/self/maps").read_text().splitlines()
     files = [line.split()[0].split("-") for line in lines if line.split()[4] != "0"]
     spans = [(int(begin, 16), int(end, 16) - int(begin, 16)) for begin, end in files]
     on_fault = 1
-    locked = [libc.mlock2(c_void_p(begin), c_size_t(size), on_fault) == 0 for begin, size in spans]
+    for begin, size in spans:
+        libc.mlock2(c_void_p(begin), c_size_t(size), on_fault)
     try:
-        yield all(locked)
+        yield
     finally:
         for begin, size in spans:
             libc.munlock(c_void_p(begin), c_size_t(size))
@@ -134,5 +134,5 @@ def _processor() -> str:
 
 
 def _output_of(command: list[str]) -> str:
-    completed = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parent)
+    completed = subprocess.run(command, capture_output=True, text=True, cwd=HERE)
     return completed.stdout.strip()

@@ -4,14 +4,13 @@ For processes with a known mean: how often kleash's interval contains it, on whi
 the spread of the estimate, how often it comes with a warning, and its coverage without a warning.
 """
 
-import argparse
 import math
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from harness import markdown_table, write_result
+import pandas as pd
+from harness import parser_of, write_result
 from numpy.typing import NDArray
 
 from kleash.uncertainty import Estimate, cluster_labels, ratio_of_many
@@ -159,67 +158,24 @@ def cell(name: str, clusters: int, measurements: int, seed: int) -> dict[str, An
         "coverage": 1 - float(missed.mean()),
         "truth_below": float((truth < low).mean()),
         "truth_above": float((truth > high).mean()),
-        "width": round(width / spread, 4) if math.isfinite(width) else "Infinity",
+        "width": width / spread if math.isfinite(width) else None,
         "warned": float(warned.mean()),
         "coverage_without_warning": 1 - float(missed[~warned].mean()) if (~warned).any() else None,
         "missed_without_warning": float((missed & ~warned).mean()),
     }
 
 
-def tables(figures: Mapping[str, Any]) -> dict[str, str]:
-    """The tables by name, from the figures."""
-
-    def percent(share: float | None) -> str:
-        return "–" if share is None else f"{100 * share:.1f}"
-
-    def times(width: float | str) -> str:
-        return "∞" if isinstance(width, str) else f"{width:.2f}"
-
-    rows: list[dict[str, Any]] = figures["processes"]
-    texts = {
-        "coverage": lambda row: percent(row["coverage"]),
-        "misses": lambda row: f"{percent(row['truth_below'])} + {percent(row['truth_above'])}",
-        "width": lambda row: times(row["width"]),
-        "warnings": lambda row: (
-            f"{100 * row['warned']:.0f} · {percent(row['coverage_without_warning'])} · "
-            f"{percent(row['missed_without_warning'])}"
-        ),
-    }
-    heading = ["process", *(str(clusters) for clusters in CLUSTERS)]
-    return {
-        title: markdown_table(
-            heading,
-            [
-                [name, *(text(row) for row in rows if row["process"] == name)]
-                for name in dict.fromkeys(row["process"] for row in rows)
-            ],
-        )
-        for title, text in texts.items()
-    }
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Simulated coverage, width and warnings of 95 % intervals.")
-    parser.add_argument("--measurements", type=int, default=10_000, help="simulated for each cell")
-    parser.add_argument("--seed", type=int, default=13)
-    options = parser.parse_args()
-    begun = time.perf_counter()
-    rows = [
+    options = parser_of(__doc__, measurements=10_000, seed=13).parse_args()
+    cells = [
         cell(name, clusters, options.measurements, options.seed)
         for name in PROCESSES
         for clusters in CLUSTERS
     ]
-    figures = {
-        "what": "coverage, misses, width (over the spread of the estimate) and warnings of 95 % intervals",
-        "numpy": np.__version__,
-        "seed": options.seed,
-        "measurements": options.measurements,
-        "seconds": round(time.perf_counter() - begun, 1),
-        "processes": rows,
-    }
-    for title, text in tables(figures).items():
-        print(f"\n{title}\n{text}")
-    print(f"\n{write_result('intervals', figures)}")
+    table = pd.DataFrame(cells).pivot(index="process", columns="clusters").loc[list(PROCESSES)]
+    for name in table.columns.levels[0]:
+        print(f"\n{name}\n{table[name].round(3).to_string()}")
+    print(f"\n{write_result('intervals', vars(options) | {'processes': cells}, packages=['numpy'])}")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ from harness import parser_of, write_result
 import kleash.measuring
 import kleash.training.ppo  # noqa: F401 (imported once, before the forks)
 from kleash.cli import main as main_of_kleash
+from kleash.errors import KleashError
+from kleash.reports.folder_report import write_report_of
 
 KILLS_OF_A_RUN = 3
 TIMES = ("seconds", "finished")
@@ -58,23 +60,18 @@ def start_command(kind: str, out: Path) -> int:
         os._exit(code)
 
 
-def exit_status(process: int) -> int | None:
-    """The exit status of a process; None while it runs."""
-    number, status = os.waitpid(process, os.WNOHANG)
-    return os.waitstatus_to_exitcode(status) if number else None
-
-
 def require_success(kind: str, out: Path, status: int) -> None:
     """Raise if a command failed without having been killed."""
-    if status != 0:
-        raise RuntimeError(f"{kind} ended with {status}: {(out.parent / 'errors.txt').read_text()}")
+    code = os.waitstatus_to_exitcode(status)
+    if code != 0:
+        raise RuntimeError(f"{kind} ended with {code}: {(out.parent / 'errors.txt').read_text()}")
 
 
 def run_to_end(kind: str, out: Path) -> float:
     """Run the command to its end; the seconds it took."""
     began = perf_counter()
     _, status = os.waitpid(start_command(kind, out), 0)
-    require_success(kind, out, os.waitstatus_to_exitcode(status))
+    require_success(kind, out, status)
     return perf_counter() - began
 
 
@@ -108,9 +105,6 @@ def report_outcome(kind: str, out: Path) -> str:
     """How `kleash report` ends on the folder: "page", "sentence" (an error message) or "traceback"."""
     if kind == "cache":
         return "sentence"
-    from kleash.errors import KleashError
-    from kleash.reports.folder_report import write_report_of
-
     try:
         write_report_of(out)
     except KleashError:
@@ -126,8 +120,8 @@ def kill_at_random(kind: str, out: Path, longest: float, draw: random.Random) ->
     process = start_command(kind, out)
     until = perf_counter() + draw.uniform(0, longest)
     while perf_counter() < until:
-        status = exit_status(process)
-        if status is not None:
+        number, status = os.waitpid(process, os.WNOHANG)
+        if number:
             require_success(kind, out, status)
             return "ended"
         sleep(0.002)
@@ -138,11 +132,8 @@ def kill_at_random(kind: str, out: Path, longest: float, draw: random.Random) ->
 
 def main() -> int:
     """Kill, resume, compare; write the counts to benchmarks/results/kills.json after every round."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--kills", type=int, default=30)
+    parser = parser_of(__doc__, kills=30, seed=0)
     parser.add_argument("--kinds", nargs="+", choices=tuple(COMMANDS), default=tuple(COMMANDS))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", default="kills")
     options = parser.parse_args()
     draw = random.Random(options.seed)
     results: dict[str, Counter[str]] = {kind: Counter() for kind in options.kinds}
@@ -165,7 +156,7 @@ def main() -> int:
                 counts["same" if is_same else "different"] += 1
                 shutil.rmtree(out)
                 print(f"{kind}: {dict(counts)}", flush=True)
-            write_result(options.out, {"seed": options.seed, "kinds": results})
+            write_result("kills", {"seed": options.seed, "kinds": results})
     bad = sum(counts["different"] + counts["report: traceback"] for counts in results.values())
     return 1 if bad else 0
 

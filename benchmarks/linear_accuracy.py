@@ -6,17 +6,25 @@
 Two policies one optimiser step apart differ by 1e-6 to 1e-3 nats. For each distance, inputs are generated whose KL,
 after rounding to bfloat16, is that distance. The exact values are computed in float64 from the same rounded inputs,
 with all logits. Written are the relative error of the mean over all tokens, the median relative error of a single
-token's KL and the share of tokens with a negative KL (each method is called with one token at a time for these), and
-the cosines between the gradients of the mean and the exact gradients.
+token's KL and the share of tokens with a negative KL (each method is called with one token at a time for these,
+``--single`` of them), and the cosines between the gradients of the mean and the exact gradients.
 """
 
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from harness import RESULTS, parser_of, write_result
-from linear_methods import METHODS, PACKAGES, Inputs, Method, cosine, gradients, make_inputs, naive_exact
+from harness import parser_of, write_result
+from linear_methods import (
+    METHODS,
+    OTHER_LOSSES,
+    PACKAGES,
+    Inputs,
+    cosine,
+    gradients,
+    make_inputs,
+    naive_exact,
+)
 from torch import Tensor
 
 DISTANCES = (1e-6, 1.7e-5, 2.6e-4, 1.0)
@@ -28,11 +36,8 @@ def naive_upcast(x: Inputs) -> Tensor:
     return naive_exact(Inputs(*upcast, x.ids))
 
 
-WAYS = {name: method for name, method in METHODS.items() if method.what == "kl"} | {
-    "naive upcast": Method(
-        compute_loss=naive_upcast, words="naive exact, hidden states and heads made float32 first"
-    )
-}
+WAYS = {name: method for name, method in METHODS.items() if name not in OTHER_LOSSES}
+WAYS["naive upcast"] = naive_upcast
 
 
 def exact(x: Inputs) -> Tensor:
@@ -63,11 +68,11 @@ def measure_errors(name: str, x: Inputs, single: int) -> dict[str, float]:
     wide = x.to(torch.float64)
     exact_kl = exact(wide)
     exact_gradients = gradients(wide, exact_kl.mean())
-    loss = WAYS[name].compute_loss(x)
+    loss = WAYS[name](x)
     value = loss.item()
     in_hidden, in_weight = gradients(x, loss)
     with torch.no_grad():
-        token_values = [WAYS[name].compute_loss(x.at(i)).item() for i in range(single)]
+        token_values = [WAYS[name](x.at(i)).item() for i in range(single)]
     errors = [abs(a / b - 1) for a, b in zip(token_values, exact_kl.tolist(), strict=False)]
     return {
         "kl": exact_kl.mean().item(),
@@ -81,14 +86,8 @@ def measure_errors(name: str, x: Inputs, single: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--vocabulary", type=int, default=32_768)
-    parser.add_argument("--single", type=int, default=32, help="tokens whose KL is computed one by one")
+    parser = parser_of(__doc__, tokens=64, hidden=512, vocabulary=32_768, single=32, threads=2)
     parser.add_argument("--only", nargs="*", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     size = (args.tokens, args.hidden, args.vocabulary)
@@ -103,12 +102,7 @@ def main() -> None:
                     **rows[-1]
                 )
             )
-    figures = {
-        **{name: getattr(args, name) for name in ("tokens", "hidden", "vocabulary", "single")},
-        "words": {name: WAYS[name].words for name in args.only},
-        "rows": rows,
-    }
-    print(f"written to {write_result('linear_accuracy', figures, args.out, PACKAGES)}")
+    print(f"written to {write_result('linear_accuracy', vars(args) | {'rows': rows}, packages=PACKAGES)}")
 
 
 if __name__ == "__main__":

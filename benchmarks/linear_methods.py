@@ -8,12 +8,10 @@ stored for the backward pass) and checkpointing are implemented here.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
-from torch.nn import LinearCrossEntropyOptions
-from torch.nn.functional import cosine_similarity, kl_div, linear_cross_entropy, log_softmax
+from torch.nn.functional import cosine_similarity, kl_div, log_softmax
 from torch.utils.checkpoint import checkpoint
 
 from kleash.divergences import phi
@@ -49,14 +47,11 @@ class Inputs:
             self, hidden_p=self.hidden_p.detach()[row], hidden_q=self.hidden_q[row], ids=self.ids[row]
         )
 
-    def forget(self) -> None:
-        self.hidden_p.grad = self.weight_p.grad = None
-
 
 def make_inputs(
     tokens: int, hidden: int, vocabulary: int, distance: float = 1.0, dtype: torch.dtype = torch.float32
 ) -> Inputs:
-    """Random inputs whose KL grows with ``apart``; logits have a standard deviation of 1.6 in any size."""
+    """Random inputs whose KL grows with ``distance``; logits have a standard deviation of 1.6 in any size."""
     random = torch.Generator(torch.get_default_device()).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -183,48 +178,26 @@ def naive_k3(x: Inputs) -> Tensor:
 
 
 def cross_entropy(x: Inputs) -> Tensor:
+    from torch.nn import LinearCrossEntropyOptions  # torch 2.13
+    from torch.nn.functional import linear_cross_entropy
+
     return linear_cross_entropy(x.hidden_p, x.weight_p, x.ids, options=LinearCrossEntropyOptions())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Method:
-    """A method to compute a loss."""
-
-    compute_loss: Callable[[Inputs], Tensor]
-    words: str
-    what: str = "kl"
-    """The loss: kl, k3 or cross_entropy."""
-    package: str | None = None
-
-
-METHODS: Mapping[str, Method] = MappingProxyType(
-    {
-        "kleash": Method(
-            compute_loss=lambda x: kleash(x, LinearOptions(compile=False)),
-            words="`linear_kl_loss`",
-        ),
-        "kleash compiled": Method(
-            compute_loss=lambda x: kleash(x, LinearOptions(compile=True)),
-            words="`linear_kl_loss`, `compile=True`",
-        ),
-        "trl": Method(compute_loss=trl, words="TRL `chunked_divergence`", package="trl"),
-        "liger": Method(compute_loss=liger, words="Liger chunked JSD, beta = 1", package="liger-kernel"),
-        "torchtune": Method(compute_loss=torchtune, words="torchtune-style chunks"),
-        "checkpointing": Method(compute_loss=checkpointed, words="checkpointing per chunk"),
-        "naive exact": Method(compute_loss=naive_exact, words="naive exact: all logits, `F.kl_div`"),
-        "naive k3": Method(compute_loss=naive_k3, words="naive k3: all logits, `gather`", what="k3"),
-        "cross entropy": Method(
-            compute_loss=cross_entropy,
-            words="`F.linear_cross_entropy`, chunked",
-            what="cross_entropy",
-        ),
-    }
-)
-PACKAGES = tuple(
-    method.package
-    for method in METHODS.values()
-    if method.package and find_spec(method.package.replace("-", "_"))
-)
+METHODS: Mapping[str, Callable[[Inputs], Tensor]] = {
+    "kleash": lambda x: kleash(x, LinearOptions(compile=False)),
+    "kleash compiled": lambda x: kleash(x, LinearOptions(compile=True)),
+    "trl": trl,
+    "liger": liger,
+    "torchtune": torchtune,
+    "checkpointing": checkpointed,
+    "naive exact": naive_exact,
+    "naive k3": naive_k3,
+    "cross entropy": cross_entropy,
+}
+OTHER_LOSSES = {"naive k3": "k3", "cross entropy": "cross_entropy"}
+"""Methods that do not compute a KL, and what they compute."""
+PACKAGES = [name for name in ("trl", "liger-kernel", "triton") if find_spec(name.replace("-", "_"))]
 """The packages that are installed."""
 
 
@@ -237,13 +210,9 @@ def expected(x: Inputs) -> dict[str, float]:
     return {name: float(of.mean()) for name, of in means.items()}
 
 
-def gradients(x: Inputs, loss: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients in the hidden states and the head of p; clears those of the inputs."""
-    loss.backward()
-    grads = x.hidden_p.grad, x.weight_p.grad
-    assert grads[0] is not None and grads[1] is not None
-    x.forget()
-    return grads[0], grads[1]
+def gradients(x: Inputs, loss: Tensor) -> tuple[Tensor, ...]:
+    """The gradients in the hidden states and the head of p."""
+    return torch.autograd.grad(loss, (x.hidden_p, x.weight_p))
 
 
 def cosine(a: Tensor, b: Tensor) -> float:

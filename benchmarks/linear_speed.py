@@ -9,11 +9,10 @@ are medians of ratios within rounds.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from harness import RESULTS, interleaved, parser_of, ratio, write_result
+from harness import interleaved, parser_of, ratio, write_result
 from linear_methods import Inputs, bare, bare_by_kleash, gradients, kleash, make_inputs
 
 from kleash.linear import LinearOptions, TokenTerms, linear_objective, token_statistics
@@ -42,14 +41,7 @@ def jobs_of(x: Inputs) -> dict[str, Callable[[], Any]]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--vocabulary", type=int, default=32_768)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the result")
-    args = parser.parse_args()
+    args = parser_of(__doc__, tokens=1024, hidden=1024, vocabulary=32_768, rounds=5, threads=2).parse_args()
     torch.set_num_threads(args.threads)
     jobs = jobs_of(make_inputs(args.tokens, args.hidden, args.vocabulary))
     for job in jobs.values():
@@ -63,7 +55,7 @@ def main() -> None:
     for name, value in ratios.items():
         print(f"{name:24s} {value:.2f} x {'two' if name.startswith('statistics') else 'four'} matmuls")
     figures = {"shape": [args.tokens, args.hidden, args.vocabulary], "of_matmuls": ratios, "loads": loads}
-    write_result(f"linear_speed_{args.tokens}_{args.hidden}_{args.vocabulary}", figures, args.out)
+    write_result(f"linear_speed_{args.tokens}_{args.hidden}_{args.vocabulary}", figures)
 
 
 if __name__ == "__main__":

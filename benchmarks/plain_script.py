@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness import parser_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 Ids = list[int]
@@ -71,16 +72,11 @@ def divergences(
 
 def main() -> None:
     """Compare two models and print the numbers as JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, max_new_tokens=128, at_once=4, generated_at_once=32)
     parser.add_argument("policy")
     parser.add_argument("reference")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--prompts", type=Path)
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--at-once", type=int, default=4)
-    parser.add_argument("--generated-at-once", type=int, default=32)
     options = parser.parse_args()
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(options.policy)

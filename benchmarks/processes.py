@@ -10,7 +10,6 @@ of the whole commands. In every round one follows the other, in every second rou
 the machine meets both. The result is the median of the ratios within rounds.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -22,7 +21,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from harness import write_result
+from harness import parser_of, write_result
 
 NEW_TOKENS = 256
 WAYS = {
@@ -103,11 +102,7 @@ def cpu_seconds_of_children() -> float:
 
 def main() -> None:
     """Run the rounds and write ``results/processes.json``, or ``processes_ray.json``, after each."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--prompts", type=int, default=1200)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = parser_of(__doc__, prompts=1200, rounds=3)
     parser.add_argument("--way", choices=tuple(WAYS), default="torchrun")
     options = parser.parse_args()
     rounds: list[dict[str, dict[str, float]]] = []

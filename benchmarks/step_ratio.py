@@ -134,10 +134,7 @@ def seconds_of_steps(size: argparse.Namespace, folder: Path) -> dict[str, list[f
 
 def main() -> None:
     """Print the table."""
-    parser = parser_of(__doc__)
-    for name, default in (("prompts", 16), ("samples", 8), ("tokens", 12), ("rounds", 30)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    size = parser.parse_args()
+    size = parser_of(__doc__, prompts=16, samples=8, tokens=12, rounds=30).parse_args()
     torch.set_num_threads(1)
     with TemporaryDirectory() as folder:
         seconds = seconds_of_steps(size, Path(folder))

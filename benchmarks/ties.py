@@ -56,29 +56,17 @@ def simulate(noise: str, clusters: int, seed: int) -> tuple[bool, bool, bool]:
 
 def main() -> None:
     """Simulate, print a table, and write the result."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--simulations", type=int, default=2000)
-    simulations = parser.parse_args().simulations
+    simulations = parser_of(__doc__, simulations=2000).parse_args().simulations
     rows = []
+    names = ("false_rankings", "false_rankings_by_single_intervals", "farthest_detected")
     for noise in NOISE:
         for clusters in CLUSTERS:
-            outcomes = np.array([simulate(noise, clusters, seed) for seed in range(simulations)])
-            false_rankings, single, detected = outcomes.mean(axis=0).tolist()
-            rows.append(
-                {
-                    "noise": noise,
-                    "clusters": clusters,
-                    "simulations": simulations,
-                    "false_rankings": false_rankings,
-                    "false_rankings_by_single_intervals": single,
-                    "farthest_detected": detected,
-                }
-            )
-            print(
-                f"{noise:20} {clusters:4} clusters: a tied pair is ranked in {false_rankings:.1%} of simulations (by "
-                f"single intervals {single:.1%}); the farthest is found in {detected:.0%}"
-            )
-    write_result("ties", {"rows": rows})
+            outcomes = np.mean(
+                [simulate(noise, clusters, seed) for seed in range(simulations)], axis=0
+            ).tolist()
+            rows.append({"noise": noise, "clusters": clusters, **dict(zip(names, outcomes, strict=True))})
+            print(rows[-1])
+    write_result("ties", {"simulations": simulations, "rows": rows})
 
 
 if __name__ == "__main__":

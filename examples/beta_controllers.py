@@ -36,7 +36,7 @@ START: dict[str, Callable[[float], Leash]] = {
     "dual": lambda beta: DualBeta(beta=beta, target_nats=TARGET),
     "PID": lambda beta: PIDBeta(beta=beta, target_nats=TARGET),
 }
-GAINS, LAGS, OFF = (0.05, 0.3), (0, 1, 3), {"weak": 0.1, "strong": 10.0}
+OFF = {"weak": 0.1, "strong": 10.0}
 
 
 class Run(NamedTuple):
@@ -98,10 +98,8 @@ def draw(path: Path) -> None:
     """Draw the KL on two plants from both sides, and KL and beta of the trained policy."""
     import matplotlib.pyplot as plt
 
-    plt.rcParams |= {
-        "svg.hashsalt": "beta",
-        "svg.fonttype": "none",
-    }  # each time the same file, and a small one
+    # each time the same file, and a small one
+    plt.rcParams |= {"svg.hashsalt": "beta", "svg.fonttype": "none"}
     panels = {
         f"plant: gain {gain}, seen {lag} late; beta 10 × too {side}": {
             name: on_plant(start(OFF[side]), gain, lag).kl for name, start in START.items()

@@ -8,7 +8,6 @@ from jaxtyping import Float64, Int
 from torch import Tensor
 
 from kleash.divergences import kl
-from kleash.errors import OptionError, ShapeError
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,48 +77,29 @@ def drift_moments(p: MarkovModel, q: MarkovModel, steps: int) -> DriftMoments:
     """Mean and covariance of both estimates of KL(p || q) over sequences of ``steps`` tokens.
 
     By backward recursion over the previous token: exact up to rounding, for any number of steps.
-
-    Raises:
-        OptionError: if ``steps`` is below 1.
-        ShapeError: if the vocabularies differ.
     """
-    if steps < 1:
-        raise OptionError(f"steps is {steps}; a sequence has at least 1")
-    if p.then.shape != q.then.shape:
-        raise ShapeError(
-            f"p has {len(p.first)} tokens and q {len(q.first)}; compare models over one vocabulary"
-        )
-    moments = _Moments(*torch.zeros(5, len(p.first), dtype=torch.float64))
+    vocab = len(p.first)
+    mean, product = torch.zeros(vocab, 2).double(), torch.zeros(vocab, 2, 2).double()
     for _ in range(steps - 1):
-        moments = _add_earlier_token(p.then, q.then, moments)
-    moments = _add_earlier_token(p.first.unsqueeze(0), q.first.unsqueeze(0), moments)
-    u, d, uu, dd, ud = (moment.item() for moment in moments)
-    return DriftMoments(d, uu - u * u, dd - d * d, ud - u * d)
+        mean, product = _add_earlier_token(p.then, q.then, mean, product)
+    mean, product = _add_earlier_token(p.first.unsqueeze(0), q.first.unsqueeze(0), mean, product)
+    (variance_sampled, covariance), (_, variance_summed) = (product - _outer(mean, mean))[0].tolist()
+    return DriftMoments(mean[0, 1].item(), variance_sampled, variance_summed, covariance)
 
 
-class _Moments(NamedTuple):
-    """Moments of the totals over all later tokens, by the previous token."""
+def _add_earlier_token(logp: Tensor, logq: Tensor, mean: Tensor, product: Tensor) -> tuple[Tensor, Tensor]:
+    """Means and mean products of both totals by the previous token, with one more token in front.
 
-    sampled: Tensor
-    summed: Tensor
-    sampled_squared: Tensor
-    summed_squared: Tensor
-    product: Tensor
+    ``mean`` and ``product`` are those of all later tokens. The token adds its log ratio to the first total, and the
+    exact KL of its distribution to the second.
+    """
+    probs = logp.exp().unsqueeze(-1)
+    added = torch.stack([logp - logq, kl(logp, logq).unsqueeze(-1).expand_as(logp)], -1)
+    cross = _outer(added, mean.expand_as(added))
+    products = _outer(added, added) + cross + cross.mT + product
+    return (probs * (added + mean)).sum(-2), (probs.unsqueeze(-1) * products).sum(-3)
 
 
-def _add_earlier_token(logp: Tensor, logq: Tensor, later: _Moments) -> _Moments:
-    """Moments of both totals with one more token in front, which adds ``log_ratio`` and ``exact``."""
-    probs, log_ratio, exact = logp.exp(), logp - logq, kl(logp, logq)
-    # u and d are the means of the totals of later tokens, uu, dd and ud the means of their products.
-    u, d, uu, dd, ud = later
-
-    def mean(per_token: Tensor) -> Tensor:
-        return (probs * per_token).sum(-1)
-
-    return _Moments(
-        sampled=mean(log_ratio + u),
-        summed=exact + mean(d),
-        sampled_squared=mean(log_ratio.square() + 2 * log_ratio * u + uu),
-        summed_squared=exact.square() + 2 * exact * mean(d) + mean(dd),
-        product=mean(log_ratio * d + ud) + exact * mean(log_ratio + u),
-    )
+def _outer(a: Tensor, b: Tensor) -> Tensor:
+    """The products of the elements of two vectors."""
+    return a.unsqueeze(-1) * b.unsqueeze(-2)

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
+import pandas as pd
 import torch
 
 from kleash.extras import import_extra
@@ -195,19 +195,12 @@ def answered(policy: Path, root: Path, name: str) -> np.ndarray:
     measure(
         MeasureJob(policy=str(policy), reference=str(root / "reference"), prompts=str(prompts), **options)
     )
-    sequences = pq.read_table(out / "sequences").sort_by(
-        [("prompt_id", "ascending"), ("sample_id", "ascending")]
-    )
+    key = ["prompt_id", "sample_id"]
+    kl = pd.read_parquet(out / "tokens").groupby(key)["kl_policy_reference"].sum()
+    responses = pd.read_parquet(out / "sequences").set_index(key)["response"].sort_index()
     answers = [json.loads(line)["answer"] for line in prompts.read_text().splitlines()]
-    right = sorted_right(
-        [],
-        sequences["response"].to_pylist(),
-        [answers[number] for number in sequences["prompt_id"].to_pylist()],
-    )
-    tokens = pq.read_table(out / "tokens", columns=["prompt_id", "sample_id", "kl_policy_reference"])
-    sums = tokens.group_by(["prompt_id", "sample_id"]).aggregate([("kl_policy_reference", "sum")])
-    kl = sums.sort_by([("prompt_id", "ascending"), ("sample_id", "ascending")])["kl_policy_reference_sum"]
-    return np.array([right, kl.to_numpy()])
+    right = sorted_right([], list(responses), [answers[prompt] for prompt, _ in responses.index])
+    return np.array([right, kl])
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
 """Try every architecture that transformers maps to a causal class; write docs/reference/architectures.md.
 
-    $ python tools/make_architecture_table.py                    # all: about 15 minutes on one core
-    $ python tools/make_architecture_table.py --only mamba llama # prints the rows of some
+    $ python tools/make_architecture_table.py             # all: about 15 minutes on one core
+    $ python tools/make_architecture_table.py mamba llama # prints the rows of some
 
 Each architecture is tried in a process of its own, with limits of time and memory. A tiny random model is measured by
 prompts and by text, in padded batches and one sequence at a time, and compared with sums over the vocabulary of the
 network's own logits in float64.
 """
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -16,7 +15,6 @@ import resource
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from datetime import datetime, timezone
@@ -100,20 +98,13 @@ def try_architecture(architecture: str, folder: Path, dtype: str = "float64") ->
 
 def make_model(architecture: str, folder: Path, shift: float) -> Path:
     """A random model with a tokenizer in ``folder``; ``shift`` moves its weights by that share of noise."""
-    import transformers
-
     config = tiny_config(architecture)
     for part in (config, config.get_text_config(decoder=True)):
         for name, value in (("initializer_range", 0.3), ("init_std", 0.3), ("is_decoder", True)):
             if hasattr(part, name):
                 setattr(part, name, value)
     torch.manual_seed(0)
-    try:
-        network = transformers.AutoModelForCausalLM.from_config(config)
-    except ValueError as error:
-        if "Unrecognized configuration" not in str(error):
-            raise
-        network = transformers.AutoModelForMultimodalLM.from_config(config)
+    network = from_transformers("from_config", config)
     torch.manual_seed(1)
     with torch.no_grad():
         for weight in network.parameters():
@@ -124,17 +115,21 @@ def make_model(architecture: str, folder: Path, shift: float) -> Path:
     return folder
 
 
-def load_network(folder: Path, dtype: str) -> Any:
-    """The network in a folder as transformers loads it, in evaluation mode."""
+def from_transformers(method: str, source: Any, **options: Any) -> Any:
+    """The network that a method of the causal class makes, or of the multimodal one where the first knows it not."""
     import transformers
 
-    options: dict[str, Any] = {"dtype": getattr(torch, dtype)}
     try:
-        network = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+        return getattr(transformers.AutoModelForCausalLM, method)(source, **options)
     except ValueError as error:
         if "Unrecognized configuration" not in str(error):
             raise
-        network = transformers.AutoModelForMultimodalLM.from_pretrained(folder, **options)
+        return getattr(transformers.AutoModelForMultimodalLM, method)(source, **options)
+
+
+def load_network(folder: Path, dtype: str) -> Any:
+    """The network in a folder as transformers loads it, in evaluation mode."""
+    network = from_transformers("from_pretrained", folder, dtype=getattr(torch, dtype))
     if network._can_set_experts_implementation():
         network.set_experts_implementation("eager")
     return network.eval()
@@ -197,20 +192,6 @@ def byte_tokenizer() -> Any:
     return tokenizer
 
 
-def list_architectures() -> list[str]:
-    """The model types that transformers maps to a causal class, in alphabetical order."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-
-
-def try_all(architectures: list[str]) -> Iterator[dict[str, Any]]:
-    """Iterate over the rows of architectures, each tried in a forked process."""
-    row_of("llama")  # so that the forks need not import what every trial does
-    for architecture in architectures:
-        yield try_in_fork(architecture)
-
-
 def try_in_fork(architecture: str) -> dict[str, Any]:
     """The row of an architecture, tried within the limits; an exception is a fault of kleash and shows in the table."""
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("fork"), initializer=limit_trial)
@@ -235,17 +216,15 @@ def limit_trial() -> None:
 
 
 def main() -> None:
-    """Try the architectures; write the page, or print the rows with --only."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", help="architectures to try; their rows are printed")
-    arguments = parser.parse_args()
+    """Try the architectures that are named, or all; print each row, and with all write the page."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     rows: list[dict[str, Any]] = []
-    for row in try_all(arguments.only or list_architectures()):
-        print(json.dumps(row), flush=True)
-        rows.append(row)
-    if arguments.only is None:
+    row_of("llama")  # so that the forks need not import what every trial does
+    for architecture in sys.argv[1:] or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        rows.append(try_in_fork(architecture))
+        print(json.dumps(rows[-1]), flush=True)
+    if not sys.argv[1:]:
         PAGE.write_text(make_page(rows), encoding="utf-8")
 
 
@@ -304,4 +283,4 @@ def failures(rows: list[dict[str, Any]]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

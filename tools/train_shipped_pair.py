@@ -11,15 +11,21 @@ goes on from its last checkpoint in --run.
 import argparse
 import json
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 from peft import AutoPeftModelForCausalLM
-from shipped_training import austen, card, figures, language_model, on_a_leash, passages
+from shipped_training import austen, card, figures, language_model
 from shipped_training.language_model import Schedule
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from kleash.cli.progress import Steps
+from kleash.jobs import PPOJob
+from kleash.jobs.train import SHIPPED_REWARD
+from kleash.training import train
 
 SEED = 20_180
 REFERENCE = Schedule(steps=1800, warmup=100, peak=3e-3)
@@ -27,6 +33,24 @@ SHIPPED_PER_NOVEL, PROMPTS_PER_NOVEL = 16, 64
 """Prompts: those that ship, and those that PPO answers, from other chapters."""
 SHORTEST, LONGEST = 200, 1400
 """Characters after which a document may end: drawn anew for every document and epoch."""
+
+POLICY: dict[str, Any] = {
+    "steps": 80,
+    "prompts_per_step": 32,
+    "samples_per_prompt": 4,
+    "max_new_tokens": 48,
+    "learning_rate": 2e-3,
+    "lora_rank": 8,
+    "epochs": 1,
+    "minibatches": 2,
+    "kl": "exact",
+    "kl_place": "loss",
+    "kl_scope": "sequence",
+    "beta": 0.25,
+    "controller": "pid",
+    "target_nats": 12.0,
+}
+"""Options of PPO, which the card has, too; the target is a quarter of a nat per token of a full response."""
 
 KEPT = (
     "bos_token",
@@ -76,12 +100,24 @@ def make_policy(
     chapters: dict[str, list[list[str]]], reference: Path, folder: Path, run: Path
 ) -> dict[str, Any]:
     """Train the policy from the stored reference by PPO on openings of its training text; details for the card."""
-    prompts = passages.prompts(chapters, f"{SEED}/policy", PROMPTS_PER_NOVEL)
-    adapter, details = on_a_leash.train_policy(reference, prompts, run, SEED)
-    model = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32)
+    run.mkdir(parents=True, exist_ok=True)
+    prompts, out = austen.prompts(chapters, f"{SEED}/policy", PROMPTS_PER_NOVEL), run / "ppo"
+    write_lines(run / "prompts.jsonl", "prompt", prompts)
+    job = PPOJob(
+        policy=str(reference),
+        prompts=str(run / "prompts.jsonl"),
+        reward=(SHIPPED_REWARD,),
+        seed=SEED,
+        out=str(out),
+        resume=out.exists(),
+        **POLICY,
+    )
+    result = train(job, Steps(job.steps))
+    model = AutoPeftModelForCausalLM.from_pretrained(result.policy, dtype=torch.float32)
     save_model(model.merge_and_unload(), folder)
     save_tokenizer(AutoTokenizer.from_pretrained(reference), folder)
-    return details
+    last = {name: result.metrics[name] for name in ("reward/score", "kl/exact_per_sequence", "beta")}
+    return {"prompts": len(prompts), "reward": SHIPPED_REWARD, **POLICY, "last": last}
 
 
 def write_lines(path: Path, field: str, values: list[str]) -> None:
@@ -92,8 +128,8 @@ def write_lines(path: Path, field: str, values: list[str]) -> None:
 
 def make_sources_and_card(held_out: dict[str, list[list[str]]], folder: Path, policy: dict[str, Any]) -> None:
     """Write the prompts and the documents, measure the stored pair on them, and write the card."""
-    prompts = passages.prompts(held_out, str(SEED), SHIPPED_PER_NOVEL)
-    texts = passages.texts(held_out, str(SEED), SHORTEST, LONGEST)
+    prompts = austen.prompts(held_out, str(SEED), SHIPPED_PER_NOVEL)
+    texts = austen.texts(held_out, str(SEED), SHORTEST, LONGEST)
     write_lines(folder / "prompts.jsonl", "prompt", prompts)
     write_lines(folder / "text.jsonl", "text", texts)
     tokenizer = AutoTokenizer.from_pretrained(folder / "reference")
@@ -106,7 +142,8 @@ def make_sources_and_card(held_out: dict[str, list[list[str]]], folder: Path, po
         "new_tokens": figures.NEW_TOKENS,
         **figures.measure_pair(models, tokenizer, prompts, texts, SEED),
     }
-    card.write(folder, card.make_card(SEED, REFERENCE, policy, measurements), prompts, texts)
+    training = {"seed": SEED, "reference": asdict(REFERENCE), "policy": policy}
+    card.write(folder, prompts, texts, **training, figures=measurements)
 
 
 def main() -> None:

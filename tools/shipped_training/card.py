@@ -2,62 +2,39 @@
 
 import json
 import platform
-from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from shipped_training import austen
-from shipped_training.language_model import Schedule
 
 TEMPLATE = Path(__file__).with_name("card.md")
 
 
-def make_card(
-    seed: int, reference: Schedule, policy: dict[str, Any], figures: dict[str, Any]
-) -> dict[str, Any]:
-    """The content of ``card.json``: training of both models, source of the text, and figures."""
+def write(folder: Path, prompts: list[str], texts: list[str], **details: Any) -> None:
+    """Write both files; ``details`` are seed, training of both models, and figures."""
     packages = ("torch", "transformers", "tokenizers", "safetensors")
-    return {
+    card = {
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "seed": seed,
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
-        "reference": asdict(reference),
-        "policy": policy,
         "source": {"package": austen.PACKAGE, "database_sha256": austen.DATABASE_SHA256},
-        "figures": figures,
+        **details,
     }
-
-
-def write(folder: Path, card: dict[str, Any], prompts: list[str], texts: list[str]) -> None:
-    """Write both files."""
-    figures = card["figures"]
     losses = "\n".join(
         f"| {name} | {of['nats_per_token']:.4f} | {of['perplexity']:.2f} | {of['bits_per_character']:.3f} |"
-        for name, of in figures["held_out"].items()
+        for name, of in card["figures"]["held_out"].items()
     )
     words = [len(prompt.split()) for prompt in prompts]
     text = TEMPLATE.read_text(encoding="utf-8").format(
-        parameters=figures["parameters"],
-        vocabulary=figures["vocabulary"],
+        **card | {"versions": ", ".join(f"{name} {number}" for name, number in card["versions"].items())},
         prompts=len(prompts),
         words=f"{min(words)} to {max(words)}",
         texts=len(texts),
         held_out_at=austen.HELD_OUT_AT + 1,
         held_out_next=austen.HELD_OUT_AT + 1 + austen.HELD_OUT_OF,
-        package=austen.PACKAGE,
         database=Path(austen.DATABASE).name,
-        sha=austen.DATABASE_SHA256,
-        date=card["date"],
-        seed=card["seed"],
-        versions=", ".join(f"{name} {number}" for name, number in card["versions"].items()),
         losses=losses,
-        new_tokens=figures["new_tokens"],
-        drift=figures["drift_on_the_policys_own_responses"],
-        reference=card["reference"],
-        policy=card["policy"],
-        rewards=figures["rewards"],
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
     (folder / "card.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")

@@ -114,7 +114,6 @@ def train(
     epoch: Callable[[int], list[list[int]]],
     schedule: Schedule,
     seed: str,
-    report: Callable[[str], None] = print,
 ) -> None:
     """Train on ``epoch(0)``, ``epoch(1)``, ... until the schedule ends."""
     matrices = [weight for weight in model.parameters() if weight.ndim > 1]
@@ -139,7 +138,7 @@ def train(
             if step % 50 == 0:
                 pace = tokens / (time.monotonic() - began)
                 loss_now = sum(recent) / len(recent)
-                report(f"step {step:5d}  epoch {number}  loss {loss_now:.3f}  {pace:.0f} tokens/s")
+                print(f"step {step:5d}  epoch {number}  loss {loss_now:.3f}  {pace:.0f} tokens/s")
                 recent.clear()
 
 
