@@ -74,8 +74,8 @@ class AuditedFunction:
     def _choice(self, inputs: AuditInputs) -> str:
         """Advice to choose another convention, with those of the same place and arguments that fit the function."""
         like = (self.convention.place, self.convention.sees)
-        others = [other for other in CONVENTIONS.values() if (other.place, other.sees) == like]
-        fitting = ", ".join(other.name for other in others if self._fits(other, inputs))
+        alternatives = [other for other in CONVENTIONS.values() if (other.place, other.sees) == like]
+        fitting = ", ".join(other.name for other in alternatives if self._fits(other, inputs))
         return "choose the convention that fits it" + (f" ({fitting})" if fitting else "")
 
     def _fits(self, convention: Convention, inputs: AuditInputs) -> bool:
