@@ -119,7 +119,7 @@ def test_output_of_the_audited_code_goes_to_stderr(project, capsys):
         (["user_kl:k3", "--convention", "loss", "--set", "by=2"], "unexpected keyword argument 'by'"),
         (["user_kl:broken", "--convention", "loss"], "raised RuntimeError: no reference model is loaded"),
         (["user_kl:k3", "--convention", "logits_with_mask"], "raised TypeError: k3() takes 2 positional"),
-        (["user_kl:k3", "--convention", "sequence_loss"], "choose the convention that fits it"),
+        (["user_kl:k3", "--convention", "sequence_loss"], "the convention that fits it (loss, packed_loss)"),
         (["unknown"], "no target is called 'unknown'; there are trl, verl, openrlhf, liger, nemo-rl, skyrl"),
         (["verl", "--convention", "loss"], "verl brings its own conventions and arguments"),
         (["kleash", "--set", "a=1"], "kleash brings its own conventions and arguments"),

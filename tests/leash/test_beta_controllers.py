@@ -108,8 +108,8 @@ def test_beta_is_constant_at_the_target_and_opposes_errors(kind):
         (NAN, 8, 0, "ignored: the measured KL is nan"),
         (-INF, 8, 0, "ignored: the measured KL is -inf"),
         (3.0, 0, 0, "ignored: no sequence was measured"),
-        (INF, 8, 1, "the measured KL is infinite: answered as the largest error"),
-        (0.0, 8, -1, "the measured KL is 0: answered as the largest error below the target"),
+        (INF, 8, 1, "the measured KL is infinite: taken as the largest deviation"),
+        (0.0, 8, -1, "the measured KL is 0, as before the first update: taken as the largest deviation"),
         (-0.25, 8, -1, "the measured KL is -0.25 and none is below 0: answered as 0"),
     ],
 )

@@ -66,7 +66,9 @@ def test_resumed_run_equals_uninterrupted_run(trl, tmp_path):
     assert [step.step for step in parts] == [1, 2, 3, 4] and again.beta == result.beta != 0.05
     assert all(same(one, other) for one, other in zip(whole, parts, strict=True))
     assert [step.events for step in whole] == [step.events for step in parts]
-    assert whole[0].events == ("the measured KL is 0: answered as the largest error below the target",)
+    assert whole[0].events == (
+        "the measured KL is 0, as before the first update: taken as the largest deviation",
+    )
     weights = [load_pair(one.policy, one.policy).policy.network.state_dict() for one in (result, again)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert whole[-1].metrics["kl/exact_per_token"] > 0 == whole[0].metrics["kl/exact_per_token"]

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.auditing.conventions import Convention
+from kleash.auditing.conventions import CONVENTIONS, Convention
 from kleash.auditing.toy_distributions import AuditInputs
 from kleash.errors import CannotRunError, MissingExtraError, ShapeError
 
@@ -51,7 +51,7 @@ class AuditedFunction:
             message = f": {lines[0][:300]}" if lines else ""
             raise CannotRunError(
                 f"{self.name} raised {type(error).__name__}{message} when called by {description}; "
-                "choose the convention that fits it, or bind the arguments it needs"
+                f"{self._choice(inputs)}, or bind the arguments it needs"
             ) from error
         is_usable = isinstance(result, Tensor) and result.is_floating_point() and result.device.type == "cpu"
         if not is_usable:
@@ -67,10 +67,25 @@ class AuditedFunction:
             sequences, steps = inputs.tokens.shape
             raise ShapeError(
                 f"{self.name} returned {tuple(result.shape)} for {sequences} sequences of {steps} steps, and "
-                f"{description} means {tuple(expected_shape)}; choose the convention that fits it, or bind its "
-                "reduction"
+                f"{description} means {tuple(expected_shape)}; {self._choice(inputs)}, or bind its reduction"
             )
         return result
+
+    def _choice(self, inputs: AuditInputs) -> str:
+        """Advice to choose another convention, with those of the same place and arguments that fit the function."""
+        like = (self.convention.place, self.convention.sees)
+        alternatives = [other for other in CONVENTIONS.values() if (other.place, other.sees) == like]
+        fitting = ", ".join(other.name for other in alternatives if self._fits(other, inputs))
+        return "choose the convention that fits it" + (f" ({fitting})" if fitting else "")
+
+    def _fits(self, convention: Convention, inputs: AuditInputs) -> bool:
+        """Whether the function, called by ``convention``, returns the shape that it means."""
+        try:
+            result = convention.call(partial(self.function, **self.arguments), inputs.clone())
+        except (Exception, SystemExit):
+            return False
+        expected_shape = inputs.logp.shape[: RESULT_AXES[convention.gives]]
+        return isinstance(result, Tensor) and result.shape == expected_shape
 
     def gradients(self, value: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """The gradient of ``value``, a scalar made of the result of a loss, in each of ``leaves``.

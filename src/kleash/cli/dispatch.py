@@ -1,4 +1,7 @@
-"""Runs each command but audit and env, and prints its result."""
+"""Runs each command but audit and env, and prints its result.
+
+Modules that import torch, which takes seconds, are imported after the first words of a command are on the screen.
+"""
 
 import shlex
 import sys
@@ -59,13 +62,13 @@ def _dry_run(command: DryRun) -> int:
 
 def _measure(job: MeasureJob) -> int:
     """Run ``kleash measure`` and return its exit code: 0 if another process of the run makes the measurement."""
-    from kleash.measuring.run import measure_together
-
     shows_progress = launched_rank() == 0 and not job.quiet
     with Progress() if shows_progress else nullcontext() as progress:
         is_shipped = (job.policy, job.reference) == (SHIPPED_POLICY, SHIPPED_REFERENCE)
         if progress is not None and is_shipped and not job.has_base_logits:
             progress.note(SHIPPED_PAIR)
+        from kleash.measuring.run import measure_together
+
         measurement, is_own = measure_together(job, progress)
     if not is_own:
         return 0
@@ -79,13 +82,14 @@ def _sweep(job: SweepJob) -> int:
 
     It is 0 if another process makes the ranking.
     """
-    from kleash.measuring.run import default_out
-    from kleash.measuring.sweep_run import PARENT, sweep_together
     from kleash.reports.sweep import PAGE
 
-    if job.out is None:
-        job = replace(job, out=default_out(PARENT))
     with Progress() if launched_rank() == 0 and not job.quiet else nullcontext() as progress:
+        from kleash.measuring.run import default_out
+        from kleash.measuring.sweep_run import PARENT, sweep_together
+
+        if job.out is None:
+            job = replace(job, out=default_out(PARENT))
         result, is_own = sweep_together(job, progress)
     if not is_own:
         return 0
@@ -169,11 +173,11 @@ def _doctor(job: DoctorJob) -> int:
 def _cache(job: CacheJob) -> int:
     """Run ``kleash cache``, print what was written and the command that uses it, and return its exit code, 0."""
     require_one_process("kleash cache")
-    from kleash.measuring import cache_reference
-    from kleash.measuring.run import default_out
-
-    job = replace(job, out=job.out if job.out is not None else default_out("kleash-caches"))
     with nullcontext() if job.quiet else Progress(activity="caching", step="reading") as progress:
+        from kleash.measuring import cache_reference
+        from kleash.measuring.run import default_out
+
+        job = replace(job, out=job.out if job.out is not None else default_out("kleash-caches"))
         contents = cache_reference(job, progress)
     if job.json:
         sys.stdout.write(contents.to_json())
@@ -209,14 +213,14 @@ def _train(job: TrainJob) -> int:
     It is 0 for all ranks but the first: torchrun ends all ranks when one ends with another code, and the first may
     still be writing and printing.
     """
-    from kleash.training import train
-
     steps = None if job.quiet or launched_rank() != 0 else Steps(job.steps)
     if steps is not None:
         for sentence in job.without_effect():
             steps.note(sentence)
         if job.policy == SHIPPED_REFERENCE:
             steps.note("no --policy was given: this trains the small model that ships with kleash")
+    from kleash.training import train
+
     result = train(job, steps)
     if launched_rank() != 0:
         return 0

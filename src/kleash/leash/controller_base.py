@@ -52,11 +52,11 @@ def read_measurement(
         error = min(error_nats / target_nats, LARGEST_RATIO) if math.isfinite(error_nats) else None
         event = None if error is not None else f"the standard error is {error_nats}: ignored"
     if kl_nats == math.inf:
-        event = "the measured KL is infinite: answered as the largest error"
+        event = "the measured KL is infinite: taken as the largest deviation"
     elif kl_nats < 0:
         event = f"the measured KL is {kl_nats:g} and none is below 0: answered as 0"
     elif kl_nats == 0:
-        event = "the measured KL is 0: answered as the largest error below the target"
+        event = "the measured KL is 0, as before the first update: taken as the largest deviation"
     return max(0.0, min(LARGEST_RATIO, kl_nats / target_nats)), error, event
 
 
