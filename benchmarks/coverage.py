@@ -143,7 +143,7 @@ def seen_rows(measurements: int, seed: int) -> pd.DataFrame:
 def seen_table(rows: pd.DataFrame, what: str, by: list[str]) -> pd.DataFrame:
     """Coverage, and number of measurements, by what the sample shows and these columns."""
     bins = pd.cut(rows[what], LIMITS[what], right=False)
-    return rows.groupby([*by, bins], observed=True)["covered"].agg(["mean", "size"])
+    return pd.DataFrame(rows.groupby([*by, bins], observed=True)["covered"].agg(["mean", "size"]))
 
 
 def quantile_row(clusters: int, measurements: int, seed: int) -> dict[str, Any]:
