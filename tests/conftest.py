@@ -57,6 +57,7 @@ SLOWEST_FILES = (
     "test_detection_rate.py",
     "test_sharded_models.py",
     "test_zero3.py",
+    "test_wheel.py",
     "test_verl_penalty.py",
     "test_text_towers.py",
     "test_gguf_models.py",

@@ -82,7 +82,7 @@ def test_the_first_shard_shows_what_is_generated_and_the_time_left():
             clock.now += 10.0
             progress.add_scored(24, 2400)
     first, *lines = file.getvalue().splitlines()
-    assert first == "measuring: 96 sequences to do" and len(lines) > 15
+    assert first == "measuring: 96 sequences to do"
     told = r"measuring: 0 of 96 sequences, (\d+) generated \((\d+)%\), 48 tokens/s"
     shares = [tuple(map(int, pair)) for pair in re.findall(told, "\n".join(lines))]
     assert len(shares) > 15
