@@ -71,7 +71,6 @@ SLOWEST_FILES = (
     "test_doctor_issue.py",
     "test_untrusted_checkpoints.py",
     "test_model_generation.py",
-    "test_linear_memory.py",
     "test_in_ray.py",
     "test_target_verdicts.py",
     "test_shared_runs.py",

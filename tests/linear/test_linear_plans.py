@@ -188,8 +188,7 @@ def test_a_chunk_fits_the_memory(vocab_size, dtype, is_compiled):
     for nbytes in (2**20, 2**24, 2**27):
         plan = plan_chunks(pair, LinearOptions(buffer_bytes=nbytes), pair.tokens, is_compiled)
         logits = 2 * plan.chunk_tokens * vocab_size * 4
-        of_row = COMPILED_BUFFERS * 4 if is_compiled else ROW_BUFFERS * 8
-        rows = of_row * plan.block_rows * vocab_size
+        rows = plan.block_rows * vocab_size * (COMPILED_BUFFERS * 4 if is_compiled else ROW_BUFFERS * 8)
         assert logits + rows <= nbytes or plan.chunk_tokens == 1
         assert plan.chunk_tokens <= ENOUGH_TOKENS
         assert 2 * logits + rows > nbytes / 4 or plan.chunk_tokens == ENOUGH_TOKENS
