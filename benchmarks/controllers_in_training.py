@@ -19,7 +19,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -263,13 +263,10 @@ def table(runs: list[dict[str, Any]]) -> str:
     for key, group in pd.DataFrame(runs).groupby(names, sort=False):
         settled = dict(zip(group["seed"], group["settled"], strict=True))
         cells = [f"{settled[seed]:.2f}" if seed in settled else "–" for seed in seeds]
-        row = [
-            *map(str, cast("tuple[Any, ...]", key)),
-            *cells,
-            f"{group['highest'].max():.1f}",
-            f"{group['error'].mean():.0%}",
-        ]
-        rows.append(row)
+        setting: Any = key
+        rows.append(
+            [*map(str, setting), *cells, f"{group['highest'].max():.1f}", f"{group['error'].mean():.0%}"]
+        )
     return markdown_table([*names, *(f"seed {x}" for x in seeds), "highest step", "error of a step"], rows)
 
 

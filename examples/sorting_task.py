@@ -199,9 +199,8 @@ def answered(policy: Path, root: Path, name: str) -> np.ndarray:
     kl = pd.read_parquet(out / "tokens").groupby(key)["kl_policy_reference"].sum()
     responses = pd.read_parquet(out / "sequences").set_index(key)["response"].sort_index()
     answers = [json.loads(line)["answer"] for line in prompts.read_text().splitlines()]
-    right = sorted_right(
-        [], list(responses), [answers[i] for i in responses.index.get_level_values("prompt_id")]
-    )
+    asked = responses.index.get_level_values("prompt_id")
+    right = sorted_right([], list(responses), [answers[prompt] for prompt in asked])
     return np.array([right, kl])
 
 

@@ -123,8 +123,7 @@ ALGORITHMS = ("ppo", "grpo", "rloo", "dpo", "distill")
 
 @pytest.mark.parametrize(("kind", "trainer"), [*zip(JOBS, ALGORITHMS, strict=True)])
 def test_each_algorithm_has_its_trainer(kind: type[TrainJob], trainer: str) -> None:
-    job = kind(**({"pairs": "x"} if kind is DPOJob else {}))
-    assert job.algorithm == trainer
+    assert kind(**({"pairs": "x"} if kind is DPOJob else {})).algorithm == trainer
     module, _, function = TRAINERS[trainer].partition(":")
     spec = find_spec(f"kleash.training.{module}")
     assert spec and spec.origin and f"\ndef {function}(" in Path(spec.origin).read_text(encoding="utf-8")
