@@ -49,21 +49,21 @@ def require_choice(choices: Sequence[object], **named: object) -> None:
             raise OptionError(f"{name} is {value!r}; there are {', '.join(map(str, choices))}")
 
 
-def require_above(least: float, **numbers: float) -> None:
+def require_above(least: float | int, **numbers: float | int) -> None:
     """Raise OptionError unless each number is finite and above ``least``."""
     for name, value in numbers.items():
         if not least < value < math.inf:
             raise OptionError(f"{name} is {value}; give a finite number above {least:g}")
 
 
-def require_at_least(least: float, **numbers: float) -> None:
+def require_at_least(least: float | int, **numbers: float | int) -> None:
     """Raise OptionError unless each number is finite and at least ``least``."""
     for name, value in numbers.items():
         if not least <= value < math.inf:
             raise OptionError(f"{name} is {value}; give a finite number, at least {least:g}")
 
 
-def require_share(**shares: float) -> None:
+def require_share(**shares: float | int) -> None:
     """Raise OptionError unless each number is from 0 to 1."""
     for name, value in shares.items():
         if not 0 <= value <= 1:
