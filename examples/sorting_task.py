@@ -199,8 +199,8 @@ def answered(policy: Path, root: Path, name: str) -> np.ndarray:
     kl = pd.read_parquet(out / "tokens").groupby(key)["kl_policy_reference"].sum()
     responses = pd.read_parquet(out / "sequences").set_index(key)["response"].sort_index()
     answers = [json.loads(line)["answer"] for line in prompts.read_text().splitlines()]
-    asked = responses.index.get_level_values("prompt_id")
-    right = sorted_right([], list(responses), [answers[prompt] for prompt in asked])
+    prompt_ids = responses.index.get_level_values("prompt_id")
+    right = sorted_right([], list(responses), [answers[prompt] for prompt in prompt_ids])
     return np.array([right, kl])
 
 
