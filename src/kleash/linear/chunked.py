@@ -84,7 +84,9 @@ def plan_chunks(pair: HeadPair, options: LinearOptions, tokens: int, is_compiled
     default = 2 * ENOUGH_TOKENS * token_bytes if is_gpu else CPU_BYTES
     nbytes = default if options.buffer_bytes is None else options.buffer_bytes
     compiled_buffers = GPU_BUFFERS if is_gpu else COMPILED_BUFFERS
-    row_bytes = vocab_size * (compiled_buffers * size if is_compiled else ROW_BUFFERS * 8)
+    row_bytes = vocab_size * (
+        compiled_buffers * size if is_compiled else ROW_BUFFERS * torch.float64.itemsize
+    )
     block, share = (COMPILED_BLOCK if is_compiled else ROW_BLOCK) // vocab_size, 4
     if is_gpu or pair.is_sharded:  # it costs half a millisecond of launches, or messages, whatever its size
         block, share = nbytes, 2
