@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import sorting_task as example
 
+from kleash.store import read_steps
+
 pytestmark = [
     pytest.mark.peers("trl"),
     pytest.mark.filterwarnings("ignore"),  # TRL's own trainer warns about what it does not use
@@ -26,13 +28,15 @@ def test_the_answer_is_the_sorted_prompt_and_held_out_prompts_are_others(tmp_pat
 
 
 def test_every_leash_is_trained_and_measured(tmp_path, monkeypatch, capsys):
-    sizes = ["--steps", "2", "--warm-up", "3", "--prompts", "4", "--held-out", "3", "--letters", "2"]
-    monkeypatch.setattr(sys, "argv", ["sorting_task.py", *sizes, "--seeds", "0", "--out", str(tmp_path)])
+    sizes = "--steps 2 --warm-up 3 --prompts 4 --held-out 3 --letters 2 --target-nats 1 --beta 0.1 --seeds 0"
+    monkeypatch.setattr(sys, "argv", ["sorting_task.py", *sizes.split(), "--out", str(tmp_path)])
     example.main()
-    table = capsys.readouterr().out.split("KL over its target\n")[1].splitlines()
+    table = capsys.readouterr().out.split("KL of training over its target\n")[1].splitlines()
     rows = {line[:16].strip(): [float(x) for x in re.findall(r"\d+\.\d+", line[16:])] for line in table}
-    assert list(rows) == ["reference", *example.LEASHES, example.TRL]
+    assert list(rows) == ["reference", "exact, 1 nats", "k3, 1 nats", example.NO_LEASH, example.TRL]
     assert rows["reference"][2:] == [0, 0] and all(0 <= row[0] <= 1 for row in rows.values())
+    steps = read_steps(tmp_path / "seed-0" / "exact-1-nats")
+    assert rows["exact, 1 nats"][4] == round(steps[1].metrics["kl/exact_per_sequence"], 2)
     files = (tmp_path / "seed-0" / f"{name}.jsonl" for name in ("train", "held_out"))
     train, held_out = (
         {json.loads(line)["prompt"] for line in file.read_text().splitlines()} for file in files
