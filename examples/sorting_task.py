@@ -197,6 +197,8 @@ def by_trl(out: Path, seed: int, args: argparse.Namespace) -> None:
 
 def answered(policy: Path, root: Path, name: str) -> np.ndarray:
     """For each answer of the policy to a prompt that is held out: whether it is right, and its KL, ``[2, answers]``."""
+    from transformers import AutoTokenizer
+
     out, prompts = root / f"measured-{name}", root / "held_out.jsonl"
     options = {
         "samples_per_prompt": SAMPLES,
@@ -216,6 +218,7 @@ def answered(policy: Path, root: Path, name: str) -> np.ndarray:
     key = ["prompt_id", "sample_id"]
     kl = pd.read_parquet(out / "tokens").groupby(key)["kl_policy_reference"].sum()
     responses = pd.read_parquet(out / "sequences").set_index(key)["response"].sort_index()
+    responses = responses.str.removesuffix(AutoTokenizer.from_pretrained(policy).eos_token)
     answers = [json.loads(line)["answer"] for line in prompts.read_text().splitlines()]
     prompt_ids = responses.index.get_level_values("prompt_id")
     right = sorted_right([], list(responses), [answers[prompt] for prompt in prompt_ids])

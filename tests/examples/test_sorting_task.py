@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -43,6 +44,16 @@ def test_every_leash_is_trained_and_measured(tmp_path, monkeypatch, capsys):
     assert list(rows) == ["reference", "exact, 1 nats", "k3, 1 nats", example.NO_LEASH, example.TRL]
     assert rows["reference"][2:] == [0, 0] and all(0 <= row[0] <= 1 for row in rows.values())
     assert [len(row) for row in rows.values()] == [4, 5, 5, 4, 4]
+    root = tmp_path / "seed-0"
+    drawn = (
+        pd.read_parquet(root / "measured-reference" / "sequences").groupby("prompt_id")["response"].first()
+    )
+    prompts = [json.loads(line)["prompt"] for line in (root / "held_out.jsonl").read_text().splitlines()]
+    answers = drawn.str.removesuffix("</s>").str.strip()
+    rows = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, answers, strict=True)]
+    (root / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    right, _ = example.answered(root / "reference", root, "again")
+    assert right.reshape(3, example.SAMPLES)[:, 0].all()
     files = (tmp_path / "seed-0" / f"{name}.jsonl" for name in ("train", "held_out"))
     train, held_out = (
         {json.loads(line)["prompt"] for line in file.read_text().splitlines()} for file in files
