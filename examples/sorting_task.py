@@ -1,22 +1,22 @@
 """A task with a right answer under five leashes: sort eight letters, with the answer in a column of the prompts.
 
-    python examples/sorting_task.py --seeds 0 1 2 --target-nats 0.7 --out sorting/
+    python examples/sorting_task.py --seeds 0 1 2 --target-nats 0.7 2 --out sorting/
 
 For each seed the shipped model (2 M parameters) first learns some of the task by next-token prediction: that is the
-reference. From it GRPO learns from a reward of 1 for a right answer: with the exact KL, with k1 or k3 in the loss,
-without a KL penalty, and by TRL's own trainer with its KL at a fixed beta. Then ``kleash measure`` lets each policy
-answer prompts that are held out. The table has the share of right answers and the KL over its target, with standard
-errors over the prompts of all seeds. A seed is estimated at 20 minutes of processor time (five steps were timed). Needs
-kleash[trl].
+reference. From it GRPO learns from a reward of 1 for a right answer: for each target with the exact KL, and with k3 in
+the loss (whose gradient is that of the KL, as k1's is: the two runs would be equal); without a KL penalty; and by TRL's
+own trainer with its KL at a fixed beta. Then ``kleash measure`` lets each policy answer prompts that are held out. The
+table has the share of right answers and the KL, with standard errors over the prompts of all seeds, and the mean KL of
+the second half of the steps over its target, for each seed. Runs that are there already are not repeated. A run takes
+some three minutes of processor time. Needs kleash[trl].
 """
 
 import argparse
 import json
 import random
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,21 +27,14 @@ from kleash.extras import import_extra
 from kleash.jobs import GRPOJob, MeasureJob
 from kleash.measuring import measure
 from kleash.shipped import shipped_folder
+from kleash.store import read_steps
 from kleash.training import train
 from kleash.uncertainty import clustered_mean
 
 LETTERS, LONGEST = "abcdefghjklmnopr", 12
 """Letters that are one token each, and the most tokens of a response."""
-LEASHES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "exact": {"kl": "exact"},
-        "k1": {"kl": "k1"},
-        "k3": {"kl": "k3"},
-        "no leash": {"beta": 0.0, "controller": "fixed"},
-    }
-)
-"""Name of a run -> what it has besides the options of all."""
-TRL = "TRL, beta .04"
+KINDS, NO_LEASH, TRL = ("exact", "k3"), "no leash", "TRL, beta .04"
+"""The KL terms that a controller keeps at a target, and the other runs."""
 
 
 def sorted_right(prompts: list[str], responses: list[str], answer: list[str]) -> list[float]:
@@ -56,7 +49,12 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("sorting"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--target-nats", type=float, default=0.7, help="per response; 0.7 if not given")
+    pairs = (
+        ("target-nats", [0.7, 2.0], "nats per response"),
+        ("beta", [0.3, 0.05], "at first, for each target"),
+    )
+    for name, values, meaning in pairs:
+        parser.add_argument(f"--{name}", type=float, nargs="+", default=values, help=f"{meaning}; {values}")
     for name, default in (
         ("steps", 100),
         ("warm-up", 100),
@@ -66,29 +64,41 @@ def main() -> None:
     ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{default} if not given")
     args = parser.parse_args()
-    trainers: dict[str, Callable[[Path, int, argparse.Namespace], Path]] = {
-        **{
-            name: lambda root, seed, args, more=more: by_kleash(root, seed, args, more)
-            for name, more in LEASHES.items()
-        },
-        TRL: by_trl,
+    runs: dict[str, dict[str, Any]] = {
+        f"{kind}, {target:g} nats": {"kl": kind, "target_nats": target, "beta": beta, "controller": "pid"}
+        for target, beta in zip(args.target_nats, args.beta, strict=True)
+        for kind in KINDS
     }
-    numbers: dict[str, list[np.ndarray]] = {name: [] for name in ("reference", *trainers)}
+    runs |= {NO_LEASH: {"beta": 0.0}, TRL: {}}
+    numbers: dict[str, list[np.ndarray]] = {name: [] for name in ("reference", *runs)}
+    settled: dict[str, list[float]] = {name: [] for name in numbers}
     for seed in args.seeds:
         root = args.out / f"seed-{seed}"
         root.mkdir(parents=True, exist_ok=True)
         write_prompts(root, seed, args)
-        warm_up(root, seed, args)
+        if not (root / "reference").exists():
+            warm_up(root, seed, args)
         numbers["reference"].append(answered(root / "reference", root, "reference"))
-        for name, trainer in trainers.items():
-            numbers[name].append(answered(trainer(root / name.replace(" ", "-"), seed, args), root, name))
-    print(f"{'':16} right, held out   KL over its target")
+        for name, options in runs.items():
+            out = root / name.replace(", ", "-").replace(" ", "-")
+            if not (out / "policy").exists():
+                by_trl(out, seed, args) if name == TRL else by_kleash(out, seed, args, options)
+            numbers[name].append(answered(out / "policy", root, out.name))
+            if "target_nats" in options:
+                settled[name].append(second_half(out) / options["target_nats"])
+    print(f"{'':16} right, held out   KL, held out        KL of training over its target")
     for name, parts in numbers.items():
-        right, kl = np.concatenate(parts, axis=1)
-        prompts = np.repeat(np.arange(len(right) // SAMPLES), SAMPLES)
-        accuracy, share = clustered_mean(right, prompts), clustered_mean(kl / args.target_nats, prompts)
-        cells = (f"{each.value:6.3f} ± {each.standard_error:.3f}" for each in (accuracy, share))
-        print(f"{name:16} {'     '.join(cells)}")
+        columns = np.concatenate(parts, axis=1)
+        prompts = np.repeat(np.arange(columns.shape[1] // SAMPLES), SAMPLES)
+        means = (clustered_mean(column, prompts) for column in columns)
+        cells = [f"{each.value:6.3f} ± {each.standard_error:.3f}" for each in means]
+        print(f"{name:16} {'     '.join([*cells, ' '.join(f'{share:.2f}' for share in settled[name])])}")
+
+
+def second_half(out: Path) -> float:
+    """The mean KL per response, in nats, of the second half of a run's steps."""
+    kl = [record.metrics["kl/exact_per_sequence"] for record in read_steps(out)]
+    return float(np.mean(kl[len(kl) // 2 :]))
 
 
 SAMPLES = 4
@@ -134,9 +144,8 @@ def warm_up(root: Path, seed: int, args: argparse.Namespace) -> None:
     tokenizer.save_pretrained(root / "reference")
 
 
-def by_kleash(out: Path, seed: int, args: argparse.Namespace, more: Mapping[str, Any]) -> Path:
-    """Train with kleash's GRPO; returns the folder of the policy."""
-    leash = {"controller": "pid", "target_nats": args.target_nats, **more}
+def by_kleash(out: Path, seed: int, args: argparse.Namespace, more: Mapping[str, Any]) -> None:
+    """Train with kleash's GRPO; the policy is in ``out``/policy."""
     job = GRPOJob(
         policy=str(out.parent / "reference"),
         prompts=str(out.parent / "train.jsonl"),
@@ -149,13 +158,13 @@ def by_kleash(out: Path, seed: int, args: argparse.Namespace, more: Mapping[str,
         seed=seed,
         out=str(out),
         quiet=True,
-        **leash,
+        **more,
     )
-    return Path(train(job).policy)
+    train(job)
 
 
-def by_trl(out: Path, seed: int, args: argparse.Namespace) -> Path:
-    """Train with TRL's own GRPO and its KL; returns the folder of the policy."""
+def by_trl(out: Path, seed: int, args: argparse.Namespace) -> None:
+    """Train with TRL's own GRPO and its KL; the policy is in ``out``/policy."""
     datasets, trl = import_extra("datasets", "trl"), import_extra("trl", "trl")
     config = trl.GRPOConfig(
         output_dir=str(out),
@@ -184,20 +193,32 @@ def by_trl(out: Path, seed: int, args: argparse.Namespace) -> Path:
     )
     trainer.train()
     trainer.save_model(str(out / "policy"))
-    return out / "policy"
 
 
 def answered(policy: Path, root: Path, name: str) -> np.ndarray:
     """For each answer of the policy to a prompt that is held out: whether it is right, and its KL, ``[2, answers]``."""
-    out = root / f"measured-{name.replace(' ', '-')}"
-    prompts = root / "held_out.jsonl"
-    options = {"samples_per_prompt": SAMPLES, "max_new_tokens": LONGEST, "quiet": True, "out": str(out)}
+    from transformers import AutoTokenizer
+
+    out, prompts = root / f"measured-{name}", root / "held_out.jsonl"
+    options = {
+        "samples_per_prompt": SAMPLES,
+        "max_new_tokens": LONGEST,
+        "quiet": True,
+        "resume": out.exists(),
+    }
     measure(
-        MeasureJob(policy=str(policy), reference=str(root / "reference"), prompts=str(prompts), **options)
+        MeasureJob(
+            policy=str(policy),
+            reference=str(root / "reference"),
+            prompts=str(prompts),
+            out=str(out),
+            **options,
+        )
     )
     key = ["prompt_id", "sample_id"]
     kl = pd.read_parquet(out / "tokens").groupby(key)["kl_policy_reference"].sum()
     responses = pd.read_parquet(out / "sequences").set_index(key)["response"].sort_index()
+    responses = responses.str.removesuffix(AutoTokenizer.from_pretrained(policy).eos_token)
     answers = [json.loads(line)["answer"] for line in prompts.read_text().splitlines()]
     prompt_ids = responses.index.get_level_values("prompt_id")
     right = sorted_right([], list(responses), [answers[prompt] for prompt in prompt_ids])

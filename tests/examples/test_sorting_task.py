@@ -6,11 +6,15 @@ import re
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import sorting_task as example
+
+from kleash.store import StepRecord
+from kleash.store.steps import append_step
 
 pytestmark = [
     pytest.mark.peers("trl"),
@@ -25,14 +29,31 @@ def test_the_answer_is_the_sorted_prompt_and_held_out_prompts_are_others(tmp_pat
     assert example.sorted_right([], responses, [rows[0]["answer"]] * 3) == [1, 0, 0]
 
 
+def test_kl_of_training_is_that_of_the_second_half_of_the_steps(tmp_path):
+    for step, kl in enumerate([9.0, 8.0, 2.0, 5.0], 1):
+        append_step(tmp_path, StepRecord(step=step, metrics={"kl/exact_per_sequence": kl}), [], None)
+    assert example.second_half(tmp_path) == 3.5
+
+
 def test_every_leash_is_trained_and_measured(tmp_path, monkeypatch, capsys):
-    sizes = ["--steps", "2", "--warm-up", "3", "--prompts", "4", "--held-out", "3", "--letters", "2"]
-    monkeypatch.setattr(sys, "argv", ["sorting_task.py", *sizes, "--seeds", "0", "--out", str(tmp_path)])
+    sizes = "--steps 2 --warm-up 3 --prompts 4 --held-out 3 --letters 2 --target-nats 1 --beta 0.1 --seeds 0"
+    monkeypatch.setattr(sys, "argv", ["sorting_task.py", *sizes.split(), "--out", str(tmp_path)])
     example.main()
-    table = capsys.readouterr().out.split("KL over its target\n")[1].splitlines()
+    table = capsys.readouterr().out.split("KL of training over its target\n")[1].splitlines()
     rows = {line[:16].strip(): [float(x) for x in re.findall(r"\d+\.\d+", line[16:])] for line in table}
-    assert list(rows) == ["reference", *example.LEASHES, example.TRL]
+    assert list(rows) == ["reference", "exact, 1 nats", "k3, 1 nats", example.NO_LEASH, example.TRL]
     assert rows["reference"][2:] == [0, 0] and all(0 <= row[0] <= 1 for row in rows.values())
+    assert [len(row) for row in rows.values()] == [4, 5, 5, 4, 4]
+    root = tmp_path / "seed-0"
+    drawn = (
+        pd.read_parquet(root / "measured-reference" / "sequences").groupby("prompt_id")["response"].first()
+    )
+    prompts = [json.loads(line)["prompt"] for line in (root / "held_out.jsonl").read_text().splitlines()]
+    answers = drawn.str.removesuffix("</s>").str.strip()
+    rows = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, answers, strict=True)]
+    (root / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    right, _ = example.answered(root / "reference", root, "again")
+    assert right.reshape(3, example.SAMPLES)[:, 0].all()
     files = (tmp_path / "seed-0" / f"{name}.jsonl" for name in ("train", "held_out"))
     train, held_out = (
         {json.loads(line)["prompt"] for line in file.read_text().splitlines()} for file in files
