@@ -89,11 +89,10 @@ def test_each_fault_is_named_alone_with_its_number_and_what_to_change(kind: str)
     history = bent(
         healthy(60), 0, lambda at, now: {"kl/max_prompt": 2 * now["kl/exact_per_sequence"] / 17 * 16}
     )
-    alerts = [
-        (record.step, alert)
-        for record in played(bent(history, 40, change), HackingMonitor(target_nats=target))
-        for alert in record.alerts
-    ]
+    faulty, monitor = bent(history, 40, change), HackingMonitor(target_nats=target)
+    alerts = [(record.step, alert) for record in played(faulty, monitor) for alert in record.alerts]
+    twice = [each for record in faulty for each in (record, replace(record, metrics={"loss": 0.1}))]
+    assert said(twice, monitor) == said(faulty, monitor), "a step that draws no responses changes nothing"
     assert {alert.kind for _, alert in alerts} == {kind}
     step, first = alerts[0]
     assert 40 < step <= 56
@@ -191,6 +190,8 @@ def test_target_per_token_is_compared_with_kl_per_token() -> None:
     monitor = HackingMonitor(target_nats=0.2, target_per="token")
     assert (43, "far_from_target") in said(history, monitor)
     assert said(history, HackingMonitor(target_nats=0.2 * 64, target_per="sequence")) == []
+    sampled = [replace(one, metrics={"kl/k3": one.metrics["kl/exact_per_token"]}) for one in history]
+    assert (43, "far_from_target") in said(sampled, monitor), "without an exact KL, by k3"
 
 
 def test_alert_repeats_after_eleven_steps_at_the_earliest() -> None:
