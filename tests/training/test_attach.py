@@ -111,6 +111,17 @@ def test_plain_grpo_is_steered_by_k3(trl, folder, tmp_path):
     )
 
 
+def test_masked_responses_have_no_kl_and_the_last_step_is_written(trl, folder, tmp_path):
+    """All of them are truncated here; and the trainer logs every tenth step, of which there are two."""
+    trainer = grpo(trl, folder, tmp_path, mask_truncated_completions=True, logging_steps=10)
+    log = kleash.attach(trainer, target_nats=1.0, controller="fixed", out=tmp_path / "run")
+    trainer.train()
+    (step,) = read_steps(tmp_path / "run")
+    assert step.step == log.result_of_run.steps == 2 and step.metrics["response/cut_share"] == 1
+    assert step.metrics["beta"] == 0.3 and step.metrics["kl/target"] == 1.0 and step.metrics["reward/score"]
+    assert "kl/exact_per_sequence" not in step.metrics
+
+
 def test_reused_responses_show_the_kl_of_their_updates(trl, folder, tmp_path):
     """KL(before || after) by k3 of the sampled tokens, from the two networks, in float64."""
     trainer = grpo(trl, folder, tmp_path, num_iterations=2, learning_rate=1e-2)
@@ -272,6 +283,7 @@ def test_controller_of_a_beta_that_prices_no_kl_is_refused(folder, tmp_path, kin
         ({"on_hacking": "tighten"}, OptionError, "doubles the beta of a controller; give target_nats"),
         ({"report_to": ("paper",)}, (OptionError, UnknownNameError), "paper"),
         ({"controller": "hope"}, UnknownNameError, "no beta controller is called 'hope'"),
+        ({"controller": "dual"}, OptionError, "the controller dual steers to a target; give target_nats"),
         (
             {"controller": PIDBeta(beta=0.1, target_nats=1.0), "target_nats": 2.0},
             OptionError,

@@ -27,7 +27,7 @@ class GRPOLeash(KLMixin):
     deviation of a group would change beta from group to group.
 
     Logged: ``kl``, the number that beta multiplies in the loss (in the reward: the mean over responses);
-    ``kl/per_token``, ``kl/per_sequence``, each with ``_error`` (standard error over an update, clustered by prompt),
+    ``kl/per_token``, ``kl/per_sequence`` since the last log, each with ``_error`` (clustered by prompt),
     ``beta``, and with importance weights ``kl/effective_share``, the effective sample size as a share of the tokens.
     With vLLM also the mismatch of trainer and engine, ``mismatch/*``.
     """
@@ -99,7 +99,7 @@ class GRPOLeash(KLMixin):
         mask = attention_mask[:, -length:].bool() & self._tool_mask(length, attention_mask)
         per_token = self._term.per_token(policy.logp, reference.logp, mask)
         prompt_ids, prompt_mask = (x[:, :-length] for x in reference.arguments[0][:2])
-        self._log_metrics(kl=self._log_kl_rows(rows_by_prompt(per_token, mask, prompt_ids, prompt_mask)))
+        self._kl_rows[self._mode] += rows_by_prompt(per_token, mask, prompt_ids, prompt_mask)
         return (-per_token.sum(-1)).tolist()
 
     def _policy_pass(self, reference: ForwardPass) -> ForwardPass:

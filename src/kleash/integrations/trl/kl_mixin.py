@@ -41,10 +41,10 @@ def rows_by_prompt(
     prompt_ids: Integer[Tensor, "batch prompt"],
     prompt_mask: Integer[Tensor, "batch prompt"],
 ) -> list[ResponseKL]:
-    """The KL of each response with its prompt; masked values are not read."""
+    """The KL of each response with its prompt; masked values are not read, and a response without tokens has no KL."""
     nats, tokens = torch.where(mask, token_kl, 0.0).sum(-1).tolist(), mask.sum(-1).tolist()
-    prompts = prompt_hashes(prompt_ids, prompt_mask)
-    return list(zip(prompts, nats, tokens, strict=True))
+    rows = zip(prompt_hashes(prompt_ids, prompt_mask), nats, tokens, strict=True)
+    return [row for row in rows if row[-1]]
 
 
 def prompt_hashes(
@@ -117,7 +117,7 @@ class KLMixin(ForwardCapture):
             check_order_of(name, function)
             for name, function in zip(self.reward_func_names, self.reward_funcs, strict=True)
         ]
-        self._kl_rows: list[ResponseKL] = []
+        self._kl_rows: dict[str, list[ResponseKL]] = {"train": [], "eval": []}
         self._linear_options = linear_options
         self._term = kl_term(
             kl=kl,
@@ -187,10 +187,8 @@ class KLMixin(ForwardCapture):
         # the weights divide by the micro-batches of an update, and TRL logs a mean over them
         trained = (token_weights * kl.per_token).sum().float() * size.micro_batches
         self._log_metrics(kl=self.accelerator.reduce(trained, reduction="mean").item())
-        self._kl_rows += rows_by_prompt(kl.per_token, mask, inputs["prompt_ids"], inputs["prompt_mask"])
-        if self.accelerator.sync_gradients or not self.model.training:  # the last micro-batch of an update
-            rows, self._kl_rows = self._kl_rows, []
-            self._log_kl_rows(rows)
+        rows = rows_by_prompt(kl.per_token, mask, inputs["prompt_ids"], inputs["prompt_mask"])
+        self._kl_rows[self._mode] += rows
         return loss if self.beta == 0 else loss + self.beta * kl.loss
 
     def _update_size(self, inputs: dict[str, Any]) -> UpdateSize:
@@ -265,15 +263,21 @@ class KLMixin(ForwardCapture):
         """Log-probabilities of the tokens when they were drawn; None if the current policy drew them."""
         return inputs.get(BEHAVIOUR_LOGP)
 
-    def _log_kl_rows(self, rows: list[ResponseKL]) -> float:
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """TRL's method, with the KL of the responses since the last log."""
+        if any(name.endswith("loss") for name in logs):  # of transformers, which all processes call
+            self._log_kl_rows()
+        super().log(logs, *args, **kwargs)
+
+    def _log_kl_rows(self) -> None:
         """Log the KL of the responses of all processes, per token and per response, with its standard errors.
 
         Errors are clustered by prompt. A collective.
-
-        Returns:
-            The mean over responses.
         """
-        rows = import_extra("accelerate.utils", "models").gather_object(rows)
+        local, self._kl_rows[self._mode] = self._kl_rows[self._mode], []
+        rows = import_extra("accelerate.utils", "models").gather_object(local)
+        if not rows:
+            return
         prompts, nats, tokens = (np.array(column) for column in zip(*rows, strict=True))
         per_token, per_sequence = mean_per_token(nats, tokens, prompts), clustered_mean(nats, prompts)
         self._log_metrics(
@@ -283,9 +287,9 @@ class KLMixin(ForwardCapture):
                 "kl/per_sequence": per_sequence.value,
                 "kl/per_sequence_error": per_sequence.standard_error,
                 "beta": self.beta,
-            }
+            },
+            **({"kl": per_sequence.value} if self._term.place == "reward" else {}),
         )
-        return per_sequence.value
 
     def _log_metrics(self, **metrics: float) -> None:
         """Add values to those that TRL averages and logs."""

@@ -15,8 +15,8 @@ class RLOOLeash(KLMixin):
     With ``kl_place="loss"`` the KL is not in the reward (TRL's code reads a beta of 0, and the reference's pass is
     made here). It is added to the loss as the mean over responses of the sum over tokens, as RLOO averages.
 
-    Logged: ``kl``, ``kl/per_token``, ``kl/per_sequence``, the latter two with ``_error`` (standard error over
-    an update, clustered by prompt), and ``beta``.
+    Logged: ``kl``, ``kl/per_token``, ``kl/per_sequence``, the latter two with ``_error`` (clustered by prompt), of the
+    responses since the last log, and ``beta``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -34,7 +34,7 @@ class RLOOLeash(KLMixin):
             output = super()._generate_and_score_completions(inputs)
         policy_logp = passes[0].logp
         if in_reward and self.beta != 0:
-            self._metrics[self._mode]["kl"].pop()  # TRL's mean over tokens
+            self._metrics[self._mode].pop("kl")  # TRL's mean over tokens
             reference = passes[1]
         else:
             reference = self._forward_pass(output, reference=True, hidden=self._captures)
@@ -42,7 +42,7 @@ class RLOOLeash(KLMixin):
         if in_reward:
             per_token, mask = policy_logp - reference.logp, output["completion_mask"].bool()
             rows = rows_by_prompt(per_token, mask, output["prompt_ids"], output["prompt_mask"])
-            self._log_metrics(kl=self._log_kl_rows(rows))
+            self._kl_rows[self._mode] += rows
         elif self._is_off_policy:
             output[BEHAVIOUR_LOGP] = policy_logp
         return output
