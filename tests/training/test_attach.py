@@ -122,6 +122,15 @@ def test_masked_responses_have_no_kl_and_the_last_step_is_written(trl, folder, t
     assert "kl/exact_per_sequence" not in step.metrics
 
 
+def test_the_kl_in_the_reward_is_no_spread_of_scores(trl, folder, tmp_path):
+    more = {"kl": "k1", "kl_place": "reward", "reward_funcs": [lambda prompts, **_: [1.0] * len(prompts)]}
+    trainer = grpo(trl, folder, tmp_path, scale_rewards="none", more=more)
+    moved(trainer.model, 0.1)
+    kleash.attach(trainer, out=tmp_path / "run")
+    trainer.train()
+    assert [step.metrics["reward/zero_std_share"] for step in read_steps(tmp_path / "run")] == [1, 1]
+
+
 def test_reused_responses_show_the_kl_of_their_updates(trl, folder, tmp_path):
     """KL(before || after) by k3 of the sampled tokens, from the two networks, in float64."""
     trainer = grpo(trl, folder, tmp_path, num_iterations=2, learning_rate=1e-2)

@@ -134,9 +134,13 @@ class ResponseRecorder:
     ) -> Tensor:
         rewards = original(inputs, prompts, completions, token_ids)
         columns = rewards[:, : len(self.names)].double().cpu()
-        if self.requires_rewards and self.trainer.model.training:
-            by_name = dict(zip(self.names, columns.numpy().T, strict=True))
-            require_scored(by_name, [f"response {at}" for at in range(len(columns))])
+        if self._mode == "train":
+            if self.requires_rewards:
+                by_name = dict(zip(self.names, columns.numpy().T, strict=True))
+                require_scored(by_name, [f"response {at}" for at in range(len(columns))])
+            scores = (columns * self._weights).nansum(-1).view(-1, self.trainer.num_generations)
+            same = (scores == scores[:, :1]).all(-1)  # TRL's share is of rewards that may contain the KL
+            self.trainer._metrics["train"]["reward/zero_std_share"].append(same.double().mean().item())
         first = self.trainer.accelerator.process_index * len(prompts)
         self._batches[self._mode] = GeneratedBatch(
             step=self.trainer.state.global_step,
@@ -193,6 +197,11 @@ class ResponseRecorder:
         original(logs, *args, **kwargs)
 
     @property
+    def _weights(self) -> Float[Tensor, " rewards"]:
+        """The weight of each reward."""
+        return self.trainer.reward_weights[: len(self.names)].double().cpu()
+
+    @property
     def _mode(self) -> str:
         """TRL's key for training or evaluation."""
         return "train" if self.trainer.model.training else "eval"
@@ -224,12 +233,11 @@ class ResponseRecorder:
         columns |= {name: column for name, column in known.items() if column is not None}
         arrays = {name: column.detach().double().cpu().numpy() for name, column in columns.items()}
         hashes = prompt_hashes(inputs["prompt_ids"], inputs["prompt_mask"])
-        weights = self.trainer.reward_weights[: len(self.names)].double().cpu()
         is_cut, counted = _is_truncated(inputs, self.trainer.eos_token_ids), mask.cpu().numpy()
         return [
             Response(
                 prompt_hash=hashes[place],
-                score=_weighted_sum(batch.rewards[row], weights),
+                score=_weighted_sum(batch.rewards[row], self._weights),
                 parts=dict(zip(self.names, batch.rewards[row].tolist(), strict=True)),
                 is_truncated=is_cut[place],
                 tokens={name: array[place][counted[place]] for name, array in arrays.items()},
