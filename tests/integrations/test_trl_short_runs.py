@@ -4,22 +4,11 @@ import math
 
 import pytest
 import torch
+import trl_batches
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import tiny_adapter
 from transformers import AutoModelForCausalLM
-from trl_batches import (
-    PROMPT,
-    TIME,
-    TRL_MARKS,
-    batch,
-    config,
-    counted,
-    logged,
-    make,
-    moved,
-    score,
-    whole_logp,
-)
+from trl_batches import PROMPT, TIME, TRL_MARKS, batch, config, counted, make, moved, score, whole_logp
 
 from kleash.auditing.targets.packages import quiet
 from kleash.errors import CannotRunError, ModelError, OptionError
@@ -261,7 +250,7 @@ def test_reference_of_a_new_adapter_is_its_base(made):
     with trainer.model.disable_adapter():
         logq = whole_logp(trainer.model, inputs, 0.7)
     kl = (logp.exp() * (logp - logq)).sum(-1)[counted(inputs)].mean().item()
-    assert logged(trainer, "kl/per_token") == pytest.approx(kl, rel=1e-4) and kl > 1e-3
+    assert trl_batches.logged(trainer, "kl/per_token") == pytest.approx(kl, rel=1e-4) and kl > 1e-3
     trainer.train()
     first, second = steps(trainer)
     assert first["kl"] > 0 and second["kl"] > 0
@@ -354,5 +343,5 @@ def test_kl_in_reward_is_sum_of_k1_over_policy_tokens(made, scored):
         rewards[0] = torch.nan
     expected = rewards.reshape(2, 2) - rewards.reshape(2, 2).nanmean(1, keepdim=True)
     torch.testing.assert_close(output["advantages"], expected.flatten().nan_to_num(0), rtol=1e-4, atol=1e-5)
-    assert logged(trainer, "kl") == pytest.approx(kl.mean().item(), rel=1e-4)
-    assert logged(trainer, "kl/per_token") == pytest.approx(kl.sum().item() / 20, rel=1e-4)
+    assert trl_batches.logged(trainer, "kl") == pytest.approx(kl.mean().item(), rel=1e-4)
+    assert trl_batches.logged(trainer, "kl/per_token") == pytest.approx(kl.sum().item() / 20, rel=1e-4)
