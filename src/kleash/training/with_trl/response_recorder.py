@@ -12,7 +12,6 @@ from torch import Tensor
 
 from kleash.errors import CannotRunError
 from kleash.estimators import sampled_kl
-from kleash.integrations.trl.grpo import PENALTY
 from kleash.integrations.trl.kl_mixin import REFERENCE_LOGP, TOKEN_KL, KLMixin, prompt_hashes, response_mask
 from kleash.store import Sample
 from kleash.store.steps import means_by_prompt
@@ -41,6 +40,8 @@ class GeneratedBatch:
     prompts: list[Any]
     completions: list[Any]
     rewards: Float[Tensor, "responses rewards"]
+    scores: Float[Tensor, " responses"]
+    """The weighted sums of the rewards that apply; NaN where none does."""
     measured: set[int] = field(default_factory=set[int])
     """The responses that were measured already."""
 
@@ -61,7 +62,7 @@ class ResponseRecorder:
             requires_rewards: raise CannotRunError in training if no reward applies to a response.
         """
         self.trainer, self.requires_rewards = trainer, requires_rewards
-        self.names = [name for name in trainer.reward_func_names if name != PENALTY]
+        self.names = trainer.reward_func_names
         self.note: str | None = None
         """Why the exact KL is not measured, where it could have been."""
         self.is_exact = isinstance(trainer, KLMixin)
@@ -133,20 +134,23 @@ class ResponseRecorder:
         self, original: Callable[..., Tensor], inputs: Any, prompts: Any, completions: Any, token_ids: Any
     ) -> Tensor:
         rewards = original(inputs, prompts, completions, token_ids)
-        columns = rewards[:, : len(self.names)].double().cpu()
+        columns = rewards.double().cpu()
+        totals = (columns * self.trainer.reward_weights.double().cpu()).nansum(-1)
+        scores = torch.where(columns.isnan().all(-1), torch.nan, totals)
         if self._mode == "train":
             if self.requires_rewards:
                 by_name = dict(zip(self.names, columns.numpy().T, strict=True))
                 require_scored(by_name, [f"response {at}" for at in range(len(columns))])
-            scores = (columns * self._weights).nansum(-1).view(-1, self.trainer.num_generations)
-            same = (scores == scores[:, :1]).all(-1)  # TRL's share is of rewards that may contain the KL
-            self.trainer._metrics["train"]["reward/zero_std_share"].append(same.double().mean().item())
+            groups = totals.view(-1, self.trainer.num_generations)
+            same = (groups == groups[:, :1]).all(-1).double()  # in RLOO, TRL's rewards may contain the KL
+            self.trainer._metrics["train"]["reward/zero_std_share"].append(same.mean().item())
         first = self.trainer.accelerator.process_index * len(prompts)
         self._batches[self._mode] = GeneratedBatch(
             step=self.trainer.state.global_step,
             prompts=prompts,
             completions=completions,
             rewards=columns[first : first + len(prompts)],
+            scores=scores[first : first + len(prompts)],
         )
         return rewards
 
@@ -197,11 +201,6 @@ class ResponseRecorder:
         original(logs, *args, **kwargs)
 
     @property
-    def _weights(self) -> Float[Tensor, " rewards"]:
-        """The weight of each reward."""
-        return self.trainer.reward_weights[: len(self.names)].double().cpu()
-
-    @property
     def _mode(self) -> str:
         """TRL's key for training or evaluation."""
         return "train" if self.trainer.model.training else "eval"
@@ -237,7 +236,7 @@ class ResponseRecorder:
         return [
             Response(
                 prompt_hash=hashes[place],
-                score=_weighted_sum(batch.rewards[row], self._weights),
+                score=batch.scores[row].item(),
                 parts=dict(zip(self.names, batch.rewards[row].tolist(), strict=True)),
                 is_truncated=is_cut[place],
                 tokens={name: array[place][counted[place]] for name, array in arrays.items()},
@@ -246,11 +245,6 @@ class ResponseRecorder:
             )
             for place, row in enumerate(inputs[ROW].tolist())
         ]
-
-
-def _weighted_sum(rewards: Tensor, weights: Tensor) -> float:
-    """The weighted sum of the rewards that apply; NaN if none does."""
-    return float("nan") if rewards.isnan().all() else (rewards * weights).nansum().item()
 
 
 def _is_truncated(inputs: dict[str, Any], end_tokens: list[int]) -> list[bool]:
