@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kleash.integrations.trl.compat import GRPOTrainer
-from kleash.integrations.trl.kl_mixin import REFERENCE_LOGP, KLMixin, response_mask, rows_by_prompt
+from kleash.integrations.trl.kl_mixin import KLMixin, response_mask
 from kleash.integrations.trl.mismatch_metrics import mismatch_metrics
 from kleash.integrations.trl.terms import UpdateSize, require_unscaled_reward
 
@@ -61,27 +61,8 @@ class GRPOLeash(KLMixin):
             mask = response_mask(output)
             self._log_metrics(**mismatch_metrics(trainer_logp, engine_logp, mask, self.accelerator))
         if in_reward:
-            output["advantages"] = output["advantages"] - self.beta * self._excess_kl(output, trainer_logp)
+            self._charge_advantages(output, trainer_logp)
         return output
-
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        """TRL's rewards of the responses of all processes, of which those without a reward are remembered."""
-        rewards = super()._calculate_rewards(*args, **kwargs)
-        self._is_scored = ~rewards.isnan().all(-1)
-        return rewards
-
-    def _excess_kl(self, output: dict[str, Any], policy_logp: Tensor) -> Tensor:
-        """The KL of each response, the sum of k1, minus the mean of its group's; 0 where it has no reward."""
-        mask, accelerator = response_mask(output), self.accelerator
-        per_token = self._term.per_token(policy_logp, output[REFERENCE_LOGP], mask)
-        self._kl_rows[self._mode] += rows_by_prompt(
-            per_token, mask, output["prompt_ids"], output["prompt_mask"]
-        )
-        kl = accelerator.gather(per_token.sum(-1))
-        size = self.num_generations if self.model.training else self.num_generations_eval
-        groups = torch.where(self._is_scored, kl, torch.nan).view(-1, size)
-        excess = torch.where(self._is_scored, (groups - groups.nanmean(1, keepdim=True)).flatten(), 0.0)
-        return excess[accelerator.process_index * len(mask) :][: len(mask)]
 
     def _update_size(self, inputs: dict[str, Any]) -> UpdateSize:
         """The sizes of the update that this micro-batch belongs to, as in TRL's loss."""

@@ -17,6 +17,7 @@ from kleash.integrations.trl.forward_capture import ForwardCapture, ForwardPass
 from kleash.integrations.trl.sampling_settings import require_policy_samples
 from kleash.integrations.trl.terms import LOSS_TYPES, UpdateSize, kl_term
 from kleash.kl_rules import default_scope
+from kleash.leash import group_advantages
 from kleash.linear import Head, LinearLoss, LinearOptions, linear_kl, linear_kl_loss
 from kleash.losses import future_kl_loss
 from kleash.sources.sequences import hash_tokens
@@ -170,6 +171,30 @@ class KLMixin(ForwardCapture):
         if reference.hidden is not None:
             output[REFERENCE_HIDDEN] = reference.hidden
             self._store_reference_head()
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        """TRL's rewards of the responses of all processes, of which those without a reward are remembered."""
+        rewards = super()._calculate_rewards(*args, **kwargs)
+        self._is_scored = ~rewards.isnan().all(-1)
+        return rewards
+
+    def _charge_advantages(self, output: dict[str, Any], policy_logp: Tensor) -> None:
+        """Subtract beta times the KL of each response, the sum of k1, from its reward, in the advantages of a batch.
+
+        They are linear in the rewards: the reward minus the mean of its group, in RLOO of the others in its group.
+        """
+        mask = response_mask(output)
+        per_token = self._term.per_token(policy_logp, output[REFERENCE_LOGP], mask)
+        rows = rows_by_prompt(per_token, mask, output["prompt_ids"], output["prompt_mask"])
+        self._kl_rows[self._mode] += rows
+        kl = self.accelerator.gather(per_token.sum(-1))
+        size = self.num_generations if self.model.training else self.num_generations_eval
+        scored = self._is_scored.view(-1, size)
+        is_compared = (scored & (scored.sum(-1, keepdim=True) > 1)).flatten()
+        groups = torch.arange(len(kl), device=kl.device) // size
+        excess = group_advantages(kl, groups, is_compared, corrected=self._loss_type == "rloo")
+        first = self.accelerator.process_index * len(mask)
+        output["advantages"] = output["advantages"] - self.beta * excess[first : first + len(mask)]
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """TRL's loss without a KL, and the KL of the micro-batch times beta."""
