@@ -52,16 +52,17 @@ class GRPOLeash(KLMixin):
         """TRL's generated batch with what the KL needs of the reference; logs the mismatch of trainer and engine."""
         with self._parent_beta(self.beta or 1.0), self._record_passes(hidden=self._captures) as passes:
             output = super()._generate_and_score_completions(inputs)
-        trainer_logp, engine_logp = (output.get(f"{which}_per_token_logps") for which in ("old", "sampling"))
-        self._keep_reference(output, passes[0 if trainer_logp is None else 1])
+        logp, engine_logp = (output.get(f"{which}_per_token_logps") for which in ("old", "sampling"))
+        self._keep_reference(output, passes[0 if logp is None else 1])
         in_reward = self._term.place == "reward"
-        if trainer_logp is None and (in_reward or engine_logp is not None):
-            trainer_logp = self._forward_pass(output, reference=False, hidden=False).logp
-        if engine_logp is not None:
-            mask = response_mask(output)
-            self._log_metrics(**mismatch_metrics(trainer_logp, engine_logp, mask, self.accelerator))
-        if in_reward:
-            self._charge_advantages(output, trainer_logp)
+        if in_reward or engine_logp is not None:
+            if logp is None:
+                logp = self._forward_pass(output, reference=False, hidden=False).logp
+            if engine_logp is not None:
+                mask = response_mask(output)
+                self._log_metrics(**mismatch_metrics(logp, engine_logp, mask, self.accelerator))
+            if in_reward:
+                self._charge_advantages(output, logp)
         return output
 
     def _update_size(self, inputs: dict[str, Any]) -> UpdateSize:
