@@ -92,7 +92,7 @@ def attach(
     from kleash.training.step_logger import FolderLog
 
     _check(trainer, on_hacking, report_to)
-    if target_nats is not None and not isinstance(controller, str):
+    if target_nats is not None and getattr(controller, "target_nats", None) is not None:
         raise OptionError(f"a {type(controller).__name__} has a target of its own; leave target_nats out")
     drift_monitor = _drift_monitor(monitor, reference)
     algorithm = _algorithm(trainer)
@@ -104,7 +104,7 @@ def attach(
             "on_hacking='tighten' doubles the beta of a controller; give target_nats, or another response"
         )
     options = LogOptions(
-        target_nats=target_nats if leash is None else leash.target_nats or target_nats,
+        target_nats=target_nats or getattr(leash, "target_nats", None),
         target_per=per if leash is None else leash.per,
         beta_max=getattr(leash, "beta_max", LogOptions.beta_max),
         on_hacking=on_hacking,

@@ -139,7 +139,7 @@ class StepLogger(AttachedCallback):
         self.step = state.global_step // self.trl_steps_per_step
         if not abs(logs["loss"]) < float("inf"):
             raise NonFiniteError(
-                f"the loss of step {self.step} is {logs['loss']}; lower --learning-rate, or look at the last "
+                f"the loss of step {self.step} is {logs['loss']}; lower the learning rate, or look at the last "
                 f"checkpoint in {args.output_dir}"
             )
         self._awaits_evaluation = control.should_evaluate

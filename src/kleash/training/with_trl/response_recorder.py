@@ -64,7 +64,7 @@ class ResponseRecorder:
         self.trainer, self.requires_rewards = trainer, requires_rewards
         self.names = trainer.reward_func_names
         self.note: str | None = None
-        """Why the exact KL is not measured, where it could have been."""
+        """Why the exact KL, or any, is not measured, where it could have been."""
         self.is_exact = isinstance(trainer, KLMixin)
         """Whether the exact KL is measured."""
         if isinstance(trainer, KLMixin):
@@ -72,6 +72,11 @@ class ResponseRecorder:
                 trainer.measure_exact_kl()
             except CannotRunError as error:
                 self.is_exact, self.note = False, f"the exact KL is not measured: {error}"
+        elif trainer.beta == 0:
+            self.note = (
+                "the trainer's beta is 0, so it loads no reference and no KL is measured; give its configuration a "
+                "beta, attach a monitor with a reference, or train with kleash's LeashedGRPOTrainer"
+            )
         self._batches: dict[str, GeneratedBatch] = {}
         self._responses: dict[str, list[Response]] = {"train": [], "eval": []}
         self._update_sums = (0, 0.0, 0)
