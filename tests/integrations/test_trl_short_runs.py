@@ -14,8 +14,6 @@ from kleash.auditing.targets.packages import quiet
 from kleash.errors import CannotRunError, ModelError, OptionError
 
 pytestmark = TRL_MARKS
-
-
 K1_REWARD = {"kl": "k1", "kl_place": "reward", "kl_scope": "sequence"}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
 

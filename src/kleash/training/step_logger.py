@@ -116,8 +116,8 @@ class StepLogger(AttachedCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Have the trainer log where it saves, evaluates or ends, so that a checkpoint is of a step that is written."""
-        is_last = state.global_step >= state.max_steps
-        control.should_log |= control.should_save or control.should_evaluate or is_last
+        ends = state.global_step >= state.max_steps
+        control.should_log |= control.should_save or control.should_evaluate or ends
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
