@@ -216,8 +216,6 @@ class StepLogger(AttachedCallback):
                 controller = self._callback(BetaController)  # which "tighten" requires
                 controller.controller = tightened(controller.controller, self.job)
                 self.trainer.beta = controller.controller.beta
-            case _:
-                pass
 
 
 class FolderLog(StepLogger):
