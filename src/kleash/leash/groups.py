@@ -162,8 +162,9 @@ def _labels(rewards: Tensor, groups: Tensor | int) -> Tensor:
                 f"{responses} responses in groups of {groups}; give a size of at least 2 that divides them"
             )
         return torch.arange(responses, device=rewards.device) // groups
-    label: Tensor = torch.unique(groups, return_inverse=True)[1]  # pyright: ignore[reportUnknownMemberType]
-    return label
+    ids, order = groups.sort()
+    label = torch.nn.functional.pad((ids[1:] != ids[:-1]).cumsum(0), (1, 0))[:responses]
+    return torch.empty_like(label).scatter(0, order, label)
 
 
 def _is_constant_group(rewards: Tensor, is_counted: Tensor, label: Tensor) -> Tensor:
