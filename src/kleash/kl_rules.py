@@ -152,29 +152,19 @@ def trainer_argument(field: str, value: object) -> str:
 class Rule:
     """A combination that does not have the gradient that it names, or that means nothing."""
 
+    place: str | None = None
+    """That of the terms which it may refuse; None for any."""
     applies: Callable[[TermSpec], bool]
     reason: Callable[[TermSpec, Spelling], str]
     """One sentence: what is wrong, then what to do."""
-
-
-def _is_reward(term: TermSpec) -> bool:
-    return term.place == "reward"
-
-
-def _is_loss(term: TermSpec) -> bool:
-    return term.place == "loss"
 
 
 def _is_biased(term: TermSpec) -> bool:
     return term.contract is not None and not term.contract.unbiased
 
 
-def _is_attached(term: TermSpec) -> bool:
-    return _is_loss(term) and term.gradient == "ratio_attached"
-
-
 def _is_backpropagated(term: TermSpec) -> bool:
-    return _is_loss(term) and term.gradient == "backpropagated" and term.contract is not None
+    return term.gradient == "backpropagated" and term.contract is not None
 
 
 def _backpropagated(term: TermSpec) -> str:
@@ -190,47 +180,54 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        applies=lambda t: _is_reward(t) and t.gradient != "none",
+        place="reward",
+        applies=lambda t: t.gradient != "none",
         reason=lambda t, say: (
             f"a reward is detached, so {say('gradient', t.gradient)} is never used; leave it out, or take "
             f"{say('place', 'loss')}"
         ),
     ),
     Rule(
-        applies=lambda t: _is_reward(t) and t.ratio != "none",
+        place="reward",
+        applies=lambda t: t.ratio != "none",
         reason=lambda t, say: (
             f"{say('ratio', t.ratio)} on a reward; it belongs on the policy loss that the reward enters"
         ),
     ),
     Rule(
-        applies=lambda t: _is_reward(t) and t.contract is None and t.credit == "own_token",
+        place="reward",
+        applies=lambda t: t.contract is None and t.credit == "own_token",
         reason=lambda t, say: (
             "the exact KL as a reward does not depend on the drawn token, so its gradient averages to zero on its own "
             f"token; take {say('place', 'loss')}, or {say('estimator', 'k1')} as the reward"
         ),
     ),
     Rule(
-        applies=lambda t: _is_reward(t) and t.contract is None and t.credit == "response",
+        place="reward",
+        applies=lambda t: t.contract is None and t.credit == "response",
         reason=lambda t, say: (
             "the exact KL as a reward of the whole response lacks the gradient of each token's own KL; take "
             f"{say('estimator', 'k1')}, or {say('place', 'loss')}"
         ),
     ),
     Rule(
-        applies=lambda t: _is_reward(t) and t.contract is not None and not t.contract.right_as_reward,
+        place="reward",
+        applies=lambda t: t.contract is not None and not t.contract.right_as_reward,
         reason=lambda t, say: (
             f"{t.estimator} as a reward does not have the gradient of {KL} in expectation; take "
             f"{say('estimator', 'k1')}, or {say('place', 'loss')}"
         ),
     ),
     Rule(
-        applies=lambda t: _is_reward(t) and t.follows != KL,
+        place="reward",
+        applies=lambda t: t.follows != KL,
         reason=lambda t, say: (
             f"a KL in the reward follows {KL}, not {t.follows}; take {say('place', 'loss')}"
         ),
     ),
     Rule(
-        applies=lambda t: _is_reward(t) and (t.scope == "token") != (t.credit == "own_token"),
+        place="reward",
+        applies=lambda t: (t.scope == "token") != (t.credit == "own_token"),
         reason=lambda t, say: (
             "a KL in the reward is credited to earlier tokens too, which is the gradient of the KL between responses; "
             f"take {say('scope', 'sequence')}, or {say('place', 'loss')}"
@@ -240,24 +237,28 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        applies=lambda t: _is_loss(t) and t.gradient == "none",
+        place="loss",
+        applies=lambda t: t.gradient == "none",
         reason=lambda t, say: (
             f"a loss without a gradient trains nothing; leave gradient out, or take {say('place', 'reward')}"
         ),
     ),
     Rule(
-        applies=lambda t: _is_loss(t) and t.contract is None and t.gradient == "score",
+        place="loss",
+        applies=lambda t: t.contract is None and t.gradient == "score",
         reason=lambda t, say: (
             "the exact KL has its own gradient and needs no score; take " + say("gradient", "backpropagated")
         ),
     ),
     Rule(
-        applies=lambda t: _is_loss(t) and not _is_backpropagated(t) and t.follows != KL,
+        place="loss",
+        applies=lambda t: not _is_backpropagated(t) and t.follows != KL,
         reason=lambda t, say: (
             f"{say('gradient', t.gradient)} follows {KL}, and {t.follows} was asked for; backpropagate k3"
         ),
     ),
     Rule(
+        place="loss",
         applies=lambda t: _is_backpropagated(t) and _backpropagated(t) == "zero",
         reason=lambda t, say: (
             f"{t.estimator} backpropagated trains nothing: its gradient averages to zero; take "
@@ -265,6 +266,7 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        place="loss",
         applies=lambda t: _is_backpropagated(t) and _backpropagated(t) != t.follows,
         reason=lambda t, say: (
             f"{t.estimator} backpropagated follows {_backpropagated(t)}, not {t.follows}; "
@@ -272,62 +274,71 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        applies=lambda t: _is_attached(t) and t.ratio == "none",
+        place="loss",
+        applies=lambda t: t.gradient == "ratio_attached" and t.ratio == "none",
         reason=lambda t, say: (
             f"{say('gradient', 'ratio_attached')} and no ratio; name the ratio, or take {say('gradient', 'score')}"
         ),
     ),
     Rule(
-        applies=lambda t: _is_attached(t) and t.cap is not None,
+        place="loss",
+        applies=lambda t: t.gradient == "ratio_attached" and t.cap is not None,
         reason=lambda t, say: (
             f"a ratio capped at {t.cap} has no gradient above it, where it is needed most; take "
             + say("gradient", "score")
         ),
     ),
     Rule(
-        applies=lambda t: _is_attached(t) and _is_biased(t),
+        place="loss",
+        applies=lambda t: t.gradient == "ratio_attached" and _is_biased(t),
         reason=lambda t, say: (
             f"rho * {t.estimator} with the ratio attached follows the mean of {t.estimator}, which is "
             f"not {KL}; take {say('gradient', 'score')}, whose ratio is a constant"
         ),
     ),
     Rule(
-        applies=lambda t: _is_attached(t) and (t.ratio == "token") != (t.scope == "token"),
+        place="loss",
+        applies=lambda t: t.gradient == "ratio_attached" and (t.ratio == "token") != (t.scope == "token"),
         reason=lambda t, say: (
             f"a ratio of level {t.ratio!r} that carries a gradient is of scope "
             f"{'token' if t.ratio == 'token' else 'sequence'!r}, not {t.scope!r}; change one of the two"
         ),
     ),
     Rule(
-        applies=lambda t: _is_loss(t) and t.ratio == "before" and t.contract is not None,
+        place="loss",
+        applies=lambda t: t.ratio == "before" and t.contract is not None,
         reason=lambda t, say: (
             f"{say('ratio', 'before')} leaves out the token that {t.estimator} was sampled from; "
             "take 'prefix', or the exact KL"
         ),
     ),
     Rule(
-        applies=lambda t: _is_loss(t) and t.scope == "sequence" and t.follows != KL,
+        place="loss",
+        applies=lambda t: t.scope == "sequence" and t.follows != KL,
         reason=lambda t, say: (
             f"{say('scope', 'sequence')} is known for {KL} only, and {t.follows} was asked for; take "
             + say("scope", "token")
         ),
     ),
     Rule(
-        applies=lambda t: _is_loss(t) and t.scope == "sequence" and t.ratio == "token",
+        place="loss",
+        applies=lambda t: t.scope == "sequence" and t.ratio == "token",
         reason=lambda t, say: (
             f"{say('scope', 'sequence')} with a ratio of level 'token' averages over the behaviour's prefixes, which "
             f"training does not move; take {say('ratio', 'prefix')}, or {say('scope', 'token')}"
         ),
     ),
     Rule(
-        applies=lambda t: _is_loss(t) and t.scope == "sequence" and _is_biased(t),
+        place="loss",
+        applies=lambda t: t.scope == "sequence" and _is_biased(t),
         reason=lambda t, say: (
             f"{say('scope', 'sequence')} makes the value of {t.estimator} part of the gradient of earlier tokens, and "
             f"its mean is not {KL}; take {say('estimator', 'exact')}, k1 or k3"
         ),
     ),
     Rule(
-        applies=lambda t: _is_loss(t) and t.scope == "sequence" and not t.sums_sequences,
+        place="loss",
+        applies=lambda t: t.scope == "sequence" and not t.sums_sequences,
         reason=lambda t, say: (
             f"{say('scope', 'sequence')} under {t.aggregation!r} divides each response by its own length, which its "
             "tokens decide too; take 'sequence_sum' or 'constant'"
@@ -348,4 +359,5 @@ def refusal(term: TermSpec, spelling: Spelling = spell_argument) -> str | None:
         value = getattr(term, field)
         if value not in values:
             return f"{field} is {value!r}; there are {', '.join(values)}"
-    return next((rule.reason(term, spelling) for rule in RULES if rule.applies(term)), None)
+    rules = (rule for rule in RULES if rule.place in (None, term.place))
+    return next((rule.reason(term, spelling) for rule in rules if rule.applies(term)), None)

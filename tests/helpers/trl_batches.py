@@ -123,6 +123,7 @@ def gradients(loss: Tensor, network: Any) -> list[Tensor]:
 
 
 def logged(trainer: Any, name: str) -> float:
-    """The mean of what was noted under ``name`` in training."""
+    """The mean of what was noted under ``name`` in training, as it is when the trainer logs."""
+    trainer._log_kl_rows()
     noted = trainer._metrics["train"][name]
     return sum(noted) / len(noted)

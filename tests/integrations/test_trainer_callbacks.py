@@ -288,9 +288,9 @@ def test_bounded_beta_step_is_logged(training, caplog):
 
 
 def test_resumed_controller_continues(training):
-    def run(until, resume):
+    def run(until, resume, target=0.2):
         trainer = training(Steered, max_steps=until, save_strategy="steps", save_steps=4)
-        start = PIDBeta(beta=0.5, target_nats=0.2)
+        start = PIDBeta(beta=0.5, target_nats=target)
         controller = BetaController(start, metric="kl").attach(trainer)
         trainer.train(resume_from_checkpoint=resume)
         return trainer, controller
@@ -302,6 +302,8 @@ def test_resumed_controller_continues(training):
     assert resumed.betas[0] == pytest.approx(whole.betas[2])
     logs = [[entry for entry in trainer.state.log_history if "beta" in entry] for trainer in (whole, resumed)]
     assert logs[0] == logs[1], "also the beta that follows from the checkpoint's step"
+    again, other = run(8, f"{whole.args.output_dir}/checkpoint-4", target=0.4)
+    assert other.controller.target_nats == 0.4 and again.betas[0] == resumed.betas[0]
 
 
 def test_controller_follows_the_monitor(training, folder):

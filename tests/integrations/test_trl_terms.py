@@ -378,6 +378,7 @@ def test_errors_are_clustered_by_prompt_over_all_ranks(trl, monkeypatch):
     labels = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 1, 3, 2, 0])
     token_kl = torch.rand(12, LENGTH, generator=draw) + labels[:, None] / 2
     mask = torch.rand(12, LENGTH, generator=draw) < 0.7
+    mask[3] = False
     token_kl[~mask] = torch.nan
     prompts = torch.stack([labels, labels, 7 + labels], -1)
     padded = torch.cat([torch.full((12, 2), 2), prompts], -1)
@@ -385,25 +386,24 @@ def test_errors_are_clustered_by_prompt_over_all_ranks(trl, monkeypatch):
     first = rows_by_prompt(token_kl[:6], mask[:6], prompts[:6], torch.ones(6, 3, dtype=torch.int64))
     second = rows_by_prompt(token_kl[6:], mask[6:], padded[6:], prompt_mask[6:])
     logs = {}
-    rank = SimpleNamespace(_log_metrics=lambda **metrics: logs.update(metrics), beta=0.5)
+    rank = SimpleNamespace(_log_metrics=lambda **metrics: logs.update(metrics), beta=0.5, _mode="eval")
+    rank._term, rank._kl_rows = SimpleNamespace(place="reward"), {"eval": first}
     monkeypatch.setattr("accelerate.utils.gather_object", lambda rows: [*rows, *second])
-    mean = KLMixin._log_kl_rows(rank, first)
-    assert mean == logs["kl/per_sequence"] == pytest.approx(token_kl[mask].sum().item() / 12, rel=1e-5)
+    KLMixin._log_kl_rows(rank)
+    rows = mask.any(-1)  # a response that is masked as a whole has no KL
+    mean = pytest.approx(token_kl[mask].sum().item() / int(rows.sum()), rel=1e-5)
+    assert logs["kl"] == logs["kl/per_sequence"] == mean and not rows.all()
     assert logs["kl/per_token"] == pytest.approx(token_kl[mask].mean().item(), rel=1e-5)
-    per_sequence, per_token = clustered_errors(token_kl.double().numpy(), mask.numpy(), labels.numpy())
+    columns = token_kl[rows].double().numpy(), mask[rows].numpy(), labels[rows].numpy()
+    per_sequence, per_token = clustered_errors(*columns)
     assert logs["kl/per_sequence_error"] == pytest.approx(per_sequence, rel=1e-5)
     assert logs["kl/per_token_error"] == pytest.approx(per_token, rel=1e-5)
 
 
-def test_the_error_of_an_update_is_that_of_all_its_micro_batches(grpo):
+def test_a_log_has_the_error_of_all_its_responses(grpo):
+    """Of the micro-batches and updates since the last log, and not a mean of their errors."""
     trainer = grpo(accumulate=2)
-    inputs = with_reference(trainer, batch())
-    trainer.accelerator.gradient_state._set_sync_gradients(False)
-    trainer._compute_loss(trainer.model, inputs)
-    assert "kl/per_sequence_error" not in trainer._metrics["train"]
-    trainer.accelerator.gradient_state._set_sync_gradients(True)
-    trainer._compute_loss(trainer.model, inputs)
-    whole = trainer._metrics["train"]["kl/per_sequence_error"]
-    trainer._compute_loss(trainer.model, inputs)
-    assert len(whole) == 2 and whole[0] > 0
-    assert whole[0] == pytest.approx(whole[1]), "the same responses twice are no more clusters"
+    for seed in (1, 2):  # each response is to a prompt of its own
+        trainer._compute_loss(trainer.model, with_reference(trainer, batch(seed=seed)))
+    nats = np.array([row[1] for row in trainer._kl_rows["train"]])
+    assert logged(trainer, "kl/per_sequence_error") == pytest.approx(nats.std(ddof=1) / 8**0.5)

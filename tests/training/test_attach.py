@@ -9,7 +9,7 @@ import kleash
 from kleash.cli import main
 from kleash.errors import OptionError, RunFolderError, UnknownNameError
 from kleash.integrations.trainer import BetaController, DriftMonitor
-from kleash.leash import PIDBeta
+from kleash.leash import FixedBeta, PIDBeta
 from kleash.models import Sampling
 from kleash.records import TrainingFolder, read_samples, read_steps
 from kleash.store import summarize
@@ -100,7 +100,9 @@ def test_trls_own_trainer_is_measured_by_k3_and_trains_as_without(trl, folder, t
         assert step.metrics["kl/k3_per_sequence"] > 0 and "kl/exact_per_token" not in step.metrics
 
 
-def test_plain_grpo_is_steered_by_k3(trl, folder, tmp_path):
+def test_plain_grpo_is_steered_by_k3(trl, folder, tmp_path, caplog):
+    kleash.attach(grpo(trl, folder, tmp_path, leashed=False, beta=0.0), out=tmp_path / "none")
+    assert "no reference and no KL is measured" in caplog.text
     trainer = grpo(trl, folder, tmp_path, leashed=False)
     moved(trainer.model, 0.1)
     kleash.attach(trainer, target_nats=1e-3, per="sequence", out=tmp_path / "run")
@@ -109,6 +111,27 @@ def test_plain_grpo_is_steered_by_k3(trl, folder, tmp_path):
     assert (
         first.metrics["kl/k3_per_sequence"] > 1e-3 and second.metrics["beta"] > first.metrics["beta"] == 0.3
     )
+
+
+@pytest.mark.parametrize("controller", ["fixed", FixedBeta(beta=0.3)])
+def test_masked_responses_have_no_kl_and_the_last_step_is_written(trl, folder, tmp_path, controller):
+    """All of them are truncated here; and the trainer logs every tenth step, of which there are two."""
+    trainer = grpo(trl, folder, tmp_path, mask_truncated_completions=True, logging_steps=10)
+    log = kleash.attach(trainer, target_nats=1.0, controller=controller, out=tmp_path / "run")
+    trainer.train()
+    (step,) = read_steps(tmp_path / "run")
+    assert step.step == log.result_of_run.steps == 2 and step.metrics["response/cut_share"] == 1
+    assert step.metrics["beta"] == 0.3 and step.metrics["kl/target"] == 1.0 and step.metrics["reward/score"]
+    assert "kl/exact_per_sequence" not in step.metrics
+
+
+def test_the_kl_in_the_reward_is_no_spread_of_scores(trl, folder, tmp_path):
+    more = {"kl": "k1", "kl_place": "reward", "reward_funcs": [lambda prompts, **_: [1.0] * len(prompts)]}
+    trainer = grpo(trl, folder, tmp_path, scale_rewards="none", more=more)
+    moved(trainer.model, 0.1)
+    kleash.attach(trainer, out=tmp_path / "run")
+    trainer.train()
+    assert [step.metrics["reward/zero_std_share"] for step in read_steps(tmp_path / "run")] == [1, 1]
 
 
 def test_reused_responses_show_the_kl_of_their_updates(trl, folder, tmp_path):
@@ -272,6 +295,7 @@ def test_controller_of_a_beta_that_prices_no_kl_is_refused(folder, tmp_path, kin
         ({"on_hacking": "tighten"}, OptionError, "doubles the beta of a controller; give target_nats"),
         ({"report_to": ("paper",)}, (OptionError, UnknownNameError), "paper"),
         ({"controller": "hope"}, UnknownNameError, "no beta controller is called 'hope'"),
+        ({"controller": "dual"}, OptionError, "the controller dual steers to a target; give target_nats"),
         (
             {"controller": PIDBeta(beta=0.1, target_nats=1.0), "target_nats": 2.0},
             OptionError,

@@ -78,6 +78,7 @@ CASES: dict[str, tuple[Callable[[int, Metrics], Metrics], str]] = {
         r"25 times the mean of the others over the last 3 steps, and 2 times before: .* --prompts"),
     "repetition": (lambda at, now: {"response/repetition": min(0.9, 0.05 * at)},
         r"have occurred in it before, and 1% had .* correct the --reward"),
+    "repetition of one response": (lambda at, now: {"response/distinct": 0.1}, r"only 10% of .*all alike"),
 }  # fmt: skip
 """Kind -> what its metrics are after a step, and what the sentence says."""
 
@@ -89,12 +90,11 @@ def test_each_fault_is_named_alone_with_its_number_and_what_to_change(kind: str)
     history = bent(
         healthy(60), 0, lambda at, now: {"kl/max_prompt": 2 * now["kl/exact_per_sequence"] / 17 * 16}
     )
-    alerts = [
-        (record.step, alert)
-        for record in played(bent(history, 40, change), HackingMonitor(target_nats=target))
-        for alert in record.alerts
-    ]
-    assert {alert.kind for _, alert in alerts} == {kind}
+    faulty, monitor = bent(history, 40, change), HackingMonitor(target_nats=target)
+    alerts = [(record.step, alert) for record in played(faulty, monitor) for alert in record.alerts]
+    twice = [each for record in faulty for each in (record, replace(record, metrics={"loss": 0.1}))]
+    assert said(twice, monitor) == said(faulty, monitor), "a step that draws no responses changes nothing"
+    assert {alert.kind for _, alert in alerts} == {kind.partition(" ")[0]}
     step, first = alerts[0]
     assert 40 < step <= 56
     assert re.search(words, first.sentence), first.sentence
@@ -181,16 +181,13 @@ def test_error_of_a_level_is_that_of_the_mean() -> None:
     assert np.mean(squares) == pytest.approx(noise.mean(1).var(), rel=0.15)
 
 
-def test_identical_responses_raise_repetition() -> None:
-    history = bent(healthy(60), 40, lambda at, now: {"response/distinct": 0.1})
-    assert [kind for _, kind in said(history)] == ["repetition", "repetition"]
-
-
 def test_target_per_token_is_compared_with_kl_per_token() -> None:
     history = bent(healthy(60), 40, lambda at, now: {"kl/exact_per_token": 0.5})
     monitor = HackingMonitor(target_nats=0.2, target_per="token")
     assert (43, "far_from_target") in said(history, monitor)
     assert said(history, HackingMonitor(target_nats=0.2 * 64, target_per="sequence")) == []
+    sampled = [replace(one, metrics={"kl/k3": one.metrics["kl/exact_per_token"]}) for one in history]
+    assert (43, "far_from_target") in said(sampled, monitor), "without an exact KL, by k3"
 
 
 def test_alert_repeats_after_eleven_steps_at_the_earliest() -> None:

@@ -77,6 +77,7 @@ def test_a_field_of_the_adapter_has_the_type_of_pefts(assignment: str, value: An
         (GRPOJob(), "beta=1", OptionError, "--set beta: --beta decides this; give that"),
         (GRPOJob(), "num_iterations=2", OptionError, "--epochs decides this"),
         (GRPOJob(), "sync_ref_model=true", OptionError, "it moves the reference"),
+        (GRPOJob(), "logging_first_step=true", OptionError, "a step of the run log is one log of the trainer"),
         (GRPOJob(), "use_liger_kernel=true", OptionError, "replaces layers of the policy and not of the reference"),
         (RLOOJob(), "top_p=.9", OptionError, "would not be samples of the policy"),
         (PPOJob(), "epsilon=1", OptionError, "a field of TRL, and ppo is kleash's own; it takes fields of its LoRA"),
@@ -294,6 +295,8 @@ def test_held_out_prompts_are_answered_and_measured(steps: Any, tmp_path: Path) 
     assert {sample.sample.prompt for sample in read_samples(steps.out)} == {"the sea was"}
     with pytest.raises(OptionError, match=r"--set eval_strategy needs what is held out: --eval-prompts"):
         steps("eval_strategy=steps")
+    with pytest.raises(OptionError, match=r"--set eval_steps counts updates, and a step has 2 \(--epochs\)"):
+        steps("eval_steps=3", epochs=2, **more)
 
 
 def test_what_trl_refuses_is_one_sentence(steps: Any) -> None:

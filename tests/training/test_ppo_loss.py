@@ -60,7 +60,7 @@ class Plain:
                 rewards[-1] += float(score)
                 if job.kl_place == "reward":
                     for t in range(length):
-                        later = exact[t + 1] if t + 1 < length else 0.0
+                        later = job.gamma * exact[t + 1] if t + 1 < length else 0.0
                         rewards[t] -= beta * (u[t] if job.kl == "k1" else later)
                 gae, running = [0.0] * length, 0.0
                 for t in reversed(range(length)):

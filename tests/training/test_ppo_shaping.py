@@ -126,6 +126,9 @@ def test_expected_update_is_gradient_of_reward_minus_beta_kl(kl_name, place, sco
     world = World()
     found = world.expected(job_of(kl_name, place, scope))
     torch.testing.assert_close(found, world.right, rtol=0, atol=1e-12)
+    if place == "reward":  # k1 is discounted as any reward is, and the exact KL is its expectation
+        found, k1 = (world.expected(job_of(name, place, scope, gamma=0.8)) for name in (kl_name, "k1"))
+        torch.testing.assert_close(found, k1, rtol=0, atol=1e-12)
 
 
 def test_token_scope_ignores_effect_on_later_kl():

@@ -264,11 +264,3 @@ def test_an_error_in_a_trainer_of_trl_names_the_row_and_the_line(
     with pytest.raises(error) as caught:
         function(completions=["x", "y"], completion_ids=[[1], [2]], **{PROMPT_COLUMN: [1, 2]})
     assert said in str(caught.value)
-
-
-def test_of_texts_accepts_columns(here: Path) -> None:
-    rewards = load_rewards(["graded:exact"])
-    columns = {"answer": [1, None], "tests": [0, 0], "only": ["", ""]}
-    assert rewards.of_texts(["a", "b"], ["c", "d"], columns).total.tolist() == [1, 0]
-    with pytest.raises(CannotRunError, match=r"the reward graded:exact raises TypeError: .*'answer'"):
-        rewards.of_texts(["a"], ["b"])

@@ -141,12 +141,6 @@ def test_a_resumed_run_has_ended_only_at_an_alert_that_acts(acts: bool, tmp_path
     assert StepLogger(job, RunLog(tmp_path, job)).was_stopped(1) is acts
 
 
-def test_new_run_discards_earlier_steps(tmp_path: Path) -> None:
-    play(run_log_of(tmp_path), healthy(3))
-    run_log = run_log_of(tmp_path)
-    assert run_log.history == [] and read_steps(tmp_path) == ()
-
-
 def test_tensorboard_logs_every_step_under_requested_names(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -199,7 +199,9 @@ def test_step_metrics_match_dense_kl_and_entropy_of_its_responses(trl, folder, t
     trainer = make(getattr(trl, f"Leashed{kind}"), config, str(folder), tmp_path, config_of=settings, **asked)
     trainer.reward_weights[0] = 2.0
     moved(trainer.model, 0.2)
-    recorder = trl.Recorder(trainer)
+    from kleash.training.with_trl import response_recorder
+
+    recorder = response_recorder.ResponseRecorder(trainer)
     inputs = [{"prompt": "the sea was"}] * 2 + [{"prompt": "she counted"}] * 2
     seen = []
     trainer._calculate_rewards = spying(trainer._calculate_rewards, seen)
@@ -213,6 +215,7 @@ def test_step_metrics_match_dense_kl_and_entropy_of_its_responses(trl, folder, t
         trainer.accelerator.gradient_state._set_sync_gradients(half == (2, 1))
         trainer._compute_loss(trainer.model, micro)
     assert count() == 2, "a pass of the policy for each micro-batch, and no other"
+    recorder._add_metrics()
     found = {name: values[-1] for name, values in trainer._metrics["train"].items()}
     mask = output["completion_mask"].bool()
     kl = torch.where(mask, (logp.exp() * (logp - logq)).sum(-1), 0.0)
@@ -238,6 +241,8 @@ def test_step_metrics_match_dense_kl_and_entropy_of_its_responses(trl, folder, t
     ended = [1 in row[keep].tolist() for row, keep in zip(output["completion_ids"], mask, strict=True)]
     assert found["response/cut_share"] == 1 - sum(ended) / 4
     assert recorder.pop_samples() == []
+    turns = [{"role": "assistant", "content": None}, {"role": "tool", "content": "7 7"}, {"content": "seven"}]
+    assert response_recorder._text(turns) == "\nseven"
 
 
 def spying(function, seen):

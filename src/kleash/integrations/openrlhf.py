@@ -224,4 +224,10 @@ def _save_with_controller(
 
 def _restore_with_controller(restore: Callable[..., None], trainer: Any, checkpoint_states: Any) -> None:
     restore(trainer, checkpoint_states)
-    trainer.kl_ctl.load_state((checkpoint_states or {}).get(STATE, {}))
+    states, controller = checkpoint_states or {}, trainer.kl_ctl
+    if STATE not in states and states.get("global_step") and not isinstance(controller.leash, FixedBeta):
+        warnings.warn(
+            f"the checkpoint has no state of a KL controller, so it begins anew at {controller.value}",
+            stacklevel=2,
+        )
+    controller.load_state(states.get(STATE, {}))

@@ -11,7 +11,7 @@ from kleash.leash.controller_base import LARGEST_EXPONENT, TargetController
 from kleash.leash.controllers import DualBeta, FixedBeta, Leash, PIDBeta, ZieglerBeta
 from kleash.registry import look_up
 
-STATE_FIELDS = ("beta", "levels", "variance", "noise")
+STATE_FIELDS = ("beta", "levels", "variance", "noise", "event")
 """The fields of a controller that measurements change; the others are its configuration."""
 
 CONTROLLERS: Mapping[str, type[Leash]] = MappingProxyType(
@@ -49,6 +49,18 @@ def beta_from_dict(record: Mapping[str, Any]) -> Leash:
         raise OptionError(f"fields of {controller_class.__name__} are missing: {error}; give them") from error
 
 
+def with_state(leash: Leash, saved: Mapping[str, Any]) -> Leash:
+    """The controller with the beta and the measured levels of a saved one; bounds, target and gains are its own.
+
+    Args:
+        leash: the controller.
+        saved: the result of ``to_dict`` of the saved one, or an empty mapping.
+    """
+    settings = leash.to_dict()
+    state = {name: saved[name] for name in STATE_FIELDS if name in saved.keys() & settings}
+    return beta_from_dict(settings | state)
+
+
 class StatefulController:
     """A mutable wrapper around a beta controller, for frameworks that keep one object and update it in place.
 
@@ -82,10 +94,8 @@ class StatefulController:
         Args:
             saved: the result of ``leash.to_dict()``, or an empty mapping. A fixed beta is not restored.
         """
-        settings = self.leash.to_dict()
-        if settings["kind"] != "fixed":
-            state = {name: saved[name] for name in STATE_FIELDS if name in saved.keys() & settings}
-            self.leash = beta_from_dict(settings | state)
+        if not isinstance(self.leash, FixedBeta):
+            self.leash = with_state(self.leash, saved)
 
 
 def beta_reason(before: Leash, after: Leash, measured_nats: SupportsFloat) -> str | None:

@@ -15,7 +15,7 @@ from kleash.estimators import ESTIMATORS, Estimator, importance_weights
 from kleash.estimators.weights import effective_sample_size
 from kleash.masking import as_mask
 from kleash.precision import at_least_float32
-from kleash.registry import look_up, require_choice
+from kleash.registry import look_up, require_at_least, require_choice
 
 Over = Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]
 OVER: tuple[Over, ...] = ("token", "sequence_sum", "sequence_mean", "sequence_max")
@@ -298,13 +298,13 @@ def binary_divergence_mask(
 
     Raises:
         ShapeError: if the tensors do not fit together.
-        OptionError: if ``most`` is not a number of at least 0, or there is no such divergence.
+        OptionError: if ``most`` is not a finite number of at least 0, or there is no such divergence.
 
     References:
         Qi et al., "Rethinking the Trust Region in LLM Reinforcement Learning" (2026),
         https://arxiv.org/abs/2602.04879
     """
-    _require_bound(most)
+    require_at_least(0.0, most=most)
     is_counted, log_ratio = counted_log_ratio(token_logp, behaviour_logp, mask)
     p, b = (torch.where(is_counted, x.detach(), 0.0) for x in (token_logp, behaviour_logp))
     divergences = binary_divergence(p, b, divergence)
@@ -345,13 +345,13 @@ def off_policy_sequence_mask(
 
     Raises:
         ShapeError: if the tensors do not fit together.
-        OptionError: if ``most`` is not a number of at least 0.
+        OptionError: if ``most`` is not a finite number of at least 0.
 
     References:
         DeepSeek-AI, "DeepSeek-V3.2: Pushing the Frontier of Open Large Language Models" (2025),
         https://arxiv.org/abs/2512.02556
     """
-    _require_bound(most)
+    require_at_least(0.0, most=most)
     is_counted, log_ratio = counted_log_ratio(token_logp, behaviour_logp, mask)
     within_bound = -log_ratio.sum(-1) / is_counted.sum(-1) <= most
     if advantages.ndim == 1:
@@ -429,9 +429,3 @@ def _per_token(advantages: Tensor, is_counted: Tensor) -> Tensor:
     advantages = advantages.detach()
     per_token = advantages if advantages.ndim == 2 else advantages.unsqueeze(-1).expand(is_counted.shape)
     return torch.where(is_counted, per_token, 0.0)
-
-
-def _require_bound(most: float) -> None:
-    """Raise OptionError unless the bound is at least 0."""
-    if not most >= 0:
-        raise OptionError(f"most is {most}; give a divergence of at least 0")

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from kleash.errors import OptionError
 from kleash.jobs.options import checked_option
 from kleash.jobs.train import TrainJob
-from kleash.leash import CONTROLLERS, Leash
+from kleash.leash import CONTROLLERS, Leash, PIDBeta
 from kleash.registry import look_up
+from kleash.training.job_schedule import controller_of
 from kleash.training.run_log import LogOptions
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def attach(
     from kleash.training.step_logger import FolderLog
 
     _check(trainer, on_hacking, report_to)
-    if target_nats is not None and not isinstance(controller, str):
+    if target_nats is not None and getattr(controller, "target_nats", None) is not None:
         raise OptionError(f"a {type(controller).__name__} has a target of its own; leave target_nats out")
     drift_monitor = _drift_monitor(monitor, reference)
     algorithm = _algorithm(trainer)
@@ -103,7 +104,7 @@ def attach(
             "on_hacking='tighten' doubles the beta of a controller; give target_nats, or another response"
         )
     options = LogOptions(
-        target_nats=None if leash is None else leash.target_nats,
+        target_nats=target_nats or getattr(leash, "target_nats", None),
         target_per=per if leash is None else leash.per,
         beta_max=getattr(leash, "beta_max", LogOptions.beta_max),
         on_hacking=on_hacking,
@@ -177,14 +178,17 @@ def _leash(trainer: Any, controller: str | Leash, target_nats: float | None, per
     """The controller in its initial state; None without a target."""
     if not isinstance(controller, str):
         return controller
-    kind: Any = look_up(CONTROLLERS, controller, "beta controller")
+    look_up(CONTROLLERS, controller, "beta controller")
     if target_nats is None:
+        if controller not in ("pid", "fixed"):  # the default, and what does nothing
+            raise OptionError(f"the controller {controller} steers to a target; give target_nats")
         return None
     beta = trainer.beta or 1.0  # BetaController refuses a beta of 0
-    bounds = {}
-    if controller != "fixed":
-        bounds = {"beta_max": max(kind.beta_max, beta), "beta_min": min(kind.beta_min, beta)}
-    return kind(beta=beta, target_nats=target_nats, per=per, **bounds)
+    bounds = {
+        "beta_max": max(PIDBeta.beta_max, beta),
+        "beta_min": min(PIDBeta.beta_min, beta),
+    }
+    return controller_of(controller, {"beta": beta, "target_nats": target_nats, "per": per, **bounds})
 
 
 def _require_price(trainer: Any, algorithm: str, monitor: "DriftMonitor | None") -> None:

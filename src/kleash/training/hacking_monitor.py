@@ -5,7 +5,7 @@ The thresholds were chosen on simulated runs and judged on others: ``benchmarks/
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
 from typing import NamedTuple
@@ -15,6 +15,13 @@ from kleash.store import HackingAlert, StepRecord
 
 CHARACTERS_IN_A_WORD = 20
 """Average length of words above which a text is taken to be written without spaces."""
+OF_RESPONSES = {"reward/score", "response/length", "kl/exact_per_sequence", "kl/exact_per_token", "kl/k3"}
+"""Metrics of which a step has one if responses were drawn in it."""
+KL_METRICS = {
+    "sequence": ("kl/exact_per_sequence", "kl/k3_per_sequence"),
+    "token": ("kl/exact_per_token", "kl/k3"),
+}
+"""Unit of a target -> the metrics of the KL: exact, and where it is not measured."""
 History = Sequence[StepRecord]
 
 
@@ -86,14 +93,15 @@ class HackingMonitor:
     """Share of different three-word runs below which responses are all alike, if it also halved."""
 
     def check(self, history: History) -> tuple[HackingAlert, ...]:
-        """The alerts after the last step of ``history``; none with fewer than ``steps`` steps.
+        """The alerts after the last step of ``history``; none with fewer than ``steps`` steps that draw responses.
 
         Args:
             history: all steps of a run so far, with their alerts.
         """
+        history = drawing_steps(history)
         if len(history) < self.steps:
             return ()
-        recent = {alert.kind for record in history[-self.silence - 1 : -1] for alert in record.alerts}
+        recent = {alert.kind for record in history[-self.silence - 1 :] for alert in record.alerts}
         checks: tuple[tuple[str, Callable[[History], str | None], bool], ...] = (
             ("update_too_large", self._update_too_large, True),
             ("far_from_target", self._far_from_target, True),
@@ -190,7 +198,7 @@ class HackingMonitor:
         if self.target_nats is not None or len(history) < 2 * half:
             return None
         before, after = history[-2 * half : -half], history[-half:]
-        kl_before, kl_after = (level(part, "kl/exact_per_token").value for part in (before, after))
+        kl_before, kl_after = (level(part, _kl_name(part, "token")).value for part in (before, after))
         if not (kl_after > self.runaway_nats and kl_after > self.runaway_growth * kl_before):
             return None
         rise = level(after, "reward/score").minus(level(before, "reward/score"))
@@ -316,17 +324,38 @@ class HackingMonitor:
 
     def _kl(self, records: History) -> Level:
         """The KL in the unit of the target."""
-        return level(records, f"kl/exact_per_{self.target_per}")
+        return level(records, _kl_name(records, self.target_per))
 
     def _filtered_kl(self, history: History) -> list[float]:
         """The KL after each step by the filter of the beta controllers; NaN where it was not measured."""
-        name, filtered = f"kl/exact_per_{self.target_per}", []
+        name, filtered = _kl_name(history, self.target_per), []
         controller = PIDBeta(beta=1.0, target_nats=self.target_nats or math.nan)
         for record in history:
             kl = record.metrics.get(name, math.nan)
             controller = controller.after(kl, standard_error=record.metrics.get(f"{name}_error"))
             filtered.append(math.nan if math.isnan(kl) else math.exp(controller.levels[0]))
         return filtered
+
+
+def drawing_steps(history: History) -> list[StepRecord]:
+    """The steps that draw responses, each with metrics and alerts of those until the next, which learn from them again.
+
+    Further passes over responses, and steps between two measurements of a DriftMonitor, draw none.
+    """
+    steps: list[StepRecord] = []
+    for record in history:
+        if steps and not record.metrics.keys() & OF_RESPONSES:
+            last = steps.pop()
+            metrics, alerts = {**last.metrics, **record.metrics}, (*last.alerts, *record.alerts)
+            record = replace(record, metrics=metrics, alerts=alerts)
+        steps.append(record)
+    return steps
+
+
+def _kl_name(records: History, per: str) -> str:
+    """The metric of the KL that the last of some steps has: the exact one if there are both."""
+    exact, sampled = KL_METRICS[per]
+    return exact if exact in records[-1].metrics else sampled
 
 
 def _excess_of_worst_prompt(record: StepRecord) -> float:

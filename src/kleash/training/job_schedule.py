@@ -1,5 +1,6 @@
 """What a job prescribes for each step: its prompts, and the beta controller."""
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import lru_cache
 from random import Random
@@ -7,6 +8,7 @@ from typing import Any
 
 from kleash.jobs.train import RewardJob
 from kleash.leash import CONTROLLERS, Leash
+from kleash.registry import look_up
 
 
 def prompt_indices(num_prompts: int, positions: range, seed: int) -> list[int]:
@@ -23,10 +25,19 @@ def _epoch_order(num_prompts: int, epoch: int, seed: int) -> list[int]:
 
 
 def leash_of(job: RewardJob) -> Leash:
-    """The controller of a job in its initial state: its fields are the job's options of the same names."""
-    kind: Any = CONTROLLERS[job.controller]
-    options = {each.name: getattr(job, each.name) for each in fields(kind) if hasattr(job, each.name)}
-    return kind(**options, per=job.target_per)
+    """The controller of a job in its initial state."""
+    return controller_of(job.controller, {**vars(job), "per": job.target_per})
+
+
+def controller_of(name: str, options: Mapping[str, Any]) -> Leash:
+    """The controller called ``name``, with those of the options that are its fields.
+
+    Raises:
+        UnknownNameError: if there is no such controller.
+        OptionError: if an option is out of range.
+    """
+    kind: Any = look_up(CONTROLLERS, name, "beta controller")
+    return kind(**{each.name: options[each.name] for each in fields(kind) if each.name in options})
 
 
 def tightened(leash: Leash, job: Any) -> Leash:

@@ -67,6 +67,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "have a KL above 0",
         "logging_steps": _LOGS,
         "logging_strategy": _LOGS,
+        "logging_first_step": _LOGS,
         "logging_nan_inf_filter": "a loss that is NaN would be written as 0",
         "remove_unused_columns": "rewards read the columns of the prompts",
         "save_only_model": _RESUMED,
@@ -142,6 +143,11 @@ def trl_config(job: TrainJob, **arguments: Any) -> Any:
     if settings.get("eval_strategy", "no") != "no" and not held_out:
         raise OptionError(
             "--set eval_strategy needs what is held out: --eval-prompts (grpo and rloo) or --eval-pairs (dpo)"
+        )
+    updates = settings.get("num_iterations", 1)
+    if updates > 1 and (settings.get("eval_steps") or 0) % updates:
+        raise OptionError(
+            f"--set eval_steps counts updates, and a step has {updates} (--epochs); give a multiple"
         )
     try:
         return getattr(import_extra("trl", "trl"), CONFIGURATIONS[job.algorithm])(**settings)

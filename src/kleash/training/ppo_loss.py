@@ -64,7 +64,7 @@ def learning_signals(scored: Scored, job: PPOJob, beta: float) -> LearningSignal
 
     | kl_place, kl_scope, kl | rewards | added to the advantages |
     | reward, sequence, k1 | -beta k1_t, score at the end | |
-    | reward, sequence, exact | -beta D_t+1, score at the end | |
+    | reward, sequence, exact | -beta gamma D_t+1, score at the end | |
     | loss, sequence | score at the end | -beta (sum of D_j, j > t, minus the mean over the other responses) |
     | loss, token | score at the end | |
 
@@ -83,7 +83,7 @@ def learning_signals(scored: Scored, job: PPOJob, beta: float) -> LearningSignal
     )
     token_kl = torch.where(scored.mask, token_kl, 0.0)
     next_kl = torch.where(scored.mask, pad(token_kl[:, 1:], (0, 1)), 0.0)
-    penalised_kl = token_kl if job.kl == "k1" else next_kl
+    penalised_kl = token_kl if job.kl == "k1" else job.gamma * next_kl
     reward_beta = beta if job.kl_place == "reward" else 0.0
     gae = generalised_advantages(
         shape_rewards(scored.scores, penalised_kl, scored.mask, beta=reward_beta),

@@ -33,15 +33,16 @@ class Response:
     """Whether it ends without an end token."""
     tokens: dict[str, Float[np.ndarray, " tokens"]]
     """Columns with a number for each token: "token_logp" and "entropy", where they are known "token_logq" and the exact
-    "token_kl", and others of the trainer."""
+    "token_kl", and others of the trainer. Without tokens if the response is masked as a whole (TRL's
+    ``mask_truncated_completions``): it then has rewards alone."""
     prompt: str
     response: str
 
     @property
     def kl(self) -> float:
         """The exact KL(policy || reference), summed over its tokens; NaN where it is not known."""
-        token_kl = self.tokens.get("token_kl")
-        return float("nan") if token_kl is None else float(token_kl.sum())
+        token_kl = self.tokens.get("token_kl", np.empty(0))
+        return float(token_kl.sum()) if len(token_kl) else float("nan")
 
 
 def gather_object(parts: list[Any]) -> list[Any]:
@@ -61,35 +62,42 @@ def response_metrics(responses: Sequence[Response], beta: float) -> dict[str, fl
         responses: all responses of a step, of all processes.
         beta: coefficient of the KL, for ``reward/adjusted``.
     """
-    clusters = np.array([response.prompt_hash for response in responses])
-    lengths = np.array([len(response.tokens["entropy"]) for response in responses])
-    columns = responses[0].tokens
+    counted = [response for response in responses if len(response.tokens["entropy"])]
     return {
-        **_reward_metrics(responses, clusters, beta),
-        **(_exact_metrics(responses, clusters, lengths) if "token_kl" in columns else {}),
-        **(_sampled_metrics(responses, clusters, lengths) if "token_logq" in columns else {}),
-        "policy/entropy": float(column_of(responses, "entropy").mean()),
-        "response/length": float(lengths.mean()),
-        "response/prompts": float(len(set(clusters))),
+        **_reward_metrics(responses, beta),
+        **(_token_metrics(counted) if counted else {}),
+        "response/prompts": float(len({response.prompt_hash for response in responses})),
         "response/cut_share": float(np.mean([response.is_truncated for response in responses])),
     }
 
 
-def _reward_metrics(responses: Sequence[Response], clusters: np.ndarray, beta: float) -> dict[str, float]:
+def _token_metrics(responses: Sequence[Response]) -> dict[str, float]:
+    """Metrics of responses with tokens: lengths, entropy, and KL as far as it is known."""
+    clusters = np.array([response.prompt_hash for response in responses])
+    lengths = np.array([len(response.tokens["entropy"]) for response in responses])
+    columns = responses[0].tokens
+    return {
+        **(_exact_metrics(responses, clusters, lengths) if "token_kl" in columns else {}),
+        **(_sampled_metrics(responses, clusters, lengths) if "token_logq" in columns else {}),
+        "policy/entropy": float(column_of(responses, "entropy").mean()),
+        "response/length": float(lengths.mean()),
+    }
+
+
+def _reward_metrics(responses: Sequence[Response], beta: float) -> dict[str, float]:
     """Metrics of the responses that have a reward; none if no response has one."""
-    scores = np.array([response.score for response in responses])
-    has_score = ~np.isnan(scores)
-    if not has_score.any():
+    scored = [response for response in responses if not np.isnan(response.score)]
+    if not scored:
         return {}
-    sums = np.array([response.kl for response in responses])
-    score = clustered_mean(scores[has_score], clusters[has_score], unit="none")
-    has_kl = not beta or "token_kl" in responses[0].tokens
-    adjusted = float((scores - (beta * sums if beta else 0.0))[has_score].mean())
+    scores = np.array([response.score for response in scored])
+    score = clustered_mean(scores, np.array([response.prompt_hash for response in scored]), unit="none")
+    adjusted = scores - np.array([beta * response.kl if beta else 0.0 for response in scored])
+    has_kl = ~np.isnan(adjusted)
     return {
         "reward/score": score.value,
         "reward/score_error": score.standard_error,
-        "reward/score_std": float(scores[has_score].std(ddof=1)) if has_score.sum() > 1 else float("nan"),
-        **({"reward/adjusted": adjusted} if has_kl else {}),
+        "reward/score_std": float(scores.std(ddof=1)) if len(scores) > 1 else float("nan"),
+        **({"reward/adjusted": float(adjusted[has_kl].mean())} if has_kl.any() else {}),
         **{
             f"{PART}{name}": _mean(responses, name)
             for name in responses[0].parts

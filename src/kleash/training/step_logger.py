@@ -115,8 +115,9 @@ class StepLogger(AttachedCallback):
             self._logged["beta"] = controller.controller.beta
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Have the trainer log where it saves or evaluates: a checkpoint is of a step that is written."""
-        control.should_log = control.should_log or control.should_save or control.should_evaluate
+        """Have the trainer log where it saves, evaluates or ends, so that a checkpoint is of a step that is written."""
+        ends = state.global_step >= state.max_steps
+        control.should_log |= control.should_save or control.should_evaluate or ends
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
@@ -138,7 +139,7 @@ class StepLogger(AttachedCallback):
         self.step = state.global_step // self.trl_steps_per_step
         if not abs(logs["loss"]) < float("inf"):
             raise NonFiniteError(
-                f"the loss of step {self.step} is {logs['loss']}; lower --learning-rate, or look at the last "
+                f"the loss of step {self.step} is {logs['loss']}; lower the learning rate, or look at the last "
                 f"checkpoint in {args.output_dir}"
             )
         self._awaits_evaluation = control.should_evaluate
@@ -215,8 +216,6 @@ class StepLogger(AttachedCallback):
                 controller = self._callback(BetaController)  # which "tighten" requires
                 controller.controller = tightened(controller.controller, self.job)
                 self.trainer.beta = controller.controller.beta
-            case _:
-                pass
 
 
 class FolderLog(StepLogger):
@@ -266,12 +265,11 @@ class FolderLog(StepLogger):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the result and the report, on rank 0."""
-        if self.run_log is None or not self.run_log.history:
-            return
-        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        policy = str(checkpoint) if checkpoint.is_dir() else ""
-        result = self.result(self.algorithm, policy=policy, out=str(self.folder.root))
-        self.result_of_run = finish(self.folder, self.run_log, result)
+        if self.run_log is not None and self.run_log.history:
+            checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            policy = str(checkpoint) if checkpoint.is_dir() else ""
+            result = self.result(self.algorithm, policy=policy, out=str(self.folder.root))
+            self.result_of_run = finish(self.folder, self.run_log, result)
         self._open.close()
 
 

@@ -6,7 +6,8 @@ from typing import Any
 from kleash.errors import OptionError
 from kleash.integrations.trainer.callback import AttachedCallback
 from kleash.integrations.trainer.compat import ExportableState
-from kleash.leash import Leash, beta_from_dict, beta_reason
+from kleash.leash import Leash, beta_reason
+from kleash.leash.controller_state import with_state
 
 LOG = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class BetaController(AttachedCallback, ExportableState):
         super().on_train_begin(args, state, control, **more)
         saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if state.global_step > 0 and isinstance(saved, dict):
-            self.controller = beta_from_dict(saved["attributes"]["controller"])
+            self.controller = with_state(self.controller, saved["attributes"]["controller"])
             self.since = saved["attributes"]["since"]
             setattr(self.trainer, self.attribute, self.controller.beta)
 

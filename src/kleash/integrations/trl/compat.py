@@ -8,7 +8,7 @@ one that is missing is a ``CannotRunError`` that names it.
 | ``_get_per_token_logps_and_entropies`` | forward passes of policy and reference, whose hidden states are captured |
 | ``_generate_and_score_completions`` | keeping the reference's pass; the penalty in the reward |
 | ``_compute_loss`` | adding the KL term to TRL's loss; the entropy of distillation |
-| ``_calculate_rewards``, ``_generate`` | the order of rewards; the mask of tool tokens |
+| ``_calculate_rewards`` | which responses have a reward |
 | ``is_async_callable`` | rewards whose results are checked |
 | transformers' ``_get_logits_processor`` | the log-probabilities of generation (``RolloutDump``) |
 | ``_metrics`` (not checked: set by the trainer's ``__init__``) | logging |
@@ -42,7 +42,6 @@ require_attributes(
         }.items()
     }
     | {
-        f"{GRPO}._generate": ("prompts",),
         "trl.trainer.distillation_trainer:DistillationTrainer._compute_loss": ("inputs",),
         "transformers:GenerationMixin._get_logits_processor": (),
         "trl.trainer.utils:is_async_callable": ("func",),

@@ -40,8 +40,6 @@ class ForwardPass:
     """Log-probabilities of the response tokens, at the training temperature."""
     hidden: Float[Tensor, "batch time dim"] | None
     """Final hidden states at the positions that predict the response tokens, with gradient; None if not captured."""
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    """Positional and keyword arguments after the model, to repeat the pass."""
 
 
 class ForwardCapture(MIXIN):
@@ -135,7 +133,7 @@ class ForwardCapture(MIXIN):
         # TRL multiplies by the mask, and attention may give NaN at padding.
         is_counted = attention_mask[:, -logits_to_keep:].bool()
         result = (torch.where(is_counted, result[0], 0.0), *result[1:])
-        self._passes.append(ForwardPass(logp=result[0], hidden=hidden, arguments=(args, kwargs)))
+        self._passes.append(ForwardPass(logp=result[0], hidden=hidden))
         return result
 
     def _forward_pass(self, output: dict[str, Any], *, reference: bool, hidden: bool) -> ForwardPass:

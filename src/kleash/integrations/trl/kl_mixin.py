@@ -17,6 +17,7 @@ from kleash.integrations.trl.forward_capture import ForwardCapture, ForwardPass
 from kleash.integrations.trl.sampling_settings import require_policy_samples
 from kleash.integrations.trl.terms import LOSS_TYPES, UpdateSize, kl_term
 from kleash.kl_rules import default_scope
+from kleash.leash import group_advantages
 from kleash.linear import Head, LinearLoss, LinearOptions, linear_kl, linear_kl_loss
 from kleash.losses import future_kl_loss
 from kleash.sources.sequences import hash_tokens
@@ -41,10 +42,10 @@ def rows_by_prompt(
     prompt_ids: Integer[Tensor, "batch prompt"],
     prompt_mask: Integer[Tensor, "batch prompt"],
 ) -> list[ResponseKL]:
-    """The KL of each response with its prompt; masked values are not read."""
+    """The KL of each response with its prompt; masked values are not read, and a response without tokens has no KL."""
     nats, tokens = torch.where(mask, token_kl, 0.0).sum(-1).tolist(), mask.sum(-1).tolist()
-    prompts = prompt_hashes(prompt_ids, prompt_mask)
-    return list(zip(prompts, nats, tokens, strict=True))
+    rows = zip(prompt_hashes(prompt_ids, prompt_mask), nats, tokens, strict=True)
+    return [row for row in rows if row[-1]]
 
 
 def prompt_hashes(
@@ -117,7 +118,7 @@ class KLMixin(ForwardCapture):
             check_order_of(name, function)
             for name, function in zip(self.reward_func_names, self.reward_funcs, strict=True)
         ]
-        self._kl_rows: list[ResponseKL] = []
+        self._kl_rows: dict[str, list[ResponseKL]] = {"train": [], "eval": []}
         self._linear_options = linear_options
         self._term = kl_term(
             kl=kl,
@@ -171,6 +172,30 @@ class KLMixin(ForwardCapture):
             output[REFERENCE_HIDDEN] = reference.hidden
             self._store_reference_head()
 
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
+        """TRL's rewards of the responses of all processes, of which those without a reward are remembered."""
+        rewards = super()._calculate_rewards(*args, **kwargs)
+        self._is_scored = ~rewards.isnan().all(-1)
+        return rewards
+
+    def _charge_advantages(self, output: dict[str, Any], policy_logp: Tensor) -> None:
+        """Subtract beta times the KL of each response, the sum of k1, from its reward, in the advantages of a batch.
+
+        They are linear in the rewards: the reward minus the mean of its group, in RLOO of the others in its group.
+        """
+        mask = response_mask(output)
+        per_token = self._term.per_token(policy_logp, output[REFERENCE_LOGP], mask)
+        rows = rows_by_prompt(per_token, mask, output["prompt_ids"], output["prompt_mask"])
+        self._kl_rows[self._mode] += rows
+        kl = self.accelerator.gather(per_token.sum(-1))
+        size = self.num_generations if self.model.training else self.num_generations_eval
+        scored = self._is_scored.view(-1, size)
+        is_compared = (scored & (scored.sum(-1, keepdim=True) > 1)).flatten()
+        groups = torch.arange(len(kl), device=kl.device) // size
+        excess = group_advantages(kl, groups, is_compared, corrected=self._loss_type == "rloo")
+        first = self.accelerator.process_index * len(mask)
+        output["advantages"] = output["advantages"] - self.beta * excess[first : first + len(mask)]
+
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """TRL's loss without a KL, and the KL of the micro-batch times beta."""
         with self._parent_beta(0.0), self._record_passes(hidden=self._captures) as passes:
@@ -187,10 +212,8 @@ class KLMixin(ForwardCapture):
         # the weights divide by the micro-batches of an update, and TRL logs a mean over them
         trained = (token_weights * kl.per_token).sum().float() * size.micro_batches
         self._log_metrics(kl=self.accelerator.reduce(trained, reduction="mean").item())
-        self._kl_rows += rows_by_prompt(kl.per_token, mask, inputs["prompt_ids"], inputs["prompt_mask"])
-        if self.accelerator.sync_gradients or not self.model.training:  # the last micro-batch of an update
-            rows, self._kl_rows = self._kl_rows, []
-            self._log_kl_rows(rows)
+        rows = rows_by_prompt(kl.per_token, mask, inputs["prompt_ids"], inputs["prompt_mask"])
+        self._kl_rows[self._mode] += rows
         return loss if self.beta == 0 else loss + self.beta * kl.loss
 
     def _update_size(self, inputs: dict[str, Any]) -> UpdateSize:
@@ -265,15 +288,21 @@ class KLMixin(ForwardCapture):
         """Log-probabilities of the tokens when they were drawn; None if the current policy drew them."""
         return inputs.get(BEHAVIOUR_LOGP)
 
-    def _log_kl_rows(self, rows: list[ResponseKL]) -> float:
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """TRL's method, with the KL of the responses since the last log."""
+        if any(name.endswith("loss") for name in logs):  # of transformers, which all processes call
+            self._log_kl_rows()
+        super().log(logs, *args, **kwargs)
+
+    def _log_kl_rows(self) -> None:
         """Log the KL of the responses of all processes, per token and per response, with its standard errors.
 
         Errors are clustered by prompt. A collective.
-
-        Returns:
-            The mean over responses.
         """
-        rows = import_extra("accelerate.utils", "models").gather_object(rows)
+        local, self._kl_rows[self._mode] = self._kl_rows[self._mode], []
+        rows = import_extra("accelerate.utils", "models").gather_object(local)
+        if not rows:
+            return
         prompts, nats, tokens = (np.array(column) for column in zip(*rows, strict=True))
         per_token, per_sequence = mean_per_token(nats, tokens, prompts), clustered_mean(nats, prompts)
         self._log_metrics(
@@ -283,9 +312,9 @@ class KLMixin(ForwardCapture):
                 "kl/per_sequence": per_sequence.value,
                 "kl/per_sequence_error": per_sequence.standard_error,
                 "beta": self.beta,
-            }
+            },
+            **({"kl": per_sequence.value} if self._term.place == "reward" else {}),
         )
-        return per_sequence.value
 
     def _log_metrics(self, **metrics: float) -> None:
         """Add values to those that TRL averages and logs."""

@@ -3,20 +3,20 @@
 from typing import Any
 
 from kleash.integrations.trl.compat import RLOOTrainer
-from kleash.integrations.trl.kl_mixin import BEHAVIOUR_LOGP, KLMixin, rows_by_prompt
+from kleash.integrations.trl.kl_mixin import BEHAVIOUR_LOGP, KLMixin
 from kleash.integrations.trl.terms import require_unscaled_reward
 
 
 class RLOOLeash(KLMixin):
     """Mixin that replaces the KL of ``trl.RLOOTrainer`` or a subclass: ``class Mine(RLOOLeash, Theirs)``.
 
-    ``kl_place="reward"`` is TRL's own term (beta times the sum of k1, subtracted from the reward of each response),
-    whose gradient is right. Only its log changes: the number that is trained, per response, not a mean over tokens.
-    With ``kl_place="loss"`` the KL is not in the reward (TRL's code reads a beta of 0, and the reference's pass is
-    made here). It is added to the loss as the mean over responses of the sum over tokens, as RLOO averages.
+    TRL's code reads a beta of 0, and the reference's pass is made here. ``kl_place="reward"`` is TRL's own term (beta
+    times the sum of k1, subtracted from the reward of each response), whose gradient is right; only the log differs, in
+    which ``kl`` is the number that is trained, per response. With ``kl_place="loss"`` the KL is added to the loss as
+    the mean over responses of the sum over tokens, as RLOO averages.
 
-    Logged: ``kl``, ``kl/per_token``, ``kl/per_sequence``, the latter two with ``_error`` (standard error over
-    an update, clustered by prompt), and ``beta``.
+    Logged: ``kl``, ``kl/per_token``, ``kl/per_sequence``, the latter two with ``_error`` (clustered by prompt), of the
+    responses since the last log, and ``beta``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -26,23 +26,12 @@ class RLOOLeash(KLMixin):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """TRL's generated batch with what the KL needs of the reference."""
-        in_reward = self._term.place == "reward"
-        with (
-            self._parent_beta(self.beta if in_reward else 0.0),
-            self._record_passes(hidden=self._captures and in_reward) as passes,
-        ):
+        with self._parent_beta(0.0), self._record_passes(hidden=False) as passes:
             output = super()._generate_and_score_completions(inputs)
         policy_logp = passes[0].logp
-        if in_reward and self.beta != 0:
-            self._metrics[self._mode]["kl"].pop()  # TRL's mean over tokens
-            reference = passes[1]
-        else:
-            reference = self._forward_pass(output, reference=True, hidden=self._captures)
-        self._keep_reference(output, reference)
-        if in_reward:
-            per_token, mask = policy_logp - reference.logp, output["completion_mask"].bool()
-            rows = rows_by_prompt(per_token, mask, output["prompt_ids"], output["prompt_mask"])
-            self._log_metrics(kl=self._log_kl_rows(rows))
+        self._keep_reference(output, self._forward_pass(output, reference=True, hidden=self._captures))
+        if self._term.place == "reward":
+            self._charge_advantages(output, policy_logp)
         elif self._is_off_policy:
             output[BEHAVIOUR_LOGP] = policy_logp
         return output

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from kleash.errors import CannotRunError
 from kleash.estimators import sampled_kl
-from kleash.integrations.trl.grpo import PENALTY
 from kleash.integrations.trl.kl_mixin import REFERENCE_LOGP, TOKEN_KL, KLMixin, prompt_hashes, response_mask
 from kleash.store import Sample
 from kleash.store.steps import means_by_prompt
+from kleash.training.hacking_monitor import KL_METRICS
 from kleash.training.response_metrics import Response, gather_object, response_metrics, to_samples
 from kleash.training.rewards import require_scored
 from kleash.uncertainty import Estimate, clustered_mean
@@ -40,12 +40,14 @@ class GeneratedBatch:
     prompts: list[Any]
     completions: list[Any]
     rewards: Float[Tensor, "responses rewards"]
+    scores: Float[Tensor, " responses"]
+    """The weighted sums of the rewards that apply; NaN where none does."""
     measured: set[int] = field(default_factory=set[int])
     """The responses that were measured already."""
 
 
 class ResponseRecorder:
-    """Measures each response where the loss reads it first, and logs metrics of an update through TRL's own log.
+    """Measures each response where the loss reads it first, and adds metrics of all since the last log to TRL's log.
 
     No pass of a model is added: log-probabilities and entropies are those of TRL's passes, and the exact KL is that of
     a trainer with ``KLMixin``. With several processes, all responses are gathered. Responses of an evaluation are
@@ -60,9 +62,9 @@ class ResponseRecorder:
             requires_rewards: raise CannotRunError in training if no reward applies to a response.
         """
         self.trainer, self.requires_rewards = trainer, requires_rewards
-        self.names = [name for name in trainer.reward_func_names if name != PENALTY]
+        self.names = trainer.reward_func_names
         self.note: str | None = None
-        """Why the exact KL is not measured, where it could have been."""
+        """Why the exact KL, or any, is not measured, where it could have been."""
         self.is_exact = isinstance(trainer, KLMixin)
         """Whether the exact KL is measured."""
         if isinstance(trainer, KLMixin):
@@ -70,10 +72,15 @@ class ResponseRecorder:
                 trainer.measure_exact_kl()
             except CannotRunError as error:
                 self.is_exact, self.note = False, f"the exact KL is not measured: {error}"
+        elif trainer.beta == 0:
+            self.note = (
+                "the trainer's beta is 0, so it loads no reference and no KL is measured; give its configuration a "
+                "beta, attach a monitor with a reference, or train with kleash's LeashedGRPOTrainer"
+            )
         self._batches: dict[str, GeneratedBatch] = {}
         self._responses: dict[str, list[Response]] = {"train": [], "eval": []}
-        self._update_sums = [0.0, 0.0]
-        """Sum over tokens of the KL of the updates since they were generated, and number of tokens."""
+        self._update_sums = (0, 0.0, 0)
+        """A step whose responses were updated on before, the KL of these updates over its tokens, and their number."""
         self._passes: list[tuple[Tensor, Tensor]] = []
         self._samples: list[Sample] = []
         self._best: Mapping[str, float] | None = None
@@ -83,18 +90,18 @@ class ResponseRecorder:
             self._generate_and_score_completions,
             self._compute_loss,
             self._get_per_token_logps_and_entropies,
+            self.log,
         ):
             name = replacement.__name__
             setattr(trainer, name, partial(replacement, getattr(trainer, name)))
 
     def kl_metric(self, per: str) -> str:
         """The metric of the KL per "sequence" or "token" that a controller follows."""
-        if self.is_exact:
-            return f"kl/exact_per_{per}"
-        return "kl/k3_per_sequence" if per == "sequence" else "kl/k3"
+        exact, sampled = KL_METRICS[per]
+        return exact if self.is_exact else sampled
 
     def pop_samples(self) -> list[Sample]:
-        """The responses of the last update; empty if they were returned before."""
+        """The responses of the last log; empty if they were returned before."""
         samples, self._samples = self._samples, []
         return samples
 
@@ -132,16 +139,23 @@ class ResponseRecorder:
         self, original: Callable[..., Tensor], inputs: Any, prompts: Any, completions: Any, token_ids: Any
     ) -> Tensor:
         rewards = original(inputs, prompts, completions, token_ids)
-        columns = rewards[:, : len(self.names)].double().cpu()
-        if self.requires_rewards and self.trainer.model.training:
-            by_name = dict(zip(self.names, columns.numpy().T, strict=True))
-            require_scored(by_name, [f"response {at}" for at in range(len(columns))])
+        columns = rewards.double().cpu()
+        totals = (columns * self.trainer.reward_weights.double().cpu()).nansum(-1)
+        scores = torch.where(columns.isnan().all(-1), torch.nan, totals)
+        if self._mode == "train":
+            if self.requires_rewards:
+                by_name = dict(zip(self.names, columns.numpy().T, strict=True))
+                require_scored(by_name, [f"response {at}" for at in range(len(columns))])
+            groups = totals.view(-1, self.trainer.num_generations)
+            same = (groups == groups[:, :1]).all(-1).double()  # in RLOO, TRL's rewards may contain the KL
+            self.trainer._metrics["train"]["reward/zero_std_share"].append(same.mean().item())
         first = self.trainer.accelerator.process_index * len(prompts)
         self._batches[self._mode] = GeneratedBatch(
             step=self.trainer.state.global_step,
             prompts=prompts,
             completions=completions,
             rewards=columns[first : first + len(prompts)],
+            scores=scores[first : first + len(prompts)],
         )
         return rewards
 
@@ -178,35 +192,36 @@ class ResponseRecorder:
         if not batch.measured.issuperset(rows):
             batch.measured.update(rows)
             self._responses[mode] += self._read(batch, inputs, mask, logp, entropy)
-        if mode == "train":
-            if BEFORE_LOGP in inputs and self.trainer.state.global_step > batch.step:
-                nats = sampled_kl(inputs[BEFORE_LOGP][mask], logp[mask], "k3").sum().item()
-                self._update_sums = [self._update_sums[0] + nats, self._update_sums[1] + mask.sum().item()]
-            if self.trainer.accelerator.sync_gradients:  # the last micro-batch of an update
-                self._log(has_update=BEFORE_LOGP in inputs)
+        step = self.trainer.state.global_step
+        if mode == "train" and BEFORE_LOGP in inputs and step > batch.step:
+            nats = sampled_kl(inputs[BEFORE_LOGP][mask], logp[mask], "k3").sum().item()
+            _, before, tokens = self._update_sums if self._update_sums[0] == step else (step, 0.0, 0)
+            self._update_sums = (step, before + nats, tokens + int(mask.sum()))
         return loss
+
+    def log(self, original: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """TRL's method, with the metrics of the responses since the last log. A collective."""
+        if self._mode == "train" and "loss" in logs:
+            self._add_metrics()
+        original(logs, *args, **kwargs)
 
     @property
     def _mode(self) -> str:
         """TRL's key for training or evaluation."""
         return "train" if self.trainer.model.training else "eval"
 
-    def _log(self, *, has_update: bool) -> None:
-        """Add the metrics of an update to those that TRL averages and logs. A collective."""
+    def _add_metrics(self) -> None:
+        """Add the metrics of all processes to those that TRL logs."""
         metrics = self.trainer._metrics["train"]
-        if has_update:
-            local, self._update_sums = self._update_sums, [0.0, 0.0]
-            accelerator = self.trainer.accelerator
-            sums = accelerator.reduce(torch.tensor(local, device=accelerator.device), reduction="sum")
-            if sums[1] > 0:
-                metrics["kl/update"] = [(sums[0] / sums[1]).item()]  # of the last update that shows
         local, self._responses["train"] = self._responses["train"], []
-        if not local:
-            return
+        sums, self._update_sums = self._update_sums, (0, 0.0, 0)
+        _, nats, tokens = map(sum, zip(*gather_object([sums]), strict=True))
+        if tokens:
+            metrics["kl/update"] = [nats / tokens]  # of the last update that shows
         responses = gather_object(local)
-        for name, value in response_metrics(responses, self.trainer.beta).items():
-            metrics[name].append(value)
-        self._samples = to_samples(responses)
+        if responses:
+            metrics.update({name: [x] for name, x in response_metrics(responses, self.trainer.beta).items()})
+            self._samples = to_samples(responses)
 
     def _read(
         self,
@@ -222,12 +237,11 @@ class ResponseRecorder:
         columns |= {name: column for name, column in known.items() if column is not None}
         arrays = {name: column.detach().double().cpu().numpy() for name, column in columns.items()}
         hashes = prompt_hashes(inputs["prompt_ids"], inputs["prompt_mask"])
-        weights = self.trainer.reward_weights[: len(self.names)].double().cpu()
         is_cut, counted = _is_truncated(inputs, self.trainer.eos_token_ids), mask.cpu().numpy()
         return [
             Response(
                 prompt_hash=hashes[place],
-                score=_weighted_sum(batch.rewards[row], weights),
+                score=batch.scores[row].item(),
                 parts=dict(zip(self.names, batch.rewards[row].tolist(), strict=True)),
                 is_truncated=is_cut[place],
                 tokens={name: array[place][counted[place]] for name, array in arrays.items()},
@@ -238,11 +252,6 @@ class ResponseRecorder:
         ]
 
 
-def _weighted_sum(rewards: Tensor, weights: Tensor) -> float:
-    """The weighted sum of the rewards that apply; NaN if none does."""
-    return float("nan") if rewards.isnan().all() else (rewards * weights).nansum().item()
-
-
 def _is_truncated(inputs: dict[str, Any], end_tokens: list[int]) -> list[bool]:
     """For each response, whether it ends without an end token."""
     ids, lengths = inputs["completion_ids"], inputs["completion_mask"].sum(-1)
@@ -251,5 +260,7 @@ def _is_truncated(inputs: dict[str, Any], end_tokens: list[int]) -> list[bool]:
 
 
 def _text(turns: Any) -> str:
-    """A text, or the contents of messages."""
-    return turns if isinstance(turns, str) else "\n".join(str(turn.get("content", "")) for turn in turns)
+    """A text, or the contents of messages that are no tool's."""
+    if isinstance(turns, str):
+        return turns
+    return "\n".join(str(turn.get("content") or "") for turn in turns if turn.get("role") != "tool")
