@@ -31,6 +31,7 @@ def failing(capsys, *words):
         ("measure --model x", "did you mean --policy?", "kleash measure --help"),
         ("train ppo --discount 1", "did you mean --gamma?", "kleash train ppo --help"),
         ("train ppo --whiten", "did you mean --no-whiten?", "kleash train ppo --help"),
+        ("train ppo --dry-run", "train ppo has no option --dry-run. See", ""),
         ("measure --limit x", "--limit takes a whole number; it is 'x'", "kleash measure --help"),
         ("measure --limit 99999999999999999999", "below 2^63", ""),
         ("measure --temperature hot", "--temperature takes a number; it is 'hot'", "kleash measure --help"),

@@ -73,7 +73,7 @@ def test_what_means_the_same_is_taken(unhooked):
     assert type(job.limit) is int
     assert MeasureJob(temperature=np.float32(0.5)).temperature == 0.5
     assert PPOJob(reward=["a:b"]).reward == ("a:b",)
-    with pytest.raises(OptionError, match="--reward must be a tuple of texts; it is 'a:b'"):
+    with pytest.raises(OptionError, match="--reward must be a list of texts; it is 'a:b'"):
         PPOJob(reward="a:b")
     with pytest.raises(OptionError, match="--limit must be a whole number"):
         MeasureJob(limit=2.5)

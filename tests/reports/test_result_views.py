@@ -102,10 +102,10 @@ def test_what_is_no_result_is_refused(run, tmp_path):
     (tmp_path / "other.json").write_text("[]")
     for path, word in (
         (tmp_path, "measurement.json"),
-        (tmp_path / "nothing", "measurement.json"),
+        (tmp_path / "nothing", "there is no folder .*nothing$"),
         (unfinished, "not finished"),
         (tmp_path / "old.json", "schema"),
-        (tmp_path / "other.json", "cannot be read as audits"),
+        (tmp_path / "other.json", "cannot be read as audits .* give the folder of any other result"),
     ):
         with pytest.raises(RunFolderError, match=word):
             kleash.open(path)

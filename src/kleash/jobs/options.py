@@ -18,7 +18,7 @@ TYPE_NAMES = {
     int: "a whole number",
     float: "a number",
     bool: "True or False",
-    tuple: "a tuple of texts",
+    tuple: "a list of texts",
     Path: "a path",
 }
 MAX_SHOWN = 60
