@@ -160,7 +160,7 @@ class CurveRow:
     right_gradient: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Audit(Result):
     """What a KL implementation estimates and what it differentiates.
 
