@@ -213,18 +213,12 @@ class MeasureJob(
             has_no_revision = name.startswith("shipped:") or is_endpoint(name)
             if getattr(self, f"revision_{role}") is not None and has_no_revision:
                 sentences.append(f"--revision-{role} does nothing for {name}")
-        sentences += self._endpoint_options_without_effect()
+        if self.endpoint_role is None:
+            of_servers = changed_options(self, [option.name for option in fields(EndpointOptions)])
+            sentences += [f"{flag(name)} does nothing without a server" for name in of_servers]
+            if self.tokenizer is not None and not (is_gguf(self.policy) or is_gguf(self.reference)):
+                sentences.append("--tokenizer does nothing without a GGUF file or a server")
         return tuple(sentences)
-
-    def _endpoint_options_without_effect(self) -> list[str]:
-        """A sentence for each option of servers that is set and does nothing."""
-        if self.endpoint_role is not None:
-            return []
-        names = changed_options(self, [option.name for option in fields(EndpointOptions)])
-        sentences = [f"{flag(name)} does nothing without a server" for name in names]
-        if self.tokenizer is not None and not (is_gguf(self.policy) or is_gguf(self.reference)):
-            sentences.append("--tokenizer does nothing without a GGUF file or a server")
-        return sentences
 
     @property
     def truncates(self) -> bool:
