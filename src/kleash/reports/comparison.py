@@ -167,7 +167,9 @@ def _metric_chart(metric: str, runs: Sequence[Run]) -> Chart:
     """A metric of all runs over their steps."""
     title = title_of(metric)
     ends = [
-        f"{name}: {format_value(values[-1])}" for name, steps in runs if (values := _known(steps, metric))
+        f"{name}: {format_value(values[-1])}"
+        for name, steps in runs
+        if (values := metric_values(steps, metric))
     ]
     columns = [{record.step: record.metrics.get(metric, math.nan) for record in steps} for _, steps in runs]
     longest = max((steps for _, steps in runs), key=len)
@@ -198,7 +200,7 @@ def _frontier(runs: Sequence[Run]) -> Chart:
                 name,
                 *(
                     format_value(values[-1])
-                    for values in (_known(steps, kl), _known(steps, reward))
+                    for values in (metric_values(steps, kl), metric_values(steps, reward))
                     if values
                 ),
             )
@@ -214,11 +216,6 @@ def _draw_frontier(axes: Any, *, runs: Sequence[Run]) -> None:
         reward, kl = (metric_values(thin_steps(shown, MAX_POINTS), metric) for metric in PAIRED[:2])
         line(axes, kl, reward, color=color, label=name, linestyle=dash)
     name_axes(axes, title_of(PAIRED[1]), title_of(PAIRED[0]))
-
-
-def _known(steps: Sequence[StepRecord], metric: str) -> list[float]:
-    """The values of a metric in the steps that have it."""
-    return metric_values([record for record in steps if metric in record.metrics], metric)
 
 
 def _draw_metric(axes: Any, *, metric: str, title: str, runs: Sequence[Run]) -> None:
