@@ -45,9 +45,8 @@ def test_the_tables_of_a_run_are_data_frames(run):
     frames = kleash.open(folder).to_pandas()
     for name, frame in zip(("tokens", "sequences"), frames, strict=True):
         table = pq.read_table(folder / name)
-        assert set(frame.columns) == set(table.column_names) and list(frame.index) == list(
-            range(table.num_rows)
-        )
+        assert set(frame.columns) == set(table.column_names)
+        assert list(frame.index) == list(range(table.num_rows))
     assert len(frames.tokens) == measurement.counts.tokens
     expected = pq.read_table(folder / "tokens")["kl_policy_reference"].to_numpy().astype(float).mean()
     assert frames.tokens["kl_policy_reference"].astype(float).mean() == pytest.approx(expected, rel=1e-9)

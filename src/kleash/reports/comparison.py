@@ -153,7 +153,7 @@ def write_training_comparison(path: Path, comparison: TrainingComparison) -> Pat
     has = {metric for _, steps in runs for record in steps for metric in record.metrics}
     charts = [_metric_chart(metric, runs) for metric in CHARTED if metric in has]
     if {*PAIRED[:2]} <= has:
-        charts.insert(0, _frontier(runs))
+        charts.insert(0, frontier_chart(runs))
     return write_page(
         path,
         "training_comparison.html",
@@ -186,7 +186,7 @@ def _metric_chart(metric: str, runs: Sequence[Run]) -> Chart:
     )
 
 
-def _frontier(runs: Sequence[Run]) -> Chart:
+def frontier_chart(runs: Sequence[Run]) -> Chart:
     """Each run's reward against its KL, step by step."""
     reward, kl = PAIRED[:2]
     return Chart(
@@ -196,14 +196,7 @@ def _frontier(runs: Sequence[Run]) -> Chart:
         description="Each line is a run, from its first step on: the higher at one KL, the more is gained by one nat.",
         header=("Run", *(title_of(name) for name in (kl, reward))),
         rows=tuple(
-            (
-                name,
-                *(
-                    format_value(values[-1])
-                    for values in (metric_values(steps, kl), metric_values(steps, reward))
-                    if values
-                ),
-            )
+            (name, *(format_value([math.nan, *metric_values(steps, each)][-1]) for each in (kl, reward)))
             for name, steps in runs
         ),
     )
