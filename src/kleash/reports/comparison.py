@@ -177,7 +177,7 @@ def _metric_chart(metric: str, runs: Sequence[Run]) -> Chart:
         name=metric.replace("/", "-"),
         title=title[0].upper() + title[1:],
         panels=(partial(_draw_metric, metric=metric, title=title, runs=runs),),
-        description=f"In the last step, {'; '.join(ends)}.",
+        description=f"The last values: {'; '.join(ends)}.",
         header=("Step", *(name for name, _ in runs)),
         rows=tuple(
             (str(record.step), *(format_value(column.get(record.step, math.nan)) for column in columns))
