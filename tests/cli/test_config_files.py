@@ -74,7 +74,6 @@ def test_a_runs_own_header_repeats_it(tmp_path: Path, command: str, job: Any) ->
         ("temperature: true", "--temperature must be a number"),
         ("limit: 0", "--limit must be at least 1"),
         ("- limit", "it has no options; write each on a line of its own, as limit: 64"),
-        ("", "it has no options; write each"),
         ("# limit: 4", "it has no options; write each"),
         ("limit: 4\nquiet: true\nlimit: 4000", "gives limit twice"),
         ("max-new-tokens: 4\nmax_new_tokens: 8", "gives max_new_tokens twice"),

@@ -40,6 +40,7 @@ def written(path, content):
 @pytest.mark.parametrize("option", ["--prompts", "--text", "--responses"])
 def test_missing_empty_and_blank_source_files_raise(option, failing, tmp_path):
     assert failing(option, tmp_path / "none.jsonl") == f"there is no file {tmp_path / 'none.jsonl'}"
+    assert failing(option, "A boat").startswith("there is no file A boat; texts themselves stand in a file")
     empty = written(tmp_path / "empty.jsonl", "")
     assert failing(option, empty).startswith(f"{empty} is empty; give a file of {FORMATS[option]}")
     assert "holds no" in failing(option, written(tmp_path / "blank.jsonl", "\n \n"))

@@ -20,7 +20,7 @@ from kleash.engines import LocalEngine
 from kleash.errors import CannotRunError, OptionError, RunFolderError
 from kleash.measuring import Measurement, measure, model_pair, shard_scoring
 from kleash.measuring.progress import ProgressReporter
-from kleash.measuring.run import measure_together, on_device_of_rank
+from kleash.measuring.run import default_out, measure_together, on_device_of_rank
 from kleash.measuring.sequence_clusters import SequenceSums, mean_of_sequences
 from kleash.measuring.shard_scoring import OpenRun, RunningKL, run_shards
 from kleash.models import load_pair
@@ -234,7 +234,9 @@ def test_a_process_that_measures_something_else_is_refused_before_its_first_shar
     assert len(list((out / "sequences").iterdir())) == 1
 
 
-def test_several_launched_processes_need_the_name_of_a_folder(job, monkeypatch):
+def test_a_folder_that_is_not_named_is_a_new_one_on_which_processes_cannot_agree(job, tmp_path, monkeypatch):
+    for _ in range(3):  # within one second
+        Path(default_out(str(tmp_path))).mkdir()
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(OptionError, match="give --out"):
         measure(replace(job, out=None))

@@ -14,6 +14,8 @@ import kleash
 from kleash.cli import main
 from kleash.errors import OptionError, RunFolderError
 from kleash.records import GRPOJob, Sample, StepRecord, TrainingFolder, read_steps
+from kleash.reports.comparison import frontier_chart
+from kleash.store.comparison import PAIRED
 from kleash.store.steps import append_step, keep_steps, means_by_prompt, read_prompt_means
 
 
@@ -118,6 +120,11 @@ def test_runs_of_other_prompts_are_shown_and_not_paired(drawn, tmp_path):
     assert "<script>" not in page.read_text(encoding="utf-8").partition("</style>")[2]
 
 
+def test_the_last_reward_and_kl_stand_in_their_columns_where_a_run_has_one_alone():
+    reward, kl = ([StepRecord(step=1, metrics={name: 2.0})] for name in PAIRED[:2])
+    assert frontier_chart([("a", kl), ("b", reward)]).rows == (("a", "2.00", "NaN"), ("b", "NaN", "2.00"))
+
+
 def test_what_cannot_be_compared_is_refused(folders, drawn, tmp_path):
     with pytest.raises(RunFolderError, match="nowhere"):
         kleash.compare([folders[0], tmp_path / "nowhere"])
@@ -146,7 +153,6 @@ def test_means_leave_out_what_has_no_number_and_go_with_their_steps(tmp_path):
         for step in (1, 2, 3):
             append_step(tmp_path, StepRecord(step=step, metrics={}), [], means_by_prompt(drawn, drawn))
         keep_steps(tmp_path, 2)
-    assert [record.step for record in read_prompt_means(tmp_path)] == [1, 2] and len(
-        read_steps(tmp_path)
-    ) == 2
+    assert [record.step for record in read_prompt_means(tmp_path)] == [1, 2]
+    assert len(read_steps(tmp_path)) == 2
     assert read_prompt_means(tmp_path)[0].means.keys() == {"reward/score", "eval/reward"}

@@ -222,6 +222,12 @@ def test_on_a_phone_nothing_is_cut_and_every_text_of_a_chart_can_be_read(driver,
         "return [document.documentElement.scrollWidth, document.body.scrollWidth, window.innerWidth]"
     )
     assert widths == [360, 360, 360]
+    gaps = driver.execute_script(
+        "const box = part => part.getBoundingClientRect();"
+        "return Array.from(document.querySelectorAll('.scroll + :is(.scroll, p)'),"
+        "  below => box(below).top - box(below.previousElementSibling).bottom)"
+    )
+    assert min(gaps, default=8) >= 8
     smallest, outside = driver.execute_script(
         "const sizes = [], outside = [];"
         "document.querySelectorAll('.plot svg').forEach(chart => {"

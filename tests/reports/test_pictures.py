@@ -8,7 +8,7 @@ from drawn_charts import dots
 from synthetic_run import HOSTILE, synthetic_sweep, write_sweep_folder, write_synthetic_run
 
 from kleash.cli import main
-from kleash.errors import OptionError, RunFolderError
+from kleash.errors import OptionError
 from kleash.records import Measurement
 from kleash.reports.drawing import matplotlib_style
 from kleash.reports.pictures import picture_figure, write_picture
@@ -140,7 +140,3 @@ def test_a_picture_that_cannot_be_made_is_one_sentence(folder, tmp_path, monkeyp
     monkeypatch.setattr("kleash.extras.is_installed", lambda name: name != "matplotlib")
     assert main(["report", str(folder), "--picture", str(tmp_path / "a.png")]) == 2
     assert "matplotlib is not installed; run: pip install 'kleash[models]'" in capsys.readouterr().err
-    with pytest.raises(RunFolderError):
-        write_picture(tmp_path / "none" / "a.png", Measurement.read(folder))
-    with pytest.raises(OptionError, match=r"ends in \.png or \.svg"):
-        write_picture(tmp_path / "a", Measurement.read(folder))

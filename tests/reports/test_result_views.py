@@ -45,9 +45,8 @@ def test_the_tables_of_a_run_are_data_frames(run):
     frames = kleash.open(folder).to_pandas()
     for name, frame in zip(("tokens", "sequences"), frames, strict=True):
         table = pq.read_table(folder / name)
-        assert set(frame.columns) == set(table.column_names) and list(frame.index) == list(
-            range(table.num_rows)
-        )
+        assert set(frame.columns) == set(table.column_names)
+        assert list(frame.index) == list(range(table.num_rows))
     assert len(frames.tokens) == measurement.counts.tokens
     expected = pq.read_table(folder / "tokens")["kl_policy_reference"].to_numpy().astype(float).mean()
     assert frames.tokens["kl_policy_reference"].astype(float).mean() == pytest.approx(expected, rel=1e-9)
@@ -102,10 +101,10 @@ def test_what_is_no_result_is_refused(run, tmp_path):
     (tmp_path / "other.json").write_text("[]")
     for path, word in (
         (tmp_path, "measurement.json"),
-        (tmp_path / "nothing", "measurement.json"),
+        (tmp_path / "nothing", "there is no folder .*nothing$"),
         (unfinished, "not finished"),
         (tmp_path / "old.json", "schema"),
-        (tmp_path / "other.json", "cannot be read as audits"),
+        (tmp_path / "other.json", "cannot be read as audits .* give the folder of any other result"),
     ):
         with pytest.raises(RunFolderError, match=word):
             kleash.open(path)

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from kleash.errors import RunFolderError
+from kleash.errors import RunFolderError, SourceError
 from kleash.sources.in_memory import records_in_memory, write_source
 
 TEXTS = ["The sea was calm.", "A boat \ud83d went out."]
@@ -34,6 +34,8 @@ def test_texts_are_documents_where_text_is_read_and_messages_are_messages():
     messages = [{"role": "user", "content": "Hi"}]
     assert list(records_in_memory(["a"], "text")) == [{"text": "a"}]
     assert list(records_in_memory([messages], "responses")) == [{"messages": messages}]
+    with pytest.raises(SourceError, match="responses, entry 1: expected a list of messages or a record"):
+        list(records_in_memory(["a"], "responses"))
 
 
 def test_a_frame_without_arrow_is_refused_and_not_read_as_the_names_of_its_columns():

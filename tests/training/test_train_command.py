@@ -138,7 +138,7 @@ def test_each_algorithm_is_a_command(algorithm: str, capsys: pytest.CaptureFixtu
 
 def test_several_processes_require_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(OptionError, match="several processes must agree on the run's folder; give --out"):
+    with pytest.raises(OptionError, match="several processes must agree on one folder; give --out"):
         train(PPOJob())
 
 

@@ -327,7 +327,8 @@ class CommandParser(ArgumentParser):
         synonym = SYNONYMS.get(option)
         nearest = synonym if synonym in self.options else _nearest(option, self.options)
         hint = f"; did you mean {nearest}?" if nearest else ""
-        if self.name.startswith("train ") and (option in TRL_FIELDS or not nearest):
+        is_by_trl = self.name.startswith("train ") and self.name != "train ppo"
+        if is_by_trl and (option in TRL_FIELDS or not nearest):
             field = TRL_FIELDS.get(option, option[2:].replace("-", "_"))
             hint = f"; a field of TRL's configuration is given by --set {field}=VALUE"
         return f"{self.name} has no option {option}{hint}"
@@ -390,8 +391,9 @@ def _summary(name: str) -> str:
 
 
 def _nearest(word: str, words: Iterable[str]) -> str | None:
-    """The most similar of ``words``; None if none is similar."""
-    return next(iter(get_close_matches(word, list(words), n=1)), None)
+    """The most similar of ``words``; None if none is similar. That both begin with dashes is no likeness."""
+    by_name = {each.lstrip("-"): each for each in words}
+    return next((by_name[name] for name in get_close_matches(word.lstrip("-"), by_name, n=1)), None)
 
 
 def completion_script(shell: str) -> str:

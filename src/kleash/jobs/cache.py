@@ -13,7 +13,7 @@ from kleash.jobs.option_groups import (
     is_endpoint,
     shown_endpoint,
 )
-from kleash.jobs.options import Count, Refusal, Refusals, changed_options, flag, one_of, shared_options
+from kleash.jobs.options import Count, changed_options, flag, one_of, refuse_if, shared_options
 
 CHUNK_TOKENS = 512
 """Tokens in a chunk of llama-perplexity without -c."""
@@ -49,27 +49,27 @@ class CacheJob(ScoringOptions):
     out: str | None = None
     """Folder for the cache; kleash-caches/<date-time> if not given."""
 
-    def _refusals(self) -> Refusals:
-        yield from super()._refusals()
-        yield Refusal(
+    def _check_combinations(self) -> None:
+        super()._check_combinations()
+        refuse_if(
             is_endpoint(self.reference),
             f"--reference {shown_endpoint(self.reference)} is a server, which gives no hidden states; name the model "
             "itself",
         )
-        yield Refusal(
+        refuse_if(
             self.text is None and self.responses is None and self.reference != SHIPPED_REFERENCE,
             "say what the reference should read: --text or --responses",
         )
-        yield Refusal(
+        refuse_if(
             self.layers is not None and self.from_hidden_states is None,
             "--layers says what the files of --from-hidden-states hold; give that folder as well",
         )
         self.layer_ids()
         if self.format == "llama.cpp":
             for name in changed_options(self, ("responses", "stride", "from_hidden_states", "temperature")):
-                yield Refusal(True, f"{flag(name)} is not for --format llama.cpp; leave it out")
-            yield Refusal(self.out is None, "--format llama.cpp writes one file; give its name as --out")
-            yield Refusal(
+                refuse_if(True, f"{flag(name)} is not for --format llama.cpp; leave it out")
+            refuse_if(self.out is None, "--format llama.cpp writes one file; give its name as --out")
+            refuse_if(
                 self.chunk_tokens < 4,
                 f"--window must be at least 4 for --format llama.cpp; it is {self.window}",
             )

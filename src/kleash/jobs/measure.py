@@ -18,7 +18,7 @@ from kleash.jobs.option_groups import (
     is_gguf,
     shown_endpoint,
 )
-from kleash.jobs.options import Count, Refusal, Refusals, Share, changed_options, flag
+from kleash.jobs.options import Count, Share, changed_options, flag, refuse_if
 from kleash.jobs.output_options import DIRECTIONS, GateOptions, MeasurementFormatOption, TrackerOption
 from kleash.jobs.reading import SourceKind
 
@@ -84,35 +84,35 @@ class MeasureJob(
             object.__setattr__(self, "text", self.reference_cache)
         super().__post_init__()
 
-    def _refusals(self) -> Refusals:
-        yield from super()._refusals()
+    def _check_combinations(self) -> None:
+        super()._check_combinations()
         sources = [name for name in ("prompts", "text", "responses") if getattr(self, name) is not None]
         for name in sources if _is_file(self.reference_cache) else ():
-            yield Refusal(
+            refuse_if(
                 (name, getattr(self, name)) != ("text", self.reference_cache),
                 f"--reference-cache {self.reference_cache} is a file, and so one of base logits, which has its text in "
                 f"it; leave --{name} out, or give the folder of kleash cache",
             )
-        yield Refusal(
+        refuse_if(
             len(sources) > 1,
             f"give one of --prompts, --text and --responses, not {' and '.join(map(flag, sources))}",
         )
-        yield Refusal(
+        refuse_if(
             not sources and self.policy != SHIPPED_POLICY,
             "say what the models should read: --prompts, --text or --responses",
         )
-        yield Refusal(
+        refuse_if(
             self.temperature == 0 and self.samples_per_prompt > 1,
             f"at --temperature 0 all {self.samples_per_prompt} samples of a prompt would be the same; draw one",
         )
-        yield from self._refusals_of_servers()
+        self._check_servers()
         for is_set, reason in (
             (self.temperature != 1, f"--temperature is {self.temperature:g}, and base logits are of 1"),
             (self.engine != "local", f"--engine {self.engine} has workers, and base logits are read here"),
             (self.device_map in RANK_MAPS, f"--device-map {self.device_map} divides the policy's head"),
             (self.until_relative_error, "--until-relative-error needs the exact KL, which base logits bound"),
         ):
-            yield Refusal(
+            refuse_if(
                 self.has_base_logits and is_set,
                 f"{reason}; leave it out where --reference-cache is a file of base logits",
             )
@@ -122,15 +122,15 @@ class MeasureJob(
             (self.device_map in RANK_MAPS, f"--device-map {self.device_map} divides it over processes"),
             (self.reference_cache is not None, "--reference-cache stands for it"),
         ):
-            yield Refusal(
+            refuse_if(
                 self.show_reference and is_set,
                 f"--show-reference has the reference answer --prompts, and {reason}; leave it out",
             )
 
-    def _refusals_of_servers(self) -> Refusals:
-        """The combinations that are refused where a model is behind a server, or might be."""
+    def _check_servers(self) -> None:
+        """Refuse options that do not go together where a model is behind a server, or might be."""
         for named in ("policy", "reference"):
-            yield Refusal(
+            refuse_if(
                 getattr(self, f"{named}_model") is not None and not is_endpoint(getattr(self, named)),
                 f"--{named}-model is a model's name on a server, and --{named} {getattr(self, named)} is no server; "
                 f"name a model by --{named}",
@@ -138,21 +138,21 @@ class MeasureJob(
         role = self.endpoint_role
         if role is None:
             return
-        yield Refusal(
+        refuse_if(
             is_endpoint(self.policy) and is_endpoint(self.reference),
             "--policy and --reference are both behind servers, and a bound needs one whole distribution; load one of "
             "them here",
         )
-        yield Refusal(
+        refuse_if(
             self.source[0] == "prompts",
             f"--{role} {shown_endpoint(getattr(self, role))} is a server, which scores given tokens: draw responses "
             "with its own client first, keep their token ids, and give them with --responses; or give --text",
         )
-        yield Refusal(
+        refuse_if(
             self.temperature != 1,
             f"--temperature is {self.temperature:g}, and servers give log-probabilities of prompts at 1; leave it out",
         )
-        yield Refusal(
+        refuse_if(
             self.engine != "local",
             f"--{role} is a server, which --endpoint-concurrency requests reach at once from one process; leave "
             f"--engine {self.engine} out",
@@ -161,7 +161,7 @@ class MeasureJob(
             ("reference_cache", "holds a loaded reference's hidden states"),
             ("until_relative_error", "needs the exact KL, of which a server allows bounds"),
         ):
-            yield Refusal(
+            refuse_if(
                 getattr(self, name) is not None,
                 f"{flag(name)} {reason}; leave it out where --{role} is a server",
             )
@@ -213,18 +213,12 @@ class MeasureJob(
             has_no_revision = name.startswith("shipped:") or is_endpoint(name)
             if getattr(self, f"revision_{role}") is not None and has_no_revision:
                 sentences.append(f"--revision-{role} does nothing for {name}")
-        sentences += self._endpoint_options_without_effect()
+        if self.endpoint_role is None:
+            of_servers = changed_options(self, [option.name for option in fields(EndpointOptions)])
+            sentences += [f"{flag(name)} does nothing without a server" for name in of_servers]
+            if self.tokenizer is not None and not (is_gguf(self.policy) or is_gguf(self.reference)):
+                sentences.append("--tokenizer does nothing without a GGUF file or a server")
         return tuple(sentences)
-
-    def _endpoint_options_without_effect(self) -> list[str]:
-        """A sentence for each option of servers that is set and does nothing."""
-        if self.endpoint_role is not None:
-            return []
-        names = changed_options(self, [option.name for option in fields(EndpointOptions)])
-        sentences = [f"{flag(name)} does nothing without a server" for name in names]
-        if self.tokenizer is not None and not (is_gguf(self.policy) or is_gguf(self.reference)):
-            sentences.append("--tokenizer does nothing without a GGUF file or a server")
-        return sentences
 
     @property
     def truncates(self) -> bool:

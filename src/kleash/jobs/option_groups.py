@@ -17,11 +17,10 @@ from kleash.jobs.options import (
     NotNegative,
     Options,
     Positive,
-    Refusal,
-    Refusals,
     changed_options,
     flag,
     one_of,
+    refuse_if,
 )
 from kleash.jobs.reading import ReadOptions
 
@@ -125,15 +124,15 @@ class ScoringOptions(LoadingOptions, OutputOptions, ReadOptions):
     stride: Count | None = None
     """Tokens from one window to the next, for --text; less than the window gives each token more context."""
 
-    def _refusals(self) -> Refusals:
-        yield from super()._refusals()
+    def _check_combinations(self) -> None:
+        super()._check_combinations()
         tokenizer = self.tokenizer or ""
-        yield Refusal(
+        refuse_if(
             "://" in tokenizer,
             f"--tokenizer {shown_endpoint(tokenizer)} is an address; give the tokenizer's folder, or its name on the "
             "hub (owner/name)",
         )
-        yield Refusal(
+        refuse_if(
             self.stride is not None and self.stride > (self.window or self.stride),
             f"--stride {self.stride} would leave tokens out between windows of {self.window}",
         )
@@ -173,10 +172,10 @@ class WorkerOptions(Options):
     """What a worker reserves on its node of the Ray cluster, such as gpu=1 or cpu=8,memory=64e9; gpu=1 if not given
     and there are GPUs, otherwise cpu=1."""
 
-    def _refusals(self) -> Refusals:
-        yield from super()._refusals()
+    def _check_combinations(self) -> None:
+        super()._check_combinations()
         for name in changed_options(self, ("address", "workers", "resources_per_worker")):
-            yield Refusal(
+            refuse_if(
                 self.engine != "ray",
                 f"{flag(name)} is for --engine ray; add that, or leave {flag(name)} out",
             )

@@ -2,12 +2,12 @@
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import index
 from pathlib import Path, PurePath
 from types import NoneType
-from typing import Annotated, Any, NamedTuple, SupportsFloat, SupportsIndex, TypeVar, get_args, get_origin
+from typing import Annotated, Any, SupportsFloat, SupportsIndex, TypeVar, get_args, get_origin
 
 from kleash.errors import OptionError
 from kleash.registry import look_up
@@ -18,7 +18,7 @@ TYPE_NAMES = {
     int: "a whole number",
     float: "a number",
     bool: "True or False",
-    tuple: "a tuple of texts",
+    tuple: "a list of texts",
     Path: "a path",
 }
 MAX_SHOWN = 60
@@ -49,16 +49,10 @@ Limit = Annotated[float, Allowed("a number of nats, at least 0", lambda x: 0 <= 
 Name = Annotated[str, Allowed("a name; give one, or leave it out", bool)]
 
 
-class Refusal(NamedTuple):
-    """A combination of options that is refused."""
-
-    applies: object
-    """Whether the options are such a combination."""
-    reason: str
-    """What is wrong, then what to do."""
-
-
-Refusals = Iterator[Refusal]
+def refuse_if(applies: object, reason: str) -> None:
+    """Raise OptionError with ``reason``, what is wrong and then what to do, if the refused combination ``applies``."""
+    if applies:
+        raise OptionError(reason)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +71,10 @@ class Options:
         for field in fields(self):
             value = getattr(self, field.name)
             object.__setattr__(self, field.name, checked_option(field.name, value, field.type))
-        for refusal in self._refusals():
-            if refusal.applies:
-                raise OptionError(refusal.reason)
+        self._check_combinations()
 
-    def _refusals(self) -> Refusals:
-        """The combinations of options that are refused, in the order in which they are checked."""
-        yield from ()
+    def _check_combinations(self) -> None:
+        """Refuse options that do not go together."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated
 
-from kleash.jobs.options import Allowed, JsonOption, Limit, Options, Refusal, Refusals, one_of
+from kleash.jobs.options import Allowed, JsonOption, Limit, Options, one_of, refuse_if
 
 FORMATS = ("csv", "markdown")
 """Formats of every result, besides ``--json``."""
@@ -36,9 +36,9 @@ class FormatOption(JsonOption):
     """Print the result in this format instead of a summary: csv, a row for each number; or markdown, tables for
     an issue or a page."""
 
-    def _refusals(self) -> Refusals:
-        yield from super()._refusals()
-        yield Refusal(
+    def _check_combinations(self) -> None:
+        super()._check_combinations()
+        refuse_if(
             self.json and self.format is not None,
             f"--json prints JSON; give it or --format {self.format}, not both",
         )
@@ -79,9 +79,9 @@ class GateOptions(Options):
     """The KL that --at-most limits: policy-reference averages over the policy's next tokens, reference-policy over the
     reference's. If not given, that of the headline: reference-policy with --text, otherwise policy-reference."""
 
-    def _refusals(self) -> Refusals:
-        yield from super()._refusals()
-        yield Refusal(
+    def _check_combinations(self) -> None:
+        super()._check_combinations()
+        refuse_if(
             self.direction is not None and self.at_most is None,
             "--direction says which KL --at-most limits; add that, or leave it out",
         )

@@ -1,6 +1,6 @@
 """How the records of a source are read: its split, its columns, and the chat template."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from kleash.jobs.options import Name, Options, one_of, shared_options
@@ -46,6 +46,3 @@ class ReadOptions(PromptOptions):
     def of(cls, options: DatasetOptions | None) -> "ReadOptions":
         """These options out of a job's, with the defaults of those that it lacks; None for the defaults."""
         return cls() if options is None else cls(**shared_options(options, cls))
-
-
-READ_OPTIONS = tuple(option.name for option in fields(ReadOptions))

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from kleash.jobs.option_groups import LoadingOptions
-from kleash.jobs.options import Allowed, Count, Limit, Options, Refusal, Refusals, one_of
+from kleash.jobs.options import Allowed, Count, Limit, Options, one_of, refuse_if
 from kleash.jobs.output_options import (
     PICTURES,
     Direction,
@@ -96,14 +96,14 @@ class DoctorJob(FormatOption, LoadingOptions):
     device_map: str | None = None
     """Spread a model over several devices as transformers does: auto, balanced, sequential."""
 
-    def _refusals(self) -> Refusals:
-        yield from super()._refusals()
+    def _check_combinations(self) -> None:
+        super()._check_combinations()
         has_models = self.policy is not None
-        yield Refusal(
+        refuse_if(
             has_models != (self.reference is not None), "give both models, --policy and --reference, or none"
         )
         for role in ("policy", "reference"):
-            yield Refusal(
+            refuse_if(
                 getattr(self, f"revision_{role}") is not None and not has_models,
                 f"--revision-{role} needs --{role}",
             )
@@ -140,9 +140,9 @@ class AuditJob(Options):
     quiet: bool = False
     """Print only failures."""
 
-    def _refusals(self) -> Refusals:
-        yield from super()._refusals()
-        yield Refusal(
+    def _check_combinations(self) -> None:
+        super()._check_combinations()
+        refuse_if(
             self.trust_source and self.source is None,
             "--trust-source needs --source, the folder of a checkout",
         )

@@ -18,11 +18,10 @@ from kleash.jobs.options import (
     CountOrZero,
     NotNegative,
     Positive,
-    Refusal,
-    Refusals,
     changed_options,
     flag,
     one_of,
+    refuse_if,
 )
 from kleash.jobs.output_options import Tracker
 from kleash.jobs.reading import PromptOptions, SourceKind
@@ -103,9 +102,9 @@ class OnlineJob(TrainJob, GenerationOptions, PromptOptions):
     max_new_tokens: Count = 64
     temperature: Temperature = 1.0
 
-    def _refusals(self) -> Refusals:
-        yield from super()._refusals()
-        yield Refusal(
+    def _check_combinations(self) -> None:
+        super()._check_combinations()
+        refuse_if(
             self.given_source is None and self.policy != SHIPPED_REFERENCE,
             f"say what {self.policy} should answer: --prompts",
         )
@@ -166,8 +165,8 @@ class RewardJob(OnlineJob):
     beta_max: Positive = 10.0
     """No controller goes above."""
 
-    def _refusals(self) -> Refusals:
-        yield from super()._refusals()
+    def _check_combinations(self) -> None:
+        super()._check_combinations()
         term = term_spec(
             self.kl,
             CONTRACTS.get(self.kl),
@@ -176,25 +175,25 @@ class RewardJob(OnlineJob):
             credit=self.reward_credit,
         )
         reason = refusal(term, command_line)
-        yield Refusal(reason, str(reason))
-        yield Refusal(
+        refuse_if(reason, str(reason))
+        refuse_if(
             self.horizon is not None and self.controller != "ziegler",
             f"--horizon belongs to --controller ziegler, and the controller is {self.controller}; leave it out",
         )
-        yield Refusal(
+        refuse_if(
             self.beta == 0 and self.on_hacking == "tighten",
             "--on-hacking tighten doubles beta, and --beta is 0; give a beta, or another response",
         )
         steers = self.controller != "fixed"
-        yield Refusal(
+        refuse_if(
             steers and self.target_nats is None,
             f"the controller {self.controller} steers to a target; give --target-nats",
         )
-        yield Refusal(
+        refuse_if(
             steers and not self.beta_min <= self.beta <= self.beta_max,
             f"--beta {self.beta} does not lie between --beta-min {self.beta_min} and --beta-max {self.beta_max}",
         )
-        yield Refusal(
+        refuse_if(
             not self.reward and self.policy != SHIPPED_REFERENCE,
             f"say what {self.policy} is rewarded for: --reward package.module:function or a folder",
         )

@@ -22,7 +22,8 @@ from kleash.engines.endpoints import (
 from kleash.errors import ModelError
 from kleash.jobs import MeasureJob
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE
-from kleash.jobs.reading import READ_OPTIONS
+from kleash.jobs.options import shared_options
+from kleash.jobs.reading import ReadOptions
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.shards import hash_source, source_sequences
 from kleash.models import (
@@ -243,7 +244,9 @@ def source_of(job: MeasureJob, pair: Pair, sha256: str) -> CachedSource:
         stride=stride,
         limit=job.limit,
         batch_tokens=job.batch_tokens,
-        reading={name: getattr(job, name) for name in READ_OPTIONS if getattr(job, name) is not None},
+        reading={
+            name: value for name, value in shared_options(job, ReadOptions).items() if value is not None
+        },
     )
 
 

@@ -40,14 +40,16 @@ WITH_RESPONSES = 20
 
 
 def default_out(parent: str = "kleash-runs") -> str:
-    """The folder of a job without ``--out``, in ``parent``, named by date and time.
+    """The folder of a job without ``--out``, in ``parent``, named by date and time; within one second also by number.
 
     Raises:
         OptionError: if a launcher started several processes, which would make up several names.
     """
     if launched_world_size() > 1:
         raise OptionError("several processes must agree on one folder; give --out")
-    return str(Path(parent) / datetime.now().strftime("%Y-%m-%d-%H%M%S"))
+    name = datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    there = len(list(Path(parent).glob(f"{name}*")))
+    return str(Path(parent) / (f"{name}-{there + 1}" if there else name))
 
 
 def measure(

@@ -153,7 +153,7 @@ def write_training_comparison(path: Path, comparison: TrainingComparison) -> Pat
     has = {metric for _, steps in runs for record in steps for metric in record.metrics}
     charts = [_metric_chart(metric, runs) for metric in CHARTED if metric in has]
     if {*PAIRED[:2]} <= has:
-        charts.insert(0, _frontier(runs))
+        charts.insert(0, frontier_chart(runs))
     return write_page(
         path,
         "training_comparison.html",
@@ -167,7 +167,9 @@ def _metric_chart(metric: str, runs: Sequence[Run]) -> Chart:
     """A metric of all runs over their steps."""
     title = title_of(metric)
     ends = [
-        f"{name}: {format_value(values[-1])}" for name, steps in runs if (values := _known(steps, metric))
+        f"{name}: {format_value(values[-1])}"
+        for name, steps in runs
+        if (values := metric_values(steps, metric))
     ]
     columns = [{record.step: record.metrics.get(metric, math.nan) for record in steps} for _, steps in runs]
     longest = max((steps for _, steps in runs), key=len)
@@ -175,7 +177,7 @@ def _metric_chart(metric: str, runs: Sequence[Run]) -> Chart:
         name=metric.replace("/", "-"),
         title=title[0].upper() + title[1:],
         panels=(partial(_draw_metric, metric=metric, title=title, runs=runs),),
-        description=f"In the last step, {'; '.join(ends)}.",
+        description=f"The last values: {'; '.join(ends)}.",
         header=("Step", *(name for name, _ in runs)),
         rows=tuple(
             (str(record.step), *(format_value(column.get(record.step, math.nan)) for column in columns))
@@ -184,7 +186,7 @@ def _metric_chart(metric: str, runs: Sequence[Run]) -> Chart:
     )
 
 
-def _frontier(runs: Sequence[Run]) -> Chart:
+def frontier_chart(runs: Sequence[Run]) -> Chart:
     """Each run's reward against its KL, step by step."""
     reward, kl = PAIRED[:2]
     return Chart(
@@ -194,14 +196,7 @@ def _frontier(runs: Sequence[Run]) -> Chart:
         description="Each line is a run, from its first step on: the higher at one KL, the more is gained by one nat.",
         header=("Run", *(title_of(name) for name in (kl, reward))),
         rows=tuple(
-            (
-                name,
-                *(
-                    format_value(values[-1])
-                    for values in (_known(steps, kl), _known(steps, reward))
-                    if values
-                ),
-            )
+            (name, *(format_value([math.nan, *metric_values(steps, each)][-1]) for each in (kl, reward)))
             for name, steps in runs
         ),
     )
@@ -214,11 +209,6 @@ def _draw_frontier(axes: Any, *, runs: Sequence[Run]) -> None:
         reward, kl = (metric_values(thin_steps(shown, MAX_POINTS), metric) for metric in PAIRED[:2])
         line(axes, kl, reward, color=color, label=name, linestyle=dash)
     name_axes(axes, title_of(PAIRED[1]), title_of(PAIRED[0]))
-
-
-def _known(steps: Sequence[StepRecord], metric: str) -> list[float]:
-    """The values of a metric in the steps that have it."""
-    return metric_values([record for record in steps if metric in record.metrics], metric)
 
 
 def _draw_metric(axes: Any, *, metric: str, title: str, runs: Sequence[Run]) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 from kleash.errors import OptionError
 from kleash.extras import import_extra
-from kleash.jobs.output_options import PICTURES
 from kleash.reports.drawing import WIDTH, draw_panel, matplotlib_style
 from kleash.reports.formatting import keep_end
 from kleash.reports.measurement import picture_charts
@@ -37,12 +36,10 @@ def write_picture(path: Path, result: Measurement | Sweep) -> Path:
         ``path``.
 
     Raises:
-        OptionError: if the name ends otherwise, or nothing in the result can be drawn.
+        OptionError: if nothing in the result can be drawn.
         RunFolderError: if the file cannot be written.
         MissingExtraError: if Matplotlib is not installed.
     """
-    if path.suffix.lower() not in PICTURES:
-        raise OptionError(f"a picture is a file that ends in {' or '.join(PICTURES)}; it is {path}")
     content = BytesIO()
     kind = path.suffix.lower().removeprefix(".")
     with matplotlib_style("kleash") as make_figure:

@@ -163,8 +163,8 @@ def describe_change(history: Sequence[StepRecord], curves: Curves, y: str, targe
 
 
 def metric_values(history: Sequence[StepRecord], metric: str) -> list[float]:
-    """A metric's value in each step; NaN for steps without it."""
-    return [record.metrics.get(metric, math.nan) for record in history]
+    """A metric's value in each step that has it."""
+    return [record.metrics[metric] for record in history if metric in record.metrics]
 
 
 def thin_steps(history: Sequence[StepT], limit: int) -> list[StepT]:

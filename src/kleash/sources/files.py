@@ -190,7 +190,8 @@ def source_path(name: str, kind: SourceKind) -> Path:
     try:
         size = path.stat().st_size
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise SourceError(f"there is no file {shown_endpoint(name)}") from error
+        hint = "; texts themselves stand in a file, or in Python in a list" if " " in name else ""
+        raise SourceError(f"there is no file {shown_endpoint(name)}{hint}") from error
     except (OSError, ValueError) as error:  # such as a prompt given as a name: too long, or with a NUL
         raise SourceError(
             f"{shorten(name)} cannot be read ({getattr(error, 'strerror', None) or error}); give the name of a file "

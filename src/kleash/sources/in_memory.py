@@ -35,16 +35,19 @@ def records_in_memory(data: Iterable[Any], kind: SourceKind) -> Iterator[dict[st
             f"{kind} are a file's name, a list, a data set's split or a data frame, and not {what}"
         )
     for number, row in enumerate(rows, start=1):
-        if isinstance(row, str):
+        if isinstance(row, str) and kind != "responses":
             yield {"text" if kind == "text" else "prompt": row}
         elif isinstance(row, Mapping):
             yield dict(row)
         elif is_message_list(row):
             yield {"messages": row}
         else:
-            raise SourceError(
-                f"{kind}, entry {number}: expected a text, a list of messages or a record and found {show_value(row)}"
+            forms = (
+                "a list of messages or a record"
+                if kind == "responses"
+                else "a text, a list of messages or a record"
             )
+            raise SourceError(f"{kind}, entry {number}: expected {forms} and found {show_value(row)}")
 
 
 def write_source(data: Iterable[Any], kind: SourceKind, folder: Path) -> None:

@@ -138,8 +138,8 @@ def cannot_write(path: Path, error: OSError) -> RunFolderError:
     reason = error.strerror or error
     if is_disk_full(error):
         return RunFolderError(
-            f"no space is left to write {path} ({reason}); what was finished is kept: free some space and run again "
-            "with --resume"
+            f"no space is left to write {path} ({reason}); what was finished is kept: free some space and run the "
+            "command again, a measurement, sweep or training with --resume"
         )
     return RunFolderError(f"{path} cannot be written: {reason}")
 

@@ -160,7 +160,7 @@ class CurveRow:
     right_gradient: float
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Audit(Result):
     """What a KL implementation estimates and what it differentiates.
 
@@ -249,5 +249,6 @@ def read_audits(path: Path) -> tuple[Audit, ...]:
         return tuple(decode(Audit, record) for record in records)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunFolderError(
-            f"{path} cannot be read as audits ({error}); write it with kleash audit --json"
+            f"{path} cannot be read as audits ({error}); write it with kleash audit --json, and give the folder of "
+            "any other result"
         ) from error

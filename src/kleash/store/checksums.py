@@ -182,7 +182,8 @@ def read_result(kind: type[T], path: Path, what: str, missing: str, advice: str)
     with reading(path, missing):  # a name may be too long
         is_there = path.exists()
     if not is_there:
-        raise RunFolderError(f"{path.parent} has no {path.name}; {missing}")
+        lacks = f"{path.parent} has no {path.name}; {missing}"
+        raise RunFolderError(lacks if path.parent.exists() else f"there is no folder {path.parent}")
     return Checksums.read(path.parent).read_record(kind, path, what, advice)
 
 

@@ -51,7 +51,7 @@ class RunDifference:
     warnings: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Comparison(MeasuredResult):
     """Several measurements side by side, and their differences from the first."""
 
@@ -101,7 +101,7 @@ class ComparedTraining:
     """"finished", why it was stopped, or "running or interrupted"."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class TrainingComparison(MeasuredResult):
     """Several training runs side by side, and their differences from the first."""
 

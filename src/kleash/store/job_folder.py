@@ -173,7 +173,7 @@ class JobFolder(ABC):
         """
         if holds_job(self.root, "run", {HEADER}, self.leftovers) and self.begun and not resume:
             raise RunFolderError(
-                f"{self.root} holds a run already; go on with it with --resume, or give another --out"
+                f"{self.root} holds a run already; go on with it with --resume (resume=True), or give another --out"
             )
 
     @property

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from kleash.estimate import Estimate
 from kleash.store.checksums import read_result
@@ -249,6 +249,8 @@ class Measurement(MeasuredResult):
     >>> 6 <= len(measurement.summary().splitlines()) <= 12  # print(measurement) has six
     True
     """
+
+    views: ClassVar[str] = ".summary(), .to_pandas() and .plot()"
 
     schema: int = SCHEMA
     kleash: str

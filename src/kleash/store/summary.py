@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import singledispatch
 from html import escape
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 from kleash.estimate import Estimate
 from kleash.store.codec import encode, to_json
@@ -131,7 +131,18 @@ class JSONRecord:
 
 
 class Result(JSONRecord):
-    """A result in JSON, and as a notebook shows it: headline, facts, tables and warnings."""
+    """A result in JSON, and as a prompt and a notebook show it: headline, facts, tables and warnings."""
+
+    views: ClassVar[str] = ".to_dict()"
+    """What shows more of it than its ``repr``."""
+
+    def __repr__(self) -> str:
+        """The first lines of the summary, and what says more."""
+        summary = summarize(self)
+        lines = to_text(summary).split("\n")[: REPR_LINES - 1]
+        notes = sum(label == "note" for label, _ in summary.facts)
+        more = f"{counted(len(summary.warnings), 'warning')}, {counted(notes, 'note')}"
+        return "\n".join([*lines, f"{more}; see {self.views}"])
 
     def _repr_html_(self) -> str:
         """The summary as HTML, which a notebook shows."""
@@ -140,6 +151,8 @@ class Result(JSONRecord):
 
 class MeasuredResult(Result):
     """A result of numbers, which has a summary as text, data frames and perhaps a picture."""
+
+    views: ClassVar[str] = ".summary() and .to_pandas()"
 
     def summary(self) -> str:
         """What a person reads of it, as text of about ten lines: headline, facts, first numbers and warnings."""
@@ -162,14 +175,6 @@ class MeasuredResult(Result):
             MissingExtraError: if Matplotlib is not installed.
         """
         return _function_of_reports("pictures", "plot")(self)
-
-    def __repr__(self) -> str:
-        """The first lines of the summary, and what says more."""
-        summary = summarize(self)
-        lines = to_text(summary).split("\n")[: REPR_LINES - 1]
-        notes = sum(label == "note" for label, _ in summary.facts)
-        more = f"{counted(len(summary.warnings), 'warning')}, {counted(notes, 'note')}"
-        return "\n".join([*lines, f"{more}; see .summary(), .to_pandas() and .plot()"])
 
 
 def _function_of_reports(module: str, name: str) -> Callable[[Any], Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from kleash.estimate import Estimate
 from kleash.registry import grouped
@@ -154,6 +154,8 @@ class Attribution:
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Sweep(MeasuredResult):
     """Several candidates measured against one reference."""
+
+    views: ClassVar[str] = ".summary(), .to_pandas() and .plot()"
 
     kleash: str
     """Version that measured."""

@@ -37,9 +37,11 @@ def last_checkpoint(root: Path) -> Path | None:
     return finished[max(finished)] if finished else None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class TrainingResult(MeasuredResult):
     """``training.json``: the result of a training run."""
+
+    views: ClassVar[str] = ".summary() and .to_dict()"
 
     kleash: str
     """The version that ran it."""

@@ -9,12 +9,12 @@ from typing import Any
 
 from kleash.checkpoints.resolution import GENERATION_CONFIG, find_checkpoint
 from kleash.dotted import resolve_function
-from kleash.errors import Interrupted, OptionError
+from kleash.errors import Interrupted
 from kleash.jobs import DistillJob, DPOJob, TrainJob
 from kleash.jobs.algorithms import GroupJob
 from kleash.jobs.reading import DatasetOptions
 from kleash.jobs.train import OnlineJob
-from kleash.launch_environment import launched_rank, launched_world_size
+from kleash.launch_environment import launched_rank
 from kleash.measuring.run import default_out
 from kleash.models import find_source
 from kleash.models.keyed_draws import SAMPLER
@@ -44,8 +44,6 @@ def run_job(job: TrainJob, trainer: Trainer, display: Display | None = None) -> 
     Raises:
         As ``kleash.training.train``.
     """
-    if job.out is None and launched_world_size() > 1:
-        raise OptionError("several processes must agree on the run's folder; give --out")
     job = replace(job, out=job.out if job.out is not None else default_out())
     with watching_files(), threads_for([*models_of(job).values()], device=job.device) as note:
         if launched_rank() != 0:
