@@ -119,6 +119,12 @@ def test_the_same_responses_from_a_file_give_the_same_numbers(job, own, tmp_path
     assert measured.per_sequence.kl_policy_reference.value == pytest.approx(total, rel=1e-4)
     assert measured.estimators["k3"].value == pytest.approx(expected["estimators"]["k3"]["value"], rel=1e-4)
     assert all("rows of a head that are no tokens" in warning for warning in measured.warnings)
+    as_responses(own, source, temperature=0)
+    for temperature in (0, 1):  # a greedy response is no sample
+        greedy = measure(**settings | {"temperature": temperature}, out=tmp_path / str(temperature))
+        assert not greedy.estimators and greedy.per_sequence is None
+        assert greedy.per_token["kl_policy_reference"] == measured.per_token["kl_policy_reference"]
+        assert greedy.warnings == measured.warnings
 
 
 def test_importance_weights_correct_another_temperature(job, tmp_path):

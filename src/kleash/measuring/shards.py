@@ -104,7 +104,7 @@ def source_warnings(declared: Sequence[tuple[bool, float | None]], temperature: 
 
     Args:
         declared: as in ``ShardPlan``, of the responses that were scored.
-        temperature: of the run.
+        temperature: at which both models were scored.
     """
     warnings: list[str] = []
     if retokenised := sum(is_retokenised for is_retokenised, _ in declared):
@@ -112,7 +112,7 @@ def source_warnings(declared: Sequence[tuple[bool, float | None]], temperature: 
             f"{retokenised} of {len(declared)} responses came as text and were tokenised again: where they were drawn "
             "as other tokens, the numbers are of tokens that were not drawn; give response_token_ids to be sure"
         )
-    if temperatures := sorted({value for _, value in declared if value is not None} - {temperature}):
+    if temperatures := sorted({value for _, value in declared if value} - {temperature}):
         warnings.append(
             f"some responses declare temperature {', '.join(f'{value:g}' for value in temperatures)}, and both models "
             f"were scored at {temperature:g}; set --temperature"
