@@ -260,18 +260,20 @@ def finished_cache(job: MeasureJob) -> Path | None:
 
 def _check_covered(job: MeasureJob, pair: Pair, stored: StoredReference, sha256: str) -> None:
     """Raise ModelError unless the cache holds every sequence of the job."""
-    source = source_of(job, pair, sha256)
-    cached_source = stored.label.source
-    is_complete = len(stored.states) >= stored.contents.sequences
-    if is_complete and cached_source is not None and cached_source.covers(source):
-        return
     missing, total, first = stored.count_missing(source_sequences(job, pair))
-    if missing:
-        raise ModelError(
-            f"{stored.folder} lacks {missing} of the {total} sequences of {source}, the first being {first}; it "
-            f"holds {stored.contents.sequences} of {cached_source}; make another: kleash cache --reference "
-            f"{job.reference} --{source.kind} {source.path}"
+    if not missing:
+        return
+    source, cached_source = source_of(job, pair, sha256), stored.label.source
+    advice = f"make another: kleash cache --reference {job.reference} --{source.kind} {source.path}"
+    if cached_source is not None and cached_source.covers(source):
+        advice = (
+            "the policy's tokenizer or chat template makes other tokens of it; give plain text or token ids, or "
+            "--chat-template raw"
         )
+    raise ModelError(
+        f"{stored.folder} lacks {missing} of the {total} sequences of {source}, the first being {first}; it holds "
+        f"{stored.contents.sequences} of {cached_source}; {advice}"
+    )
 
 
 def header_of(job: MeasureJob, pair: Pair, source_digest: str) -> RunHeader:

@@ -42,7 +42,8 @@ def compare_tokenizers(policy: Any, reference: Any) -> tuple[str, ...]:
 
     Compares the vocabularies with added tokens, the special tokens, the merges, and the tokens of the texts in
     ``PROBES``. A normaliser or pre-tokeniser with another definition that gives these texts the same tokens is a note;
-    so are a different chat template and a different end, padding, begin or unknown token (the policy's are used).
+    so are a different chat template, other special tokens around a text, and a different end, padding, begin or unknown
+    token (the policy's are used).
 
     Raises:
         TokenizerMismatchError: if they are not interchangeable, with the number of differences and the first ones.
@@ -73,6 +74,12 @@ def compare_tokenizers(policy: Any, reference: Any) -> tuple[str, ...]:
                 f"the policy's {kind} is {policy_token!r} and the reference's {reference_token!r}; the policy's is "
                 "used"
             )
+    around = [list(tokenizer("a", verbose=False)["input_ids"]) for tokenizer in (policy, reference)]
+    if around[0] != around[1]:
+        notes.append(
+            f"the tokenizers put other special tokens around a text: 'a' is {around[0]} in the policy's and {around[1]} "
+            "in the reference's; the policy's are used"
+        )
     if getattr(policy, "chat_template", None) != getattr(reference, "chat_template", None):
         notes.append("the chat templates differ; messages are written with the policy's for both")
     return tuple(notes)
