@@ -103,12 +103,10 @@ def test_different_chat_templates_and_end_tokens_give_notes():
     other = wrapped(deepcopy(tiny_tokenizer(bos=False).backend_tokenizer), eos_token="<pad>")
     other.chat_template = "{{ messages }}"
     notes = compare_tokenizers(tiny_tokenizer(), other)
-    assert notes == (
-        "the policy's eos_token is '</s>' and the reference's '<pad>'; the policy's is used",
-        "the tokenizers put other special tokens around a text: 'a' is [0, 67] in the policy's and [67] in the "
-        "reference's; the policy's are used",
-        "the chat templates differ; messages are written with the policy's for both",
-    )
+    end, around, template = notes
+    assert end == "the policy's eos_token is '</s>' and the reference's '<pad>'; the policy's is used"
+    assert "special tokens around a text: 'a' is [0, 67] in the policy's and [67] in the" in around
+    assert template == "the chat templates differ; messages are written with the policy's for both"
 
 
 def test_token_texts_decode_single_tokens():

@@ -77,8 +77,8 @@ def compare_tokenizers(policy: Any, reference: Any) -> tuple[str, ...]:
     around = [list(tokenizer("a", verbose=False)["input_ids"]) for tokenizer in (policy, reference)]
     if around[0] != around[1]:
         notes.append(
-            f"the tokenizers put other special tokens around a text: 'a' is {around[0]} in the policy's and {around[1]} "
-            "in the reference's; the policy's are used"
+            f"the tokenizers put other special tokens around a text: 'a' is {around[0]} in the policy's and "
+            f"{around[1]} in the reference's; the policy's are used"
         )
     if getattr(policy, "chat_template", None) != getattr(reference, "chat_template", None):
         notes.append("the chat templates differ; messages are written with the policy's for both")
