@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from secrets import token_hex
+from typing import Any
 
 from kleash.checkpoints.resolution import GENERATION_CONFIG, find_checkpoint
 from kleash.engines import Engine, LocalEngine
@@ -21,7 +22,7 @@ from kleash.engines.endpoints import (
 )
 from kleash.errors import ModelError
 from kleash.jobs import MeasureJob
-from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE
+from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE, is_endpoint, is_gguf
 from kleash.jobs.reading import READ_OPTIONS
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.shards import hash_source, source_sequences
@@ -37,7 +38,7 @@ from kleash.models.base_logits import open_base_logits
 from kleash.models.cache.reference_cache import check_cache_folder
 from kleash.models.keyed_draws import SAMPLER
 from kleash.models.pair_loading import load_pair_with, load_reference
-from kleash.models.tokenizers import compare_tokenizers, load_tokenizer
+from kleash.models.tokenizers import compare_tokenizers, load_tokenizer, tokenizer_fingerprint
 from kleash.sources.documents import resolve_window
 from kleash.store.cache import CachedSource, cache_fingerprint, read_label
 from kleash.store.job_folder import RunHeader
@@ -276,6 +277,13 @@ def _check_covered(job: MeasureJob, pair: Pair, stored: StoredReference, sha256:
     )
 
 
+def fingerprint_of_tokenizer(job: MeasureJob, tokenizer: Any) -> dict[str, str]:
+    """The fingerprint of the tokenizer by its name in a header; empty where that of a model includes it."""
+    names = [job.policy] if job.has_base_logits else [job.policy, job.reference]
+    is_apart = job.tokenizer is not None or all(is_gguf(name) or is_endpoint(name) for name in names)
+    return {"tokenizer": tokenizer_fingerprint(tokenizer)} if is_apart else {}
+
+
 def header_of(job: MeasureJob, pair: Pair, source_digest: str) -> RunHeader:
     """The header of a measurement."""
     models = (pair.policy, pair.reference)
@@ -287,6 +295,7 @@ def header_of(job: MeasureJob, pair: Pair, source_digest: str) -> RunHeader:
     if job.source[0] == "prompts" and not pair.policy.is_in_memory:
         checkpoint = find_checkpoint(job.policy, job.revision_policy)
         fingerprints[f"policy {GENERATION_CONFIG}"] = checkpoint.fingerprint(of_generation=True)
+    fingerprints |= fingerprint_of_tokenizer(job, pair.tokenizer)
     cache = finished_cache(job)
     if cache is not None and read_label(cache).from_engine:
         fingerprints["reference hidden states, made by an engine"] = cache_fingerprint(cache)

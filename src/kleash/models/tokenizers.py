@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from kleash.checkpoints.resolution import Checkpoint, find_checkpoint, list_inpu
 from kleash.errors import ModelError, summarise_error
 from kleash.extras import import_extra
 from kleash.store.file_hashes import hash_files
+from kleash.store.job_folder import KIND_OF_FINGERPRINT
 
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 PROBES = (
@@ -233,10 +235,20 @@ def load_tokenizers(
 
 def _tokenizer_files(checkpoint: Checkpoint) -> tuple[Any, ...]:
     """What a tokenizer is made of: the type of the model, and the names and hashes of the tokenizer's files."""
-    files = list_input_files(tokenizer_folder(checkpoint))
-    paths = [path for path in files if not NETWORK_FILES.fullmatch(path.name)]
-    names = [str(path.relative_to(tokenizer_folder(checkpoint))) for path in paths]
-    return str(checkpoint.config.get("model_type")), *zip(names, hash_files(paths), strict=True)
+    return str(checkpoint.config.get("model_type")), *_hashed_files(tokenizer_folder(checkpoint))
+
+
+def _hashed_files(folder: Path) -> list[tuple[str, str]]:
+    """Name and hash of each file of a tokenizer's folder."""
+    paths = [path for path in list_input_files(folder) if not NETWORK_FILES.fullmatch(path.name)]
+    names = [str(path.relative_to(folder)) for path in paths]
+    return list(zip(names, hash_files(paths), strict=True))
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Hash of the files of a loaded tokenizer, as ``Checkpoint.fingerprint``."""
+    files = "\n".join(map(" ".join, _hashed_files(Path(tokenizer.name_or_path))))
+    return f"{KIND_OF_FINGERPRINT}{sha256(files.encode('utf-8', 'backslashreplace')).hexdigest()[:32]}"
 
 
 def _find_tokenizer(name: str) -> Checkpoint:
