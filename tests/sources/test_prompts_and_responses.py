@@ -283,9 +283,13 @@ def test_padded_responses_are_refused_after_the_last(pair, write):
         }
         for row in range(6)
     ]
-    path = write("padded.jsonl", jsonl(*rows))
-    with pytest.raises(SourceError, match="padding"):
-        list(read_responses(path, pair))
+    for path in (
+        write("padded.jsonl", jsonl(*rows)),
+        write("unknown.jsonl", jsonl(*({**row, "logprobs": None} for row in rows))),
+        write("left.jsonl", jsonl({**rows[0], "prompt_token_ids": [*[pad] * 4, 5, 6], "response": " x"})),
+    ):
+        with pytest.raises(SourceError, match="padding"):
+            list(read_responses(path, pair))
     cut = [
         {**row, "response_token_ids": row["response_token_ids"][:3], "logprobs": row["logprobs"][:3]}
         for row in rows

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -26,7 +27,7 @@ from kleash.sources.records import (
     shorten,
     show_value,
 )
-from kleash.sources.sequences import Prompt, SourceForm, TokenLimits, hash_prompt
+from kleash.sources.sequences import LEAST_PADDING_RUN, Prompt, SourceForm, TokenLimits, hash_prompt
 
 NOUNS = {"prompts": "prompts", "responses": "prompts", "text": "documents"}
 """What a chat template renders, by the kind of a source."""
@@ -142,6 +143,10 @@ def tokenise_prompt(record: SourceRecord, pair: TokenLimits, chat_template: str 
 
     if values is not None:
         token_ids = check_token_ids(record, "prompt_token_ids", values, pair)
+        if token_ids[:LEAST_PADDING_RUN] == (tokenizer.pad_token_id,) * LEAST_PADDING_RUN:
+            raise record.error(
+                "'prompt_token_ids' begins with padding, which would be read as text; cut it off"
+            )
         return made_of(token_ids, tokenizer.decode(list(token_ids)), "token ids")
     name, prompt = _find_prompt(record)
     form = "messages" if isinstance(prompt, list) else form_of_text(prompt, tokenizer)
@@ -244,9 +249,17 @@ def encode_text(tokenizer: Any, text: str, *, special_tokens: bool) -> list[int]
 
 
 def without_second_begin(tokenizer: Any, token_ids: list[int]) -> list[int]:
-    """Token ids with one begin token of two: the text begins with it, as one in a log or of a template does."""
-    bos = getattr(tokenizer, "bos_token_id", None)
-    return token_ids[1:] if bos is not None and token_ids[:2] == [bos, bos] else token_ids
+    """Token ids with the begin tokens once if they are there twice: a text of a log or template begins with them."""
+    begin = _begin_tokens(tokenizer)
+    length = len(begin)
+    return token_ids[length:] if begin and token_ids[: 2 * length] == [*begin, *begin] else token_ids
+
+
+@lru_cache(maxsize=4)
+def _begin_tokens(tokenizer: Any) -> list[int]:
+    """What a tokenizer puts before a text: the begin token, or several as of GLM."""
+    token_ids, of_text = (encode_text(tokenizer, "a", special_tokens=special) for special in (True, False))
+    return token_ids[: token_ids.index(of_text[0])] if set(of_text[:1]) & set(token_ids) else []
 
 
 def describe_forms(

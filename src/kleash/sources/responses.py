@@ -66,28 +66,28 @@ def read_responses(
 
     Raises:
         SourceError: at the first record that is not a response, with what was expected; after the last, if many
-            responses end with padding, at which ``logprobs`` have one value.
+            responses end with padding: one token, or tokens whose ``logprobs`` are one value.
     """
     source = find_source(name, "responses", reading)
     ends = {pair.tokenizer.pad_token_id, pair.tokenizer.eos_token_id, *pair.eos_token_ids}
-    assigner, read, padded = _IdAssigner(), 0, list[tuple[str, int, float]]()
+    assigner, read, padded = _IdAssigner(), 0, list[tuple[str, int]]()
     records = expand_logs(source.records())
     responses = (response for record in records for response in expand_responses(record))
     for record in islice(responses, limit):
         read += 1
         sequence = _response(record, pair, assigner, source.reading.chat_template)
-        if sequence.logp_sampled is not None and sequence.response_ids[-1] in ends:
-            length = padding_length(sequence.response_ids, [sequence.logp_sampled])
-            padded += [(record.location, length, float(sequence.logp_sampled[-1]))] if length else []
+        if (token_ids := sequence.response_ids)[-1] in ends:
+            logp = np.zeros(len(token_ids)) if sequence.logp_sampled is None else sequence.logp_sampled
+            length = padding_length(token_ids, [logp])
+            padded += [(record.location, length)] if length else []
         yield replace(sequence, columns=_lists(record, sequence, pair)) if with_lists else sequence
     if not read:
         raise SourceError(f"{name} holds no response")
     if is_padded(len(padded), read):
-        location, length, value = padded[0]
+        location, length = padded[0]
         raise SourceError(
             f"{len(padded)} of {read} responses end with padding, such as the last {length} tokens of "
-            f"{location}, whose 'logprobs' are all {value:g}; cut 'response_token_ids' and "
-            "'logprobs' after the last token that was drawn"
+            f"{location}; cut 'response_token_ids' and 'logprobs' after the last token that was drawn"
         )
 
 
