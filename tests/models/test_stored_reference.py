@@ -151,9 +151,9 @@ def test_cache_files_have_the_permissions_of_the_folder(folders, tmp_path):
 def test_rounding_columns_are_stored_by_temperature(folders, tmp_path):
     stored = made(tmp_path, folders("llama")[1], random_sequences())
     assert stored.rounding_columns("noise", 1.0) is None
-    save_rounding_columns(tmp_path, "noise", 0.5, {"kl_policy_reference": np.array([0.25, 0.5])})
-    assert stored.rounding_columns("noise", 0.5)["kl_policy_reference"].tolist() == [0.25, 0.5]
-    assert stored.rounding_columns("noise", 1.0) is None and stored.rounding_columns("gap", 0.5) is None
+    save_rounding_columns(tmp_path, "noise", 2.0, {"kl_policy_reference": np.array([0.25, 0.5])})
+    assert stored.rounding_columns("noise", 2)["kl_policy_reference"].tolist() == [0.25, 0.5]
+    assert stored.rounding_columns("noise", 1.0) is None and stored.rounding_columns("gap", 2.0) is None
 
 
 @pytest.fixture

@@ -297,7 +297,9 @@ def _finished_run(job: MeasureJob, digest: str) -> Measurement | None:
         return None
     header = RunFolder(root).header()
     reference = StoredReference(Path(str(job.reference_cache))).label.reference.fingerprint
-    fingerprints = {"policy": find_checkpoint(job.policy).fingerprint(), "reference": reference}
+    policy = find_checkpoint(job.policy).fingerprint()
+    # a tokenizer that is given makes the tokens of which the cache has the hidden states
+    fingerprints = {**header.fingerprints, "policy": policy, "reference": reference}
     expected = replace(header, settings=job.settings(), source_sha256=digest, fingerprints=fingerprints)
     return None if header.differences(expected) else Measurement.read(root)
 

@@ -200,7 +200,7 @@ def load_tokenizers(
     tokenizers: dict[str, Any] = {}
     for role, checkpoint in checkpoints.items():
         if not checkpoint.gguf:
-            files = _tokenizer_files(checkpoint)
+            files = (checkpoint.config.get("model_type"), *_hashed_files(tokenizer_folder(checkpoint)))
             if files not in loaded_by_files:
                 loaded_by_files[files] = load_tokenizer(checkpoint, trust_remote_code)
             tokenizers[role] = loaded_by_files[files]
@@ -231,11 +231,6 @@ def load_tokenizers(
     if len(tokenizers) == 2 and tokenizers["policy"] is not tokenizers["reference"]:
         notes += compare_tokenizers(tokenizers["policy"], tokenizers["reference"])
     return tokenizers, tuple(notes)
-
-
-def _tokenizer_files(checkpoint: Checkpoint) -> tuple[Any, ...]:
-    """What a tokenizer is made of: the type of the model, and the names and hashes of the tokenizer's files."""
-    return str(checkpoint.config.get("model_type")), *_hashed_files(tokenizer_folder(checkpoint))
 
 
 def _hashed_files(folder: Path) -> list[tuple[str, str]]:

@@ -144,7 +144,9 @@ def _response(
         record, pair, prompt.text, finish_reason, chat_template
     )
     check_length(record, "prompt with its response", len(prompt.token_ids) + len(response_ids) - 1, pair)
-    temperature = get_field(record, "temperature", (int, float), "a number from 0 on", _is_temperature)
+    temperature = get_field(
+        record, "temperature", (int, float), "a number from 0 on", lambda x: is_finite_number(x) and x >= 0
+    )
     prompt_id, sample_id = assigner.assign(
         record, prompt.prompt_hash, _first_hash(record, pair, chat_template)
     )
@@ -286,11 +288,6 @@ def _lists(record: SourceRecord, sequence: TokenSequence, pair: TokenLimits) -> 
             f"for each of the {length} tokens of the response"
         )
     return dict(zip(LISTS, (ids, logp.astype(np.float32)), strict=True))
-
-
-def _is_temperature(value: float) -> bool:
-    """Whether a number can be a sampling temperature."""
-    return is_finite_number(value) and value >= 0
 
 
 def _is_id(value: int | str) -> bool:
