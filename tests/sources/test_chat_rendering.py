@@ -3,7 +3,9 @@
 import copy
 from collections import Counter
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from source_files import jsonl
@@ -188,12 +190,14 @@ END_TOKENS = {
     "gptoss": "<|return|>",
     "cohere": "<|END_OF_TURN_TOKEN|>",
 }
-PUBLISHED = (*END_TOKENS, "gemma3", "deepseekv3", "glm4moe")
+PUBLISHED = (*END_TOKENS, "gemma3", "deepseekv3", "glm4moe", "llama3_2")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_templates_give_the_tokens_of_transformers(pair, name):
+def test_published_templates_give_the_tokens_of_transformers_on_one_day(pair, name, monkeypatch):
     trl = pytest.importorskip("trl")
+    day = SimpleNamespace(now=lambda: datetime(2024, 7, 26))  # in this process; templates run in another one
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", day)
     tokenizer = copy.copy(pair.tokenizer)
     tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
     policy, reference = (replace(model, context_length=None) for model in (pair.policy, pair.reference))
@@ -204,6 +208,8 @@ def test_published_templates_give_the_tokens_of_transformers(pair, name):
     for messages, prompt in zip(conversations, tokenise_prompts(conversations, pair), strict=True):
         tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert list(prompt.token_ids) == tokens
+    notes = " ".join(describe_forms("prompts", Counter({"messages": 2}), tokenizer))
+    assert ("given 26 July 2024" in notes) == (name in ("gptoss", "llama3_2"))
 
 
 @pytest.fixture

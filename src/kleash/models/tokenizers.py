@@ -200,7 +200,7 @@ def load_tokenizers(
     tokenizers: dict[str, Any] = {}
     for role, checkpoint in checkpoints.items():
         if not checkpoint.gguf:
-            files = (checkpoint.config.get("model_type"), *_hashed_files(tokenizer_folder(checkpoint)))
+            files = (str(checkpoint.config.get("model_type")), *_hashed_files(tokenizer_folder(checkpoint)))
             if files not in loaded_by_files:
                 loaded_by_files[files] = load_tokenizer(checkpoint, trust_remote_code)
             tokenizers[role] = loaded_by_files[files]
