@@ -186,7 +186,6 @@ def _difference(run: _Run, first: _Run, name: str, first_name: str) -> RunDiffer
         "of them"
     )
     is_warned = len(shared_keys) < MIN_SHARED * max(len(run.rows), len(first.rows))
-    unknown = run.unknown | first.unknown
     means = {
         statistic: paired_difference(
             minuend[:, column],
@@ -198,7 +197,7 @@ def _difference(run: _Run, first: _Run, name: str, first_name: str) -> RunDiffer
             known_value=_known_difference(run, first, statistic),
         )
         for column, statistic in enumerate(COMPARED, start=1)
-        if statistic not in unknown
+        if statistic not in run.unknown | first.unknown
     }
     return RunDifference(
         name=name,

@@ -286,5 +286,7 @@ def sampling_warnings(estimand: Estimand, totals: RunTotals) -> tuple[str, ...]:
     """The warnings about how the tokens were drawn, where the exact KL is known; some may be empty."""
     if not totals.has_kl or estimand.weighting is None:
         return ()
-    k1_error = estimator_error(totals.sums, "k1")
-    return on_policy_warning(k1_error, estimand), weight_warning(totals.terms.weight, estimand)
+    return (
+        on_policy_warning(estimator_error(totals.sums, "k1"), estimand),
+        weight_warning(totals.terms.weight, estimand),
+    )

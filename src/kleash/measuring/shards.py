@@ -58,8 +58,12 @@ def plan_shards(job: MeasureJob, pair: Pair) -> ShardPlan:
             forms[sequence.prompt_form] += 1
             declared.append((sequence.retokenised, sequence.temperature))
         total = forms.total()
-    notes = describe_forms(kind, forms, pair.tokenizer, job)
-    return ShardPlan(shards=shards, sequences=total, notes=notes, declared=declared)
+    return ShardPlan(
+        shards=shards,
+        sequences=total,
+        notes=describe_forms(kind, forms, pair.tokenizer, job),
+        declared=declared,
+    )
 
 
 def source_sequences(job: MeasureJob, pair: Pair) -> Iterator[TokenSequence]:

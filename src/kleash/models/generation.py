@@ -165,11 +165,10 @@ def _draw(
         return best.indices.cpu().numpy(), np.zeros(len(responses))
     if (sampling.top_k, sampling.top_p, sampling.min_p) != (None, None, None):
         logp = truncate(logp, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p).logp
-    samples = sampling.samples_per_prompt
     keys = [
         (
             response.prompt.prompt_hash,
-            response.prompt.copy * samples + response.sample,
+            response.prompt.copy * sampling.samples_per_prompt + response.sample,
             len(response.token_ids),
         )
         for response in responses

@@ -147,5 +147,4 @@ def _documents(source: Source, tokenizer: Any) -> Iterator[tuple[str, SourceForm
         elif source.reading.chat_template == "raw":
             yield join_contents(record, document, "messages"), "messages", record.location
         else:
-            text = render_messages(record, document, tokenizer, "messages")
-            yield text, "messages", record.location
+            yield render_messages(record, document, tokenizer, "messages"), "messages", record.location

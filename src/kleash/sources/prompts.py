@@ -60,8 +60,13 @@ def read_prompts(
             is no prompt at all.
     """
     source = find_source(name, "prompts", reading)
-    records = islice(source.records(), limit)
-    return _prompts(name, records, pair, columns=columns, chat_template=source.reading.chat_template)
+    return _prompts(
+        name,
+        islice(source.records(), limit),
+        pair,
+        columns=columns,
+        chat_template=source.reading.chat_template,
+    )
 
 
 def count_columns(name: str, limit: int | None = None, reading: DatasetOptions | None = None) -> Counter[str]:
@@ -103,9 +108,13 @@ def _prompts(
     for record in records:
         prompt = tokenise_prompt(record, pair, chat_template)
         check_length(record, "prompt", len(prompt.token_ids), pair)
-        fields = record.source_fields if columns else {}
         prompts.append(
-            replace(prompt, prompt_id=len(prompts), copy=copies[prompt.prompt_hash], columns=fields)
+            replace(
+                prompt,
+                prompt_id=len(prompts),
+                copy=copies[prompt.prompt_hash],
+                columns=record.source_fields if columns else {},
+            )
         )
         copies[prompt.prompt_hash] += 1
     if not prompts:
