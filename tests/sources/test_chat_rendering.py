@@ -83,13 +83,10 @@ def test_a_template_that_leaves_out_thoughts_is_followed(read):
     assert prompt.text == "user: Hi\nassistant: Yes\nuser: Why?\nassistant: "
 
 
-def test_the_error_of_a_template_is_that_about_the_messages_as_they_are(read):
+def test_errors_are_about_the_messages_as_they_are_and_printed_parts_are_refused(read):
     template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEXT
     with pytest.raises(SourceError, match="line 1: the chat template refuses"):
         read({"messages": [said([part("Be")], "system"), said("Hi")]}, template)
-
-
-def test_parts_that_are_printed_as_python_does_are_refused(read):
     template = "{% for m in messages %}{% if m['content'] is not string %}{{ m['content'] }}{% endif %}\n{% endfor %}"
     with pytest.raises(SourceError, match="line 1: the chat template prints the parts"):
         read({"messages": [said([part("Hi")])]}, template)
