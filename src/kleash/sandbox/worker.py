@@ -49,7 +49,7 @@ def render(request: dict[str, Any]) -> dict[str, Any]:
     """The texts of conversations by a chat template, and the index ranges that the assistant generates."""
     from transformers.utils import chat_template_utils
 
-    vars(chat_template_utils)["datetime"] = SimpleNamespace(now=lambda: TODAY)
+    chat_template_utils.__dict__["datetime"] = SimpleNamespace(now=lambda: TODAY)
     texts, generation_indices = chat_template_utils.render_jinja_template(**request)
     if any(len(text) > MAX_TEXT_CHARACTERS for text in texts):
         return {"limit": f"its text is longer than {MAX_TEXT_CHARACTERS} characters"}
