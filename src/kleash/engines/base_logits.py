@@ -291,8 +291,7 @@ def columns_of_rows(
 def kl_bounds_of_rows(logp: Float[Tensor, "rows vocab"], base: LogpIntervals) -> dict[str, np.ndarray]:
     """The columns ``KL_BOUND_COLUMNS``, from the policy's log-probabilities."""
     of_reference, of_policy = kl_bounds(base, logp), reverse_kl_bounds(base, logp)
-    values = (*of_policy, *of_reference)
-    return {name: value.numpy() for name, value in zip(KL_BOUND_COLUMNS, values, strict=True)}
+    return dict(zip(KL_BOUND_COLUMNS, (x.numpy() for x in (*of_policy, *of_reference)), strict=True))
 
 
 def padding_columns(
