@@ -205,8 +205,9 @@ def test_published_templates_give_the_tokens_of_transformers_on_one_day(pair, na
     for messages, prompt in zip(conversations, tokenise_prompts(conversations, pair), strict=True):
         tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert list(prompt.token_ids) == tokens
-    notes = " ".join(describe_forms("prompts", Counter({"messages": 2}), tokenizer))
-    assert ("given 26 July 2024" in notes) == (name in ("gptoss", "llama3_2"))
+    for forms in (Counter(messages=2), Counter(text=2)):
+        notes = " ".join(describe_forms("prompts", forms, tokenizer))
+        assert ("given 26 July 2024" in notes) == (name in ("gptoss", "llama3_2") and "messages" in forms)
 
 
 @pytest.fixture

@@ -298,7 +298,8 @@ def describe_forms(
     elif template == "apply":
         treatments["text"] = "plain text, rendered as a user's message by the policy's chat template"
     notes: list[str] = []
-    if treatments and "strftime_now" in str(getattr(tokenizer, "chat_template", "")):
+    has_date = "strftime_now" in str(getattr(tokenizer, "chat_template", ""))
+    if has_date and template != "raw" and (forms["messages"] or template == "apply"):
         notes.append("the chat template asks for today's date, and is given 26 July 2024 on every day")
     for form, treatment in treatments.items():
         count = forms[form]

@@ -25,11 +25,8 @@ def test_a_token_is_listed_once_if_it_is_among_the_likeliest():
     assert (answer.token_logp[0], answer.unlisted_most[0], answer.rank[0]) == (-9.0, -2.5, -1)
 
 
-def test_the_whole_vocabulary_leaves_nothing_unlisted():
+def test_the_whole_vocabulary_and_probabilities_of_zero_and_one_are_read():
     assert listed({0: -0.5, 1: -1.5, 2: -2.5}, 1, top=20, vocab_size=3).unlisted_most[0] == -math.inf
-
-
-def test_probabilities_of_zero_and_one_are_read():
     answer = listed({7: 1e-7, 3: -9999.0, 9: -math.inf}, 7)
     assert answer.listed_logp.tolist() == [[0.0, -math.inf, -math.inf]]
 
