@@ -11,7 +11,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kleash.checkpoints.gguf.vocabulary import begin_token, puts_begin_token
-from kleash.checkpoints.gguf_files import open_gguf
 from kleash.checkpoints.resolution import find_checkpoint
 from kleash.engines.base import (
     EngineTraits,
@@ -128,7 +127,7 @@ def begin_token_of(model: Model, revision: str | None) -> int | None:
     """
     checkpoint = find_checkpoint(model.path, revision)
     if checkpoint.gguf:
-        return begin_token(open_gguf(checkpoint.gguf).settings)
+        return begin_token(checkpoint.gguf_files.settings)
     return model.tokenizer.bos_token_id if puts_begin_token(model.tokenizer) else None
 
 

@@ -118,7 +118,7 @@ def make_measurement(
         run.job,
         all_have_logprobs=counts.all_have_logprobs,
         is_greedy=run.job.temperature == 0 or any(temperature == 0 for _, temperature in declared),
-        window=run.job.window or resolve_window(run.pair, None, None)[0],
+        window=run.job.window or resolve_window(run.pair.context_length, None, None)[0],
         split=len(counts.clusters.labels) > counts.listed_prompts,
         vocabulary=run.pair.vocabulary,
         storage=describe_storage(models),

@@ -230,12 +230,12 @@ def _filled_cache(job: MeasureJob, pair: Pair) -> Generator[ReferenceCache | Non
         yield ReferenceCache(folder, pair.reference)
 
 
-def source_of(job: MeasureJob, pair: Pair, sha256: str) -> CachedSource:
-    """The source of a job, as a cache records it."""
+def source_of(job: MeasureJob, context_length: int | None, sha256: str) -> CachedSource:
+    """The source of a job, as a cache records it; ``context_length`` of the models that read it."""
     kind, path = job.source
     window, stride = None, None
     if kind == "text":
-        window, stride = resolve_window(pair, job.window, job.stride)
+        window, stride = resolve_window(context_length, job.window, job.stride)
     return CachedSource(
         kind=kind,
         path=path,
@@ -264,7 +264,7 @@ def _check_covered(job: MeasureJob, pair: Pair, stored: StoredReference, sha256:
     missing, total, first = stored.count_missing(source_sequences(job, pair))
     if not missing:
         return
-    source, cached_source = source_of(job, pair, sha256), stored.label.source
+    source, cached_source = source_of(job, pair.context_length, sha256), stored.label.source
     advice = f"make another: kleash cache --reference {job.reference} --{source.kind} {source.path}"
     if cached_source is not None and cached_source.covers(source):
         advice = (
