@@ -311,5 +311,6 @@ def _warnings(runs: list[_Run], names: list[str]) -> tuple[str, ...]:
 
 def _settings(measurement: Measurement) -> dict[str, Any]:
     """What changes the numbers, by name: options, and the dtype that the models had ("auto" is one on each device)."""
-    dtypes = " and ".join(dict.fromkeys(model.dtype for model in measurement.models.values()))
-    return {option: measurement.job.get(option) for option in SETTINGS} | {"dtype": dtypes}
+    dtypes = dict.fromkeys(model.dtype for model in measurement.models.values())
+    dtypes.pop("unknown", None)  # of a model behind a server
+    return {option: measurement.job.get(option) for option in SETTINGS} | {"dtype": " and ".join(dtypes)}
