@@ -199,7 +199,7 @@ def written(tmp_path_factory):
 def test_a_file_has_the_second_half_of_each_chunk_after_the_begin_token(written):
     _, reference, path = written
     file = open_base_logits(path)
-    assert (file.context, file.first, file.scored, file.vocab_size) == (CONTEXT, 16, 15, 320)
+    assert (file.context, file.scored, file.vocab_size) == (CONTEXT, 15, 320)
     assert file.tokens(0)[0] == 0 and file.tokens(1)[0] != 0
     ids = [0, *file.tokens(1)[1:].tolist()]
     expected = double_logits(reference, ids)[16:31].log_softmax(-1)

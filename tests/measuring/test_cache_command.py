@@ -245,6 +245,18 @@ def test_other_windows_raise_with_both_settings(pair, text, cached, tmp_path, re
     assert not (tmp_path / "run").exists(), "nothing was begun"
 
 
+def test_a_policy_with_another_chat_template_raises(pair, tmp_path, refused):
+    policy, source, cache = tmp_path / "policy", tmp_path / "m.jsonl", tmp_path / "cache"
+    shutil.copytree(pair[0], policy)
+    (policy / "chat_template.jinja").write_text(
+        "{% for message in messages %}{{ message.content }}{% endfor %}"
+    )
+    source.write_text(json.dumps({"messages": [{"role": "user", "content": DOCUMENTS[0]}]}))
+    cache_reference(CacheJob(reference=str(pair[1]), text=str(source), out=str(cache)))
+    given = words(reference=pair[1], text=source, out=tmp_path / "run", reference_cache=cache)
+    assert "or chat template makes other tokens of it" in refused("measure", *words(policy=policy), *given)
+
+
 def test_missing_documents_and_another_text_raise(pair, text, cached, tmp_path, refused):
     few = tmp_path / "few"
     cache_reference(CacheJob(reference=str(pair[1]), text=str(text), out=str(few), limit=2, **WINDOWS))

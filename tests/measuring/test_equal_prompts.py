@@ -93,13 +93,10 @@ def test_copies_of_a_prompt_count_as_samples_of_it(runs):
     assert copied.kl_policy_reference.ci95 == pytest.approx(total.kl_policy_reference.ci95, rel=1e-5)
 
 
-def test_a_measurement_notes_once_what_the_chat_template_leaves_as_it_is(runs):
+def test_copies_are_noted_once_and_paired_with_samples(runs):
     for name, count in (("samples", 8), ("copies", 32), ("responses", 32)):
         plain = [note for note in Measurement.read(runs[name]).notes if "are plain text" in note]
         assert len(plain) == 1 and plain[0].startswith(f"the {count} prompts are plain text, read without")
-
-
-def test_copies_are_paired_with_samples(runs):
     comparison = compare([runs["samples"], runs["copies"], runs["responses"]])
     for difference in comparison.differences:
         assert difference.shared_prompts == 8 and difference.only_here == difference.only_there == 0

@@ -12,12 +12,19 @@ def test_on_policy_samples_allow_estimators_and_sequence_kl():
         "own responses to shipped:prompts, of up to 256 tokens, drawn from its whole" in estimand.description
     )
     assert "both at temperature 1," in estimand.description
+    assert (
+        "read in windows of 64 tokens;"
+        in estimand_of(MeasureJob(text="t"), window=64, storage="F32").description
+    )
 
 
-@pytest.mark.parametrize("has_logprobs", [True, False])
-def test_off_policy_responses_are_weighted_if_they_have_logprobs(has_logprobs):
-    estimand = estimand_of(MeasureJob(responses="r.jsonl", temperature=0.6), all_have_logprobs=has_logprobs)
-    assert estimand.weighting == ("importance" if has_logprobs else "unweighted")
-    assert estimand.has_sequence_kl is has_logprobs
+@pytest.mark.parametrize(
+    ("has_logprobs", "is_greedy", "weighting"),
+    [(True, False, "importance"), (False, False, "unweighted"), (True, True, None)],
+)
+def test_off_policy_responses_are_weighted_if_they_have_logprobs(has_logprobs, is_greedy, weighting):
+    job = MeasureJob(responses="r.jsonl", temperature=0.6)
+    estimand = estimand_of(job, all_have_logprobs=has_logprobs, is_greedy=is_greedy)
+    assert estimand.weighting == weighting and estimand.has_sequence_kl is (weighting == "importance")
     assert estimand.warnings == (() if has_logprobs else (UNVERIFIED_SAMPLES,))
     assert "both at temperature 0.6" in estimand.description

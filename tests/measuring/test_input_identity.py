@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from gguf_file import write_gguf
 from safetensors.torch import load_file, save_file
 
 from kleash.cli import main
@@ -67,6 +68,16 @@ def test_resume_refuses_any_changed_byte_of_a_model(models, tmp_path, capsys):
     (models[0] / "README.md").write_text("a model card is no part of a model")
     (models[0] / "trainer_state.json").write_text("{}")
     assert main(command(models, "prompts", prompts, tmp_path / "run", "--resume")) == 0
+
+
+def test_resume_refuses_another_tokenizer_of_gguf_files(models, tmp_path, capsys):
+    files = [write_gguf(folder, tmp_path / f"{folder.name}.gguf") for folder in models]
+    given = command(files, "text", tmp_path / "text.txt", tmp_path / "run", "--tokenizer", models[0])
+    (tmp_path / "text.txt").write_text(SOURCE)
+    assert main(given) == 0
+    (models[0] / "chat_template.jinja").write_text("{{ messages }}")
+    assert main([*given, "--resume"]) == 2
+    assert "the fingerprint of the tokenizer was" in capsys.readouterr().err
 
 
 def test_a_run_of_another_schema_is_refused(models, tmp_path, capsys):

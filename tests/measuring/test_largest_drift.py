@@ -75,14 +75,11 @@ def test_largest_tokens_sequences_and_prompts_equal_a_full_sort(tmp_path):
     assert documents[0].prompt == f"prompt {top.prompt_id} read on"
 
 
-def test_infinite_kl_ranks_first_and_nan_last():
+def test_infinite_kl_ranks_first_and_nan_last_and_long_prompts_are_cut():
     kl = np.array([[0.5, np.inf, np.nan, 0.1, 0.2, 0.3, 0.4]])
     largest = LargestDrift()
     largest.add({name: values[:LENGTH] for name, values in rows(np.repeat(kl, PER_SHARD, 0), 0).items()})
     kls = [each.kl for each in largest.tokens.drifted()]
     assert kls[:2] == [np.inf, 0.5] and kls[-1] == -np.inf
-
-
-def test_long_prompts_are_cut_with_an_ellipsis():
     assert shorten_text("a" * MAX_TEXT) == "a" * MAX_TEXT
     assert shorten_text("a" * (MAX_TEXT + 1)) == "a" * (MAX_TEXT - 1) + "…"

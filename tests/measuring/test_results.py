@@ -119,6 +119,12 @@ def test_the_same_responses_from_a_file_give_the_same_numbers(job, own, tmp_path
     assert measured.per_sequence.kl_policy_reference.value == pytest.approx(total, rel=1e-4)
     assert measured.estimators["k3"].value == pytest.approx(expected["estimators"]["k3"]["value"], rel=1e-4)
     assert all("rows of a head that are no tokens" in warning for warning in measured.warnings)
+    as_responses(own, source, temperature=0)
+    for temperature in (0, 1):  # a greedy response is no sample
+        greedy = measure(**settings | {"temperature": temperature}, out=tmp_path / str(temperature))
+        assert not greedy.estimators and greedy.per_sequence is None
+        assert greedy.per_token["kl_policy_reference"] == measured.per_token["kl_policy_reference"]
+        assert greedy.warnings == measured.warnings
 
 
 def test_importance_weights_correct_another_temperature(job, tmp_path):
@@ -232,11 +238,13 @@ def test_draws_do_not_depend_on_the_order_of_prompts(job, own, prompts, tmp_path
 
 
 def test_seed_and_sampling_options_change_the_draws(job, tmp_path):
-    responses = {}
-    for name, options in {"a": {}, "seed": {"seed": 1}, "cool": {"temperature": 0.5}}.items():
+    responses, changes = {}, {"seed": {"seed": 1, "dtype": "float32"}, "cool": {"temperature": 0.5}}
+    for name, options in {"a": {}, **changes}.items():
         measure(**{**job, "limit": 3, **options}, out=tmp_path / name)
         responses[name] = next(RunFolder(tmp_path / name).parts("tokens", ["token_id"]))["token_id"].tolist()
     assert responses["a"] != responses["seed"] and responses["a"] != responses["cool"]
+    (warning,) = compare([tmp_path / name for name in responses]).warnings  # "auto" is float32 here
+    assert warning == "cool was measured with temperature 0.5, a with 1.0"
 
 
 def test_alternatives_have_the_probabilities_at_the_temperature(job, tmp_path):

@@ -109,16 +109,13 @@ def test_fewer_logits_than_tokens_are_an_error(pair, unhooked):
         pair_models(pair.policy, replace(pair.reference, vocab_size=299), ())
 
 
-def test_a_missing_model_is_an_error(tmp_path, unhooked):
+def test_a_missing_model_is_an_error_that_names_the_revision(tmp_path, unhooked, folders):
     refuse(tmp_path / "missing", "there is no folder .*missing, and it cannot be a hub id either")
     refuse("nobody/has-this", "nobody/has-this is not a folder here, and the hub did not give it out: ")
     (tmp_path / "file").write_text("x")
     refuse(tmp_path / "file", "is a file; give the folder")
     refuse(tmp_path, "has no config.json")
     refuse("shipped:nothing", "shipped model", error=UnknownNameError)
-
-
-def test_a_revision_is_named_in_the_error(folders, unhooked):
     refuse("nobody/has-this", "did not give it out at revision v2", revision_policy="v2")
     refuse(folders("llama")[0], "which has no revision 'main'", revision_policy="main")
 
@@ -187,16 +184,13 @@ def test_shards_need_their_index_and_beside_one_file_have_the_same_tensors(copie
     refuse(copied, "cannot be loaded: .*no file named")
 
 
-def test_a_class_of_own_code_that_is_not_run_gives_a_note(copied):
+def test_a_class_of_own_code_that_is_not_run_and_unused_weights_give_notes(copied):
     own = {"auto_map": {"AutoModelForCausalLM": "modeling.MyModel"}, "architectures": ["MyModel"]}
     edit_json(copied / "config.json", **own)
     notes = load_pair(str(copied), str(copied)).notes
     assert any(
         "the class MyModel of its own code, and transformers' LlamaForCausalLM" in note for note in notes
     )
-
-
-def test_unused_weights_give_a_note(copied):
     stored = load_file(copied / "model.safetensors")
     stored["mtp.layers.0.weight"] = torch.zeros(2)
     save_file(stored, copied / "model.safetensors", metadata={"format": "pt"})
@@ -212,9 +206,11 @@ def test_a_missing_tokenizer_is_an_error(copied, unhooked):
     refuse(copied, "the tokenizer of the policy .* cannot be loaded")
 
 
-def test_weights_with_mismatched_shapes_are_an_error(copied, unhooked):
+def test_mismatched_shapes_and_unknown_architectures_are_errors(copied, unhooked):
     edit_json(copied / "config.json", vocab_size=310)
     refuse(copied, "has 2 weights of other shapes than its configuration says, .*lm_head.weight.*; correct")
+    edit_json(copied / "config.json", model_type="never-heard-of")
+    refuse(copied, "cannot be loaded: .*never-heard-of")
 
 
 def test_encoder_decoders_are_refused(tmp_path, unhooked):
@@ -222,11 +218,6 @@ def test_encoder_decoders_are_refused(tmp_path, unhooked):
     T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
     tiny_tokenizer().save_pretrained(tmp_path / "t5")
     refuse(tmp_path / "t5", r"is an encoder-decoder \(t5\); kleash measures decoder-only models")
-
-
-def test_an_unknown_architecture_is_an_error(copied, unhooked):
-    edit_json(copied / "config.json", model_type="never-heard-of")
-    refuse(copied, "cannot be loaded: .*never-heard-of")
 
 
 def test_remote_code_runs_only_with_trust_remote_code(copied, unhooked):

@@ -168,10 +168,7 @@ def test_nan_in_a_head_is_detected(folders, value):
         score(pair, random_sequences()[1:])
 
 
-def test_temperature_zero_is_an_error(pair):
+def test_temperature_zero_is_an_error_and_no_sequences_give_empty_columns(pair):
     with pytest.raises(OptionError, match="temperature above 0, not at 0"):
         score(pair, random_sequences(), temperature=0.0)
-
-
-def test_no_sequences_give_empty_columns(pair):
     assert all(len(values) == 0 for values in score(pair, []).values())

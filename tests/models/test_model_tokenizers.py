@@ -77,15 +77,12 @@ def test_a_different_special_token_is_an_error(unhooked):
         compare_tokenizers(marked, plain)
 
 
-def test_different_merges_are_an_error(unhooked):
+def test_different_merges_and_another_tokenisation_of_a_probe_are_errors(unhooked):
     def turned(model):
         return {**model, "merges": [*model["merges"][:-2], model["merges"][-1], model["merges"][-2]]}
 
     with pytest.raises(ModelError, match="differ in 2 merges"):
         compare_tokenizers(tiny_tokenizer(), changed(model=turned))
-
-
-def test_a_different_tokenisation_of_a_probe_is_an_error(unhooked):
     lower = deepcopy(tiny_tokenizer().backend_tokenizer)
     lower.normalizer = normalizers.Lowercase()
     with pytest.raises(ModelError, match=r"cut text differently: .The quick brown fox"):
@@ -100,13 +97,13 @@ def test_a_normaliser_without_effect_gives_a_note():
 
 
 def test_different_chat_templates_and_end_tokens_give_notes():
-    other = wrapped(deepcopy(tiny_tokenizer().backend_tokenizer), eos_token="<pad>")
+    other = wrapped(deepcopy(tiny_tokenizer(bos=False).backend_tokenizer), eos_token="<pad>")
     other.chat_template = "{{ messages }}"
     notes = compare_tokenizers(tiny_tokenizer(), other)
-    assert notes == (
-        "the policy's eos_token is '</s>' and the reference's '<pad>'; the policy's is used",
-        "the chat templates differ; messages are written with the policy's for both",
-    )
+    end, around, template = notes
+    assert end == "the policy's eos_token is '</s>' and the reference's '<pad>'; the policy's is used"
+    assert "special tokens around a text: 'a' is [0, 67] in the policy's and [67] in the" in around
+    assert template == "the chat templates differ; messages are written with the policy's for both"
 
 
 def test_token_texts_decode_single_tokens():

@@ -53,6 +53,12 @@ def test_frequencies_of_long_sequences_do_not_reach_short_ones_in_a_batch(tmp_pa
     np.testing.assert_allclose(score(pair, SEQUENCES)["kl_policy_reference"], truth, rtol=1e-6, atol=1e-6)
     padded = replace(pair, policy=replace(pair.policy, max_padded_length=None))
     assert np.abs(score(padded, SEQUENCES)["kl_policy_reference"] - truth).max() > 1e-2
+    prompts = tokenise_prompts(["The sea", "A long road leads out of the town"], pair)
+    for drawn in generate(pair.policy, prompts, Sampling(max_new_tokens=30)):  # beyond the original length
+        for place, token in enumerate(drawn.response_ids):
+            ids = torch.tensor([[*drawn.prompt_ids, *drawn.response_ids[:place]]])
+            logp = networks[0](input_ids=ids).logits[0, -1].log_softmax(-1)[token].item()
+            assert drawn.logp_sampled[place] == pytest.approx(logp, abs=1e-5)
 
 
 def test_a_network_that_depends_on_the_length_is_detected_and_run_without_padding(tmp_path, monkeypatch):

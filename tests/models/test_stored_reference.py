@@ -131,16 +131,13 @@ def sequences_of(folder: Path, pair: Pair) -> Any:
     return source_sequences(MeasureJob(policy="p", responses=str(rollouts(folder))), pair)
 
 
-def test_the_cache_has_the_tokenizer_but_no_weights(folders, tmp_path):
+def test_the_cache_has_the_tokenizer_but_no_weights_with_the_permissions_of_the_folder(folders, tmp_path):
     stored = made(tmp_path, folders("llama")[1], random_sequences())
     names = {path.name for path in (tmp_path / "tokenizer").iterdir()}
     assert {"tokenizer.json", "config.json"} <= names
     assert not any(name.endswith((".safetensors", ".index.json")) for name in names)
     tokenizer = stored.tokenizer(False)
     assert tokenizer("The sea")["input_ids"][0] == 0 and tokenizer.chat_template
-
-
-def test_cache_files_have_the_permissions_of_the_folder(folders, tmp_path):
     made(tmp_path, folders("llama")[1], random_sequences())
     modes = {
         path.stat().st_mode & 0o777 for path in tmp_path.iterdir() if path.suffix in (".json", ".safetensors")
@@ -151,9 +148,9 @@ def test_cache_files_have_the_permissions_of_the_folder(folders, tmp_path):
 def test_rounding_columns_are_stored_by_temperature(folders, tmp_path):
     stored = made(tmp_path, folders("llama")[1], random_sequences())
     assert stored.rounding_columns("noise", 1.0) is None
-    save_rounding_columns(tmp_path, "noise", 0.5, {"kl_policy_reference": np.array([0.25, 0.5])})
-    assert stored.rounding_columns("noise", 0.5)["kl_policy_reference"].tolist() == [0.25, 0.5]
-    assert stored.rounding_columns("noise", 1.0) is None and stored.rounding_columns("gap", 0.5) is None
+    save_rounding_columns(tmp_path, "noise", 2.0, {"kl_policy_reference": np.array([0.25, 0.5])})
+    assert stored.rounding_columns("noise", 2)["kl_policy_reference"].tolist() == [0.25, 0.5]
+    assert stored.rounding_columns("noise", 1.0) is None and stored.rounding_columns("gap", 2.0) is None
 
 
 @pytest.fixture

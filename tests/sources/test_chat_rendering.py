@@ -3,7 +3,9 @@
 import copy
 from collections import Counter
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from source_files import jsonl
@@ -81,13 +83,10 @@ def test_a_template_that_leaves_out_thoughts_is_followed(read):
     assert prompt.text == "user: Hi\nassistant: Yes\nuser: Why?\nassistant: "
 
 
-def test_the_error_of_a_template_is_that_about_the_messages_as_they_are(read):
+def test_errors_are_about_the_messages_as_they_are_and_printed_parts_are_refused(read):
     template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEXT
     with pytest.raises(SourceError, match="line 1: the chat template refuses"):
         read({"messages": [said([part("Be")], "system"), said("Hi")]}, template)
-
-
-def test_parts_that_are_printed_as_python_does_are_refused(read):
     template = "{% for m in messages %}{% if m['content'] is not string %}{{ m['content'] }}{% endif %}\n{% endfor %}"
     with pytest.raises(SourceError, match="line 1: the chat template prints the parts"):
         read({"messages": [said([part("Hi")])]}, template)
@@ -188,12 +187,14 @@ END_TOKENS = {
     "gptoss": "<|return|>",
     "cohere": "<|END_OF_TURN_TOKEN|>",
 }
-PUBLISHED = (*END_TOKENS, "gemma3", "deepseekv3", "glm4moe")
+PUBLISHED = (*END_TOKENS, "gemma3", "deepseekv3", "glm4moe", "llama3_2")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_templates_give_the_tokens_of_transformers(pair, name):
+def test_published_templates_give_the_tokens_of_transformers_on_one_day(pair, name, monkeypatch):
     trl = pytest.importorskip("trl")
+    day = SimpleNamespace(now=lambda: datetime(2024, 7, 26))  # in this process; templates run in another one
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", day)
     tokenizer = copy.copy(pair.tokenizer)
     tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
     policy, reference = (replace(model, context_length=None) for model in (pair.policy, pair.reference))
@@ -204,6 +205,9 @@ def test_published_templates_give_the_tokens_of_transformers(pair, name):
     for messages, prompt in zip(conversations, tokenise_prompts(conversations, pair), strict=True):
         tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert list(prompt.token_ids) == tokens
+    for forms in (Counter(messages=2), Counter(text=2)):
+        notes = " ".join(describe_forms("prompts", forms, tokenizer))
+        assert ("given 26 July 2024" in notes) == (name in ("gptoss", "llama3_2") and "messages" in forms)
 
 
 @pytest.fixture

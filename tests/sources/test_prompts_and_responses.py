@@ -36,14 +36,11 @@ def test_prompts_of_jsonl_plain_text_and_messages(pair, write):
     assert [one.location.rsplit(" ", 1)[1] for one in plain] == ["1", "3"]
 
 
-def test_copies_of_a_prompt_are_counted(pair, write):
+def test_copies_of_a_prompt_are_counted_by_a_hash_that_is_the_same_on_every_machine(pair, write):
     prompts = read_prompts(write("a.txt", "a\nb\na\na\n"), pair)
     assert [one.copy for one in prompts] == [0, 0, 1, 2]
     assert len({one.prompt_hash for one in prompts}) == 2
     assert prompts[0].prompt_hash == prompts[3].prompt_hash == hash_tokens(prompts[0].token_ids)
-
-
-def test_the_hash_of_tokens_is_the_same_on_every_machine():
     from hashlib import blake2b
 
     assert (
@@ -164,7 +161,7 @@ def test_windows_of_one_document(pair, write):
         assert len(one.prompt_ids) == (5 if number else 1)
 
 
-def test_invalid_windows_and_strides_are_errors(pair, write, unhooked):
+def test_invalid_windows_are_errors_at_once_and_invalid_lines_when_they_are_read(pair, write, unhooked):
     name = write("a.txt", "The sea")
     for options, message in (
         ({"window": 129}, "a window of 129 tokens is more than the 128 that the models read"),
@@ -173,17 +170,13 @@ def test_invalid_windows_and_strides_are_errors(pair, write, unhooked):
     ):
         with pytest.raises(OptionError, match=message):
             read_text(name, pair, **options)
-
-
-def test_text_is_read_lazily(pair, write):
-    """A later line that cannot be read is not noticed before it is asked for."""
     windows = read_text(write("a.jsonl", '{"text": "The sea"}\nbroken'), pair)
     assert next(windows).response_text == "The sea"
     with pytest.raises(SourceError, match="line 2"):
         next(windows)
 
 
-def test_responses_are_read_as_ids_and_as_text(pair, write):
+def test_responses_are_read_as_ids_and_as_text_with_the_ids_that_they_state(pair, write):
     records = [
         {"prompt": "The sea", "response": " was calm", "finish_reason": "stop", "temperature": 0.7},
         {"prompt": "The sea", "response": " was calm", "finish_reason": "length"},
@@ -201,9 +194,6 @@ def test_responses_are_read_as_ids_and_as_text(pair, write):
     numbers = [(found.prompt_id, found.sample_id) for found in (one, two, three, four)]
     assert numbers == [(0, 0), (0, 1), (1, 0), (0, 2)]
     assert one.prompt_hash == hash_tokens(one.prompt_ids)
-
-
-def test_stated_prompt_and_sample_ids_are_kept(pair, write):
     base = {"prompt": "x", "response": "y"}
     records = [{**base, "prompt_id": 7, "sample_id": 4}, {**base, "prompt_id": 7}, {**base, "prompt_id": 3}]
     found = list(read_responses(write("a.jsonl", jsonl(*records)), pair, limit=2))
@@ -258,14 +248,11 @@ def test_responses_in_plain_text_are_an_error(pair, write, unhooked):
         list(read_responses(write("a.jsonl", "\n"), pair))
 
 
-def test_a_response_may_be_as_long_as_the_context(pair, write):
+def test_a_response_may_be_as_long_as_the_context_if_that_has_a_limit(pair, write):
     prompt = len(ids("The sea", special=True))
     record = {**BASE, "response_token_ids": [5] * (129 - prompt)}
     (one,) = read_responses(write("a.jsonl", jsonl(record)), pair)
     assert one.num_input_tokens == 128
-
-
-def test_without_a_context_limit_any_length_is_read(pair, write):
     policy, reference = (replace(model, context_length=None) for model in (pair.policy, pair.reference))
     endless = replace(pair, policy=policy, reference=reference)
     (one,) = read_text(write("a.txt", " ".join(SENTENCES)), endless)
@@ -283,9 +270,13 @@ def test_padded_responses_are_refused_after_the_last(pair, write):
         }
         for row in range(6)
     ]
-    path = write("padded.jsonl", jsonl(*rows))
-    with pytest.raises(SourceError, match="padding"):
-        list(read_responses(path, pair))
+    for path in (
+        write("padded.jsonl", jsonl(*rows)),
+        write("unknown.jsonl", jsonl(*({**row, "logprobs": None} for row in rows))),
+        write("left.jsonl", jsonl({**rows[0], "prompt_token_ids": [*[pad] * 4, 5, 6], "response": " x"})),
+    ):
+        with pytest.raises(SourceError, match="padding"):
+            list(read_responses(path, pair))
     cut = [
         {**row, "response_token_ids": row["response_token_ids"][:3], "logprobs": row["logprobs"][:3]}
         for row in rows

@@ -2,10 +2,13 @@
 
 import json
 from collections import Counter
+from copy import deepcopy
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from source_files import jsonl
+from tokenizers import processors
 
 from kleash.errors import SourceError
 from kleash.models import describe_source, read_responses
@@ -116,13 +119,20 @@ def test_damaged_rollouts_of_prime_rl_are_refused(read, record, message, unhooke
         read(record)
 
 
-def test_a_prompt_that_was_decoded_with_its_begin_token_gets_no_second_one(pair, write):
-    begin = pair.tokenizer.bos_token
+@pytest.mark.parametrize("begin", ["<s>", "<pad><s>"])
+def test_a_prompt_that_was_decoded_with_its_begin_tokens_gets_them_once(pair, write, begin):
+    tokenizer, ids = deepcopy(pair.tokenizer), {"<s>": 0, "<pad>": 2}
+    template = processors.TemplateProcessing(
+        f"{begin.replace('><', '> <')} $A", special_tokens=[*ids.items()]
+    )
+    tokenizer.backend_tokenizer.post_processor = template
+    pair = replace(pair, tokenizer=tokenizer)
     records = [{"prompt": text, "response": " x"} for text in (PROMPT, begin + PROMPT, begin * 2 + PROMPT)]
     path = write("log.jsonl", jsonl(*records))
     plain, decoded, doubled = (sequence.prompt_ids for sequence in read_responses(path, pair))
-    assert decoded == plain and plain[0] == pair.tokenizer.bos_token_id != plain[1]
-    assert doubled == (plain[0], *plain)
+    begins = tokenizer(begin, add_special_tokens=False)["input_ids"]
+    assert decoded == plain and list(plain[: len(begins)]) == begins
+    assert doubled == (*begins, *plain)
 
 
 def test_texts_without_special_tokens_are_noted(write):

@@ -93,13 +93,10 @@ def test_images_are_refused_whatever_their_column_is_called(pair, write):
     assert read_prompts(write("d.jsonl", {"prompt": "The sea", "images": []}), pair)
 
 
-def test_errors_name_the_line_of_a_csv_also_after_cells_of_several_lines(pair, write):
+def test_cells_may_be_long_and_errors_name_the_line_after_cells_of_several(pair, write):
     name = write("a.csv", [["prompt", "prompt_token_ids"], ["one\ntwo\nthree", ""], ["x", "[1, 999]"]])
     with pytest.raises(SourceError, match=r"a.csv, line 5: expected 'prompt_token_ids'"):
         read_prompts(name, pair)
-
-
-def test_a_cell_may_be_longer_than_the_csv_modules_default_limit(pair, write):
     name = write("a.csv", [["text"], ["The sea was calm. " * 10_000]])
     assert count_documents(name).total() == 1
 

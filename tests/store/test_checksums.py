@@ -46,13 +46,10 @@ def test_a_part_of_another_shard_or_half_a_part_is_refused(folder, content, mess
         Checksums.read(folder).check_all()
 
 
-def test_a_file_that_nobody_wrote_is_not_trusted(folder):
+def test_a_file_that_nobody_wrote_or_without_checksums_is_not_trusted(folder):
     (folder / "parts/2").write_text("x")
     with pytest.raises(RunFolderError, match=r"cannot be trusted: checksums\.jsonl has no checksum of it"):
         Checksums.read(folder).read_bytes(folder / "parts/2")
-
-
-def test_without_checksums_nothing_is_trusted(folder):
     (folder / CHECKSUMS).unlink()
     for read in (Checksums.read(folder).read_bytes, Checksums.read(folder).check):
         with pytest.raises(RunFolderError, match=r"checksums\.jsonl has no checksum"):

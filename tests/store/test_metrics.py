@@ -31,13 +31,10 @@ def test_every_kl_says_its_direction_and_what_it_is_per(name):
         assert any(word in meaning for word in ("token", "response"))
 
 
-def test_no_two_metrics_are_spelt_alike():
+def test_no_two_metrics_are_spelt_alike_and_other_names_stay():
     for spelling in ("kleash", "verl", "trl"):
         names = [spelt(name, spelling) for name in METRICS]
         assert len(set(names)) == len(names)
-
-
-def test_a_name_that_others_do_not_have_stays_as_it_is():
     assert spelt("kl/k3", "verl") == "kl/k3"
     assert spelt("beta", "kleash") == "beta"
     assert spelt("beta", "verl") == "actor/reward_kl_penalty_coeff"

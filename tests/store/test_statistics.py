@@ -18,14 +18,11 @@ def distributions(count=50, vocab=7):
     return p, q
 
 
-def test_every_statistic_is_computed_from_columns_of_the_token_table():
+def test_statistics_are_of_columns_of_the_token_table_and_columns_are_fields_of_the_engine():
     for name, statistic in STATISTICS.items():
         assert set(statistic.columns) <= set(TOKEN_COLUMNS), name
         if statistic.function is stored_column:
             assert statistic.columns == (name,)
-
-
-def test_every_column_of_the_engine_is_a_field_of_token_statistics_and_is_stored():
     assert set(scoring.STATISTICS.values()) == set(TokenStatistics._fields)
     assert set(scoring.STATISTICS) <= set(TOKEN_COLUMNS)
     computed = {column for statistic in STATISTICS.values() for column in statistic.columns}
@@ -96,15 +93,12 @@ def test_the_acceptance_rate_is_the_probability_that_speculative_sampling_accept
     assert 0.05 < rate.min() < rate.max() < 0.95
 
 
-def test_reductions_have_the_derivative_they_declare():
+def test_reductions_have_their_derivative_and_log_ratios_of_zeros_are_0():
     reductions = {id(each.reduction): each.reduction for each in STATISTICS.values() if each.reduction}
     assert len(reductions) == 2, "a new reduction: count it here"
     for reduction in reductions.values():
         numeric = (reduction.function(0.3 + 1e-6) - reduction.function(0.3 - 1e-6)) / 2e-6
         assert reduction.derivative(0.3) == pytest.approx(numeric, rel=1e-6)
-
-
-def test_log_ratio_is_0_where_both_probabilities_are_0():
     assert log_ratio(np.array([-np.inf, -1.0]), np.array([-np.inf, -2.0])).tolist() == [0.0, 1.0]
     assert log_ratio(np.array([-1.0]), np.array([-np.inf])).tolist() == [math.inf]
 

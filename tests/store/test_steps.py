@@ -118,16 +118,13 @@ def test_a_run_that_was_cut_is_still_checked(tmp_path):
         read_steps(tmp_path)
 
 
-def test_a_line_that_is_none_is_named(tmp_path):
+def test_a_line_that_is_none_is_named_and_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "steps.jsonl").write_text('{"step": 1, "metrics": {}}\n{"step": \n')
     with pytest.raises(RunFolderError, match=r"checksums\.jsonl is missing"):
         read_steps(tmp_path)
     record_checksums(tmp_path, tmp_path / "steps.jsonl")
     with pytest.raises(RunFolderError, match=r"steps\.jsonl, line 2, cannot be read"):
         read_steps(tmp_path)
-
-
-def test_a_folder_that_cannot_be_written_is_said(tmp_path):
     with pytest.raises(RunFolderError, match="cannot be written"):
         append_step(tmp_path / "nowhere", record(1), [])
 

@@ -85,9 +85,11 @@ class _Parser:
             key = self._string("a key")
             (kind,) = self._numbers("<u4", 1, key)
             settings[key] = self._value(kind, key)
-        tensors = [self._tensor() for _ in range(num_tensors)]
-        alignment = settings.get("general.alignment", DEFAULT_ALIGNMENT)
-        return GGUFFiles(settings=settings, tensors=self._placed(tensors, alignment))
+        tensors = self._placed(
+            [self._tensor() for _ in range(num_tensors)],
+            settings.get("general.alignment", DEFAULT_ALIGNMENT),
+        )
+        return GGUFFiles(settings=settings, tensors=tensors)
 
     def _value(self, kind: int, key: str) -> Any:
         """The value of a setting: a number, a text, or a list of them."""

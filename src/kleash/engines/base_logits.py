@@ -11,7 +11,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kleash.checkpoints.gguf.vocabulary import begin_token, puts_begin_token
-from kleash.checkpoints.gguf_files import open_gguf
 from kleash.checkpoints.resolution import find_checkpoint
 from kleash.engines.base import (
     EngineTraits,
@@ -128,7 +127,7 @@ def begin_token_of(model: Model, revision: str | None) -> int | None:
     """
     checkpoint = find_checkpoint(model.path, revision)
     if checkpoint.gguf:
-        return begin_token(open_gguf(checkpoint.gguf).settings)
+        return begin_token(checkpoint.gguf_files.settings)
     return model.tokenizer.bos_token_id if puts_begin_token(model.tokenizer) else None
 
 
@@ -291,8 +290,7 @@ def columns_of_rows(
 def kl_bounds_of_rows(logp: Float[Tensor, "rows vocab"], base: LogpIntervals) -> dict[str, np.ndarray]:
     """The columns ``KL_BOUND_COLUMNS``, from the policy's log-probabilities."""
     of_reference, of_policy = kl_bounds(base, logp), reverse_kl_bounds(base, logp)
-    values = (*of_policy, *of_reference)
-    return {name: value.numpy() for name, value in zip(KL_BOUND_COLUMNS, values, strict=True)}
+    return dict(zip(KL_BOUND_COLUMNS, (x.numpy() for x in (*of_policy, *of_reference)), strict=True))
 
 
 def padding_columns(

@@ -204,7 +204,7 @@ class MeasureJob(
             there = "with a file of base logits"
             unused += changed_options(self, (*WINDOWS, "reference"))
         sentences = [f"{flag(name)} does nothing {there}" for name in unused]
-        if self.temperature == 0 and kind != "prompts":
+        if self.temperature == 0 and kind == "text":
             sentences.append(f"--temperature 0 decodes greedily, and {there} nothing is decoded")
         if self.chat_template == "apply" and kind == "text":
             sentences.append("--chat-template apply does nothing with --text, which is not asked of a model")

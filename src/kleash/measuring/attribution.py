@@ -156,8 +156,9 @@ def _score_missing(
         RunFolder(root / name).writing(header, resume=True) as folder,
         swapped_weights(models.pair.policy, models.reference, groups) as policy,
     ):
-        pair = replace(models.pair, policy=policy)
-        engine = LocalEngine(pair=pair, job=models.job, top=0, on_scored=reporter.add_scored)
+        engine = LocalEngine(
+            pair=replace(models.pair, policy=policy), job=models.job, top=0, on_scored=reporter.add_scored
+        )
         for shard in shards:
             with claim(root, claim_of(name, shard.index)) as is_ours:
                 if is_ours and not folder.has(shard.index):
@@ -230,14 +231,15 @@ def load_swap_models(job: SweepJob, out: Path, candidate: SweepCandidate, run: S
     places = set(chosen.tolist())
     sequences = enumerate(islice(source_sequences(measure_job, pair), max(places) + 1))
     on_text = job.responses is None
-    prompts = run.distinct_prompts(on_text=on_text)
     return SwapModels(
         job=measure_job,
         pair=pair,
         reference=reference,
         groups=groups,
         sequences=tuple(sequence for place, sequence in sequences if place in places),
-        clusters=clusters_of(prompts[chosen], run.sample_id[chosen], on_text=on_text),
+        clusters=clusters_of(
+            run.distinct_prompts(on_text=on_text)[chosen], run.sample_id[chosen], on_text=on_text
+        ),
         statistic=job.statistic,
     )
 
@@ -271,8 +273,9 @@ def attribution_of(
 
     known_mean = 0.0 if models.pair.is_one_model else None
     mean = ratio_of_sums(candidate_sums, counts, unit="nats", lower=0.0, known_value=known_mean)
-    is_repeatable = np.array_equal(candidate.total, again.total)
-    control = difference(clusters.sum(again.total), candidate_sums, is_0=is_repeatable)
+    control = difference(
+        clusters.sum(again.total), candidate_sums, is_0=np.array_equal(candidate.total, again.total)
+    )
     change_of_all = difference(everything, candidate_sums, is_0=not single)
     columns = np.stack([candidate_sums, *single], axis=1)
     counts_of_columns = np.repeat(counts[:, None], columns.shape[1], axis=1)

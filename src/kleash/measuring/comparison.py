@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, repeat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +35,7 @@ SUMMED = (*COMPARED, *PERPLEXITIES)
 """Statistics that are summed for each prompt."""
 MIN_SHARED = 0.5
 """Share of a run's prompts below which a difference gets a warning."""
-SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "window", "stride", "dtype")
+SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "window", "stride")
 """Options that change what is measured."""
 
 
@@ -185,7 +186,6 @@ def _difference(run: _Run, first: _Run, name: str, first_name: str) -> RunDiffer
         "of them"
     )
     is_warned = len(shared_keys) < MIN_SHARED * max(len(run.rows), len(first.rows))
-    unknown = run.unknown | first.unknown
     means = {
         statistic: paired_difference(
             minuend[:, column],
@@ -197,7 +197,7 @@ def _difference(run: _Run, first: _Run, name: str, first_name: str) -> RunDiffer
             known_value=_known_difference(run, first, statistic),
         )
         for column, statistic in enumerate(COMPARED, start=1)
-        if statistic not in unknown
+        if statistic not in run.unknown | first.unknown
     }
     return RunDifference(
         name=name,
@@ -300,9 +300,17 @@ def _warnings(runs: list[_Run], names: list[str]) -> tuple[str, ...]:
             is_known = all(reference.fingerprint for reference in references)
             verb = "has" if is_known else "may have, behind a server,"
             warnings.append(f"{name} {verb} another reference than {names[0]}")
+        settings, first_settings = _settings(other), _settings(first)
         warnings += [
-            f"{name} was measured with {option} {other.job.get(option)}, {names[0]} with {first.job.get(option)}"
-            for option in SETTINGS
-            if other.job.get(option) != first.job.get(option)
+            f"{name} was measured with {option} {value}, {names[0]} with {first_settings[option]}"
+            for option, value in settings.items()
+            if value != first_settings[option]
         ]
     return tuple(warnings)
+
+
+def _settings(measurement: Measurement) -> dict[str, Any]:
+    """What changes the numbers, by name: options, and the dtype that the models had ("auto" is one on each device)."""
+    dtypes = dict.fromkeys(model.dtype for model in measurement.models.values())
+    dtypes.pop("unknown", None)  # of a model behind a server
+    return {option: measurement.job.get(option) for option in SETTINGS} | {"dtype": " and ".join(dtypes)}

@@ -9,6 +9,7 @@ from kleash.jobs import MeasureJob
 from kleash.measuring.cluster_sums import Weighting
 from kleash.measuring.sequence_clusters import Floats
 from kleash.models import Model
+from kleash.sources.documents import DEFAULT_WINDOW
 from kleash.store.statistics import label_of
 from kleash.uncertainty import Estimate, effective_sample_size
 
@@ -89,7 +90,9 @@ def estimand_of(
     job: MeasureJob,
     *,
     all_have_logprobs: bool = False,
+    is_greedy: bool = False,
     split: bool = True,
+    window: int = DEFAULT_WINDOW,
     vocabulary: str = "the whole vocabulary",
     storage: str = "",
 ) -> Estimand:
@@ -98,7 +101,9 @@ def estimand_of(
     Args:
         job: the job.
         all_have_logprobs: for off-policy responses, whether each token has the log-probability with which it was drawn.
+        is_greedy: whether some of them were decoded greedily.
         split: for text, whether a document was longer than a window.
+        window: for text, tokens of a window.
         vocabulary: what the distributions are over, in words.
         storage: how the weights of both models are stored, in words.
     """
@@ -107,11 +112,11 @@ def estimand_of(
     options = (("top-k", job.top_k), ("top-p", job.top_p), ("min-p", job.min_p))
     truncation = ", ".join(f"{name} {value}" for name, value in options if value is not None)
     cases = (
-        (kind == "text", f"the prefixes of the text {path}, {_windows(job, split=split)}", OF_TEXT),
+        (kind == "text", f"the prefixes of the text {path}, {_windows(job, window, split=split)}", OF_TEXT),
         (
             kind == "responses",
             f"the prefixes of the responses in {path}",
-            WEIGHTED if all_have_logprobs else UNVERIFIED,
+            GREEDY if is_greedy else WEIGHTED if all_have_logprobs else UNVERIFIED,
         ),
         (job.temperature == 0, f"{answers}, decoded greedily", GREEDY),
         (job.truncates, f"{answers}, drawn from its distribution truncated to {truncation}", TRUNCATED),
@@ -122,15 +127,14 @@ def estimand_of(
     return replace(estimand, description=f"{_description(job, vocabulary)}; over {prefixes}{weights}")
 
 
-def _windows(job: MeasureJob, *, split: bool) -> str:
+def _windows(job: MeasureJob, window: int, *, split: bool) -> str:
     """How a text is read, in words; ``split`` if a document was longer than a window."""
     if job.has_base_logits:
         return "in chunks of which the second half is scored"
     if not split:
         return "each document read whole"
-    size = "as long as the models can read" if job.window is None else f"of {job.window} tokens"
     stride = "" if job.stride is None else f", {job.stride} tokens apart"
-    return f"read in windows {size}{stride}"
+    return f"read in windows of {window} tokens{stride}"
 
 
 def _description(job: MeasureJob, vocabulary: str) -> str:

@@ -51,6 +51,7 @@ from kleash.measuring.sequence_clusters import (
 )
 from kleash.measuring.shard_scoring import OpenRun
 from kleash.measuring.shards import ShardPlan, source_warnings
+from kleash.sources.documents import resolve_window
 from kleash.store import Counts, Measurement, RunFolder
 from kleash.store.measurement import ModelRecord, describe_storage
 from kleash.store.statistics import KL_DIRECTIONS, known_statistics, to_fields
@@ -112,9 +113,12 @@ def make_measurement(
     if counts.record.tokens == 0:
         raise SourceError(f"no token of {run.job.source[1]} was scored; give longer texts or responses")
     models = {model.role: model.record() for model in (run.pair.policy, run.pair.reference)}
+    declared = source.declared[: counts.record.sequences]
     estimand = estimand_of(
         run.job,
         all_have_logprobs=counts.all_have_logprobs,
+        is_greedy=run.job.temperature == 0 or any(temperature == 0 for _, temperature in declared),
+        window=run.job.window or resolve_window(run.pair.context_length, None, None)[0],
         split=len(counts.clusters.labels) > counts.listed_prompts,
         vocabulary=run.pair.vocabulary,
         storage=describe_storage(models),
@@ -132,7 +136,7 @@ def make_measurement(
     numbers, padding_note, padding_warning = _numbers(run, totals.sums, statistics)
     warnings = (
         *(*run.pair.warnings, *counts.clusters.warnings, *estimand.warnings),
-        *source_warnings(source.declared[: counts.record.sequences], run.job.temperature),
+        *source_warnings(declared, run.job.temperature or 1.0),
         "" if noise_floor is not None else f"no noise floor: {engine.traits.no_noise_floor}",
         *(*sampling_warnings(estimand, totals), padding_warning),
     )
@@ -282,5 +286,7 @@ def sampling_warnings(estimand: Estimand, totals: RunTotals) -> tuple[str, ...]:
     """The warnings about how the tokens were drawn, where the exact KL is known; some may be empty."""
     if not totals.has_kl or estimand.weighting is None:
         return ()
-    k1_error = estimator_error(totals.sums, "k1")
-    return on_policy_warning(k1_error, estimand), weight_warning(totals.terms.weight, estimand)
+    return (
+        on_policy_warning(estimator_error(totals.sums, "k1"), estimand),
+        weight_warning(totals.terms.weight, estimand),
+    )

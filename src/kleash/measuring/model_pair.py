@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from secrets import token_hex
+from typing import Any
 
 from kleash.checkpoints.resolution import GENERATION_CONFIG, find_checkpoint
 from kleash.engines import Engine, LocalEngine
@@ -21,7 +22,7 @@ from kleash.engines.endpoints import (
 )
 from kleash.errors import ModelError
 from kleash.jobs import MeasureJob
-from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE
+from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE, is_endpoint, is_gguf
 from kleash.jobs.options import shared_options
 from kleash.jobs.reading import ReadOptions
 from kleash.measuring.progress import ProgressReporter
@@ -38,7 +39,7 @@ from kleash.models.base_logits import open_base_logits
 from kleash.models.cache.reference_cache import check_cache_folder
 from kleash.models.keyed_draws import SAMPLER
 from kleash.models.pair_loading import load_pair_with, load_reference
-from kleash.models.tokenizers import compare_tokenizers, load_tokenizer
+from kleash.models.tokenizers import compare_tokenizers, load_tokenizer, tokenizer_fingerprint
 from kleash.sources.documents import resolve_window
 from kleash.store.cache import CachedSource, cache_fingerprint, read_label
 from kleash.store.job_folder import RunHeader
@@ -230,12 +231,12 @@ def _filled_cache(job: MeasureJob, pair: Pair) -> Generator[ReferenceCache | Non
         yield ReferenceCache(folder, pair.reference)
 
 
-def source_of(job: MeasureJob, pair: Pair, sha256: str) -> CachedSource:
-    """The source of a job, as a cache records it."""
+def source_of(job: MeasureJob, context_length: int | None, sha256: str) -> CachedSource:
+    """The source of a job, as a cache records it; ``context_length`` of the models that read it."""
     kind, path = job.source
     window, stride = None, None
     if kind == "text":
-        window, stride = resolve_window(pair, job.window, job.stride)
+        window, stride = resolve_window(context_length, job.window, job.stride)
     return CachedSource(
         kind=kind,
         path=path,
@@ -263,18 +264,27 @@ def finished_cache(job: MeasureJob) -> Path | None:
 
 def _check_covered(job: MeasureJob, pair: Pair, stored: StoredReference, sha256: str) -> None:
     """Raise ModelError unless the cache holds every sequence of the job."""
-    source = source_of(job, pair, sha256)
-    cached_source = stored.label.source
-    is_complete = len(stored.states) >= stored.contents.sequences
-    if is_complete and cached_source is not None and cached_source.covers(source):
-        return
     missing, total, first = stored.count_missing(source_sequences(job, pair))
-    if missing:
-        raise ModelError(
-            f"{stored.folder} lacks {missing} of the {total} sequences of {source}, the first being {first}; it "
-            f"holds {stored.contents.sequences} of {cached_source}; make another: kleash cache --reference "
-            f"{job.reference} --{source.kind} {source.path}"
+    if not missing:
+        return
+    source, cached_source = source_of(job, pair.context_length, sha256), stored.label.source
+    advice = f"make another: kleash cache --reference {job.reference} --{source.kind} {source.path}"
+    if cached_source is not None and cached_source.covers(source):
+        advice = (
+            "the policy's tokenizer or chat template makes other tokens of it; give plain text or token ids, or "
+            "--chat-template raw"
         )
+    raise ModelError(
+        f"{stored.folder} lacks {missing} of the {total} sequences of {source}, the first being {first}; it holds "
+        f"{stored.contents.sequences} of {cached_source}; {advice}"
+    )
+
+
+def fingerprint_of_tokenizer(job: MeasureJob, tokenizer: Any) -> dict[str, str]:
+    """The fingerprint of the tokenizer by its name in a header; empty where that of a model includes it."""
+    names = [job.policy] if job.has_base_logits else [job.policy, job.reference]
+    is_apart = job.tokenizer is not None or all(is_gguf(name) or is_endpoint(name) for name in names)
+    return {"tokenizer": tokenizer_fingerprint(tokenizer)} if is_apart else {}
 
 
 def header_of(job: MeasureJob, pair: Pair, source_digest: str) -> RunHeader:
@@ -288,6 +298,7 @@ def header_of(job: MeasureJob, pair: Pair, source_digest: str) -> RunHeader:
     if job.source[0] == "prompts" and not pair.policy.is_in_memory:
         checkpoint = find_checkpoint(job.policy, job.revision_policy)
         fingerprints[f"policy {GENERATION_CONFIG}"] = checkpoint.fingerprint(of_generation=True)
+    fingerprints |= fingerprint_of_tokenizer(job, pair.tokenizer)
     cache = finished_cache(job)
     if cache is not None and read_label(cache).from_engine:
         fingerprints["reference hidden states, made by an engine"] = cache_fingerprint(cache)

@@ -29,7 +29,13 @@ from kleash.jobs import MeasureJob
 from kleash.jobs.option_groups import WorkerOptions, parse_resources
 from kleash.linear import Head
 from kleash.measuring.largest_drift import NUM_ALTERNATIVES
-from kleash.measuring.model_pair import PACKAGES, finished_cache, header_of, load_models
+from kleash.measuring.model_pair import (
+    PACKAGES,
+    fingerprint_of_tokenizer,
+    finished_cache,
+    header_of,
+    load_models,
+)
 from kleash.measuring.progress import ProgressReporter
 from kleash.models import Model, Pair, StoredReference, TokenSequence
 from kleash.models.scoring import RoundingKind
@@ -212,6 +218,7 @@ def ray_engine(job: MeasureJob, reporter: ProgressReporter) -> Generator[RayEngi
             (first,), _ = ray.wait([each.describe.remote() for each in actors], num_returns=1)
             loaded: LoadedModels = _get(ray, first)
             fingerprints = {role: checkpoint.fingerprint() for role, checkpoint in checkpoints.items()}
+            fingerprints |= fingerprint_of_tokenizer(job, tokenizer)
             versions = {f"the version of {name}": version(name) for name in PACKAGES}
             own_header = replace(
                 loaded.header,

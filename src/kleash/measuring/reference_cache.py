@@ -39,6 +39,7 @@ from kleash.models.threads import threads_for_scoring
 from kleash.sources.files import read_whole_text
 from kleash.store import CacheContents, WrittenLogits
 from kleash.store.atomic import remove_leftovers, write_atomically
+from kleash.store.cache import REMAKE_CACHE
 from kleash.store.file_hashes import require_unchanged_files, watching_files
 from kleash.store.job_folder import ADVICE_IF_LOCKED
 from kleash.store.locks import folder_lock
@@ -68,11 +69,9 @@ def is_cached(job: CacheJob, *, any_dtype: bool = False) -> bool:
     is_same_dtype = dtype in ("auto", cached.dtype) or (any_dtype and job.dtype == "auto")
     if source is None or cached.fingerprint != checkpoint.fingerprint() or not is_same_dtype:
         return False
-    tokenizer = stored.tokenizer(job.trust_remote_code)
-    model = stored.as_model(torch.device("cpu"), tokenizer)
-    pair = Pair(policy=model, reference=model, tokenizer=tokenizer)
+    stored.checksums.check_all(lambda name: not name.startswith("part-"), REMAKE_CACHE)
     return (
-        source.agrees(source_of(measure_job, pair, hash_source(measure_job)))
+        source.agrees(source_of(measure_job, stored.contents.context, hash_source(measure_job)))
         and len(stored.states) >= stored.contents.sequences
         and stored.rounding_columns("noise", measure_job.temperature or 1.0) is not None
     )
@@ -144,7 +143,7 @@ def _cache(
     imported = None
     if saved is not None and pair.reference.head.weight is not None:  # otherwise ReferenceCache raises
         imported = ImportedStates(job, pair, saved)
-    source = source_of(measure_job, pair, digest)
+    source = source_of(measure_job, pair.context_length, digest)
     cache = ReferenceCache(folder, pair.reference, source, from_engine=saved is not None)
     if len(cache.states):
         reporter.note(f"resuming after {len(cache.states)} sequences in {folder}")

@@ -168,11 +168,14 @@ def _with_responses(run: OpenRun, prompts: Sequence[PromptDrift]) -> tuple[Promp
     job, shown = run.job, {prompt.prompt_id for prompt in prompts[:WITH_RESPONSES]}
     source = read_prompts(job.source[1], run.pair, limit=job.limit, reading=job)
     reference = replace(run.pair.reference, context_length=run.pair.context_length)
-    sampling = replace(job, samples_per_prompt=1)
-    chosen = [prompt for prompt in source if prompt.prompt_id in shown]
     drawn = {
         sequence.prompt_id: shorten_text(sequence.response_text)
-        for sequence in generate(reference, chosen, sampling, batch_tokens=job.batch_tokens)
+        for sequence in generate(
+            reference,
+            [prompt for prompt in source if prompt.prompt_id in shown],
+            replace(job, samples_per_prompt=1),
+            batch_tokens=job.batch_tokens,
+        )
     }
     first = first_texts(run.folder, shown, ["response"])
     return tuple(

@@ -58,8 +58,12 @@ def plan_shards(job: MeasureJob, pair: Pair) -> ShardPlan:
             forms[sequence.prompt_form] += 1
             declared.append((sequence.retokenised, sequence.temperature))
         total = forms.total()
-    notes = describe_forms(kind, forms, pair.tokenizer, job)
-    return ShardPlan(shards=shards, sequences=total, notes=notes, declared=declared)
+    return ShardPlan(
+        shards=shards,
+        sequences=total,
+        notes=describe_forms(kind, forms, pair.tokenizer, job),
+        declared=declared,
+    )
 
 
 def source_sequences(job: MeasureJob, pair: Pair) -> Iterator[TokenSequence]:
@@ -104,7 +108,7 @@ def source_warnings(declared: Sequence[tuple[bool, float | None]], temperature: 
 
     Args:
         declared: as in ``ShardPlan``, of the responses that were scored.
-        temperature: of the run.
+        temperature: at which both models were scored.
     """
     warnings: list[str] = []
     if retokenised := sum(is_retokenised for is_retokenised, _ in declared):
@@ -112,7 +116,7 @@ def source_warnings(declared: Sequence[tuple[bool, float | None]], temperature: 
             f"{retokenised} of {len(declared)} responses came as text and were tokenised again: where they were drawn "
             "as other tokens, the numbers are of tokens that were not drawn; give response_token_ids to be sure"
         )
-    if temperatures := sorted({value for _, value in declared if value is not None} - {temperature}):
+    if temperatures := sorted({value for _, value in declared if value} - {temperature}):
         warnings.append(
             f"some responses declare temperature {', '.join(f'{value:g}' for value in temperatures)}, and both models "
             f"were scored at {temperature:g}; set --temperature"

@@ -297,7 +297,11 @@ def _finished_run(job: MeasureJob, digest: str) -> Measurement | None:
         return None
     header = RunFolder(root).header()
     reference = StoredReference(Path(str(job.reference_cache))).label.reference.fingerprint
-    fingerprints = {"policy": find_checkpoint(job.policy).fingerprint(), "reference": reference}
+    fingerprints = {
+        **header.fingerprints,  # the cache has the hidden states of the tokens of a given tokenizer
+        "policy": find_checkpoint(job.policy).fingerprint(),
+        "reference": reference,
+    }
     expected = replace(header, settings=job.settings(), source_sha256=digest, fingerprints=fingerprints)
     return None if header.differences(expected) else Measurement.read(root)
 

@@ -60,14 +60,9 @@ class BaseLogitsFile:
     chunks: int
 
     @property
-    def first(self) -> int:
-        """The first scored position of a chunk."""
-        return self.context // 2
-
-    @property
     def scored(self) -> int:
         """Scored positions in a chunk."""
-        return self.context - 1 - self.first
+        return self.context - 1 - self.context // 2
 
     def tokens(self, chunk: int) -> np.ndarray:
         """The text of a chunk, [context], int32.

@@ -185,8 +185,9 @@ def load_unpacked_network(
     text_config = config.get_text_config(decoder=True)
     stored_dtype = getattr(text_config, "dtype", None) or getattr(config, "dtype", None) or torch.bfloat16
     resolved = dtype if isinstance(dtype, torch.dtype) else stored_dtype
-    parameters = dict(_read_parameters(packed, skeleton, resolved))
-    network, report = fill_network(load, config, parameters, resolved, device_map)
+    network, report = fill_network(
+        load, config, dict(_read_parameters(packed, skeleton, resolved)), resolved, device_map
+    )
     # AutoGPTQ writes biases of zeros for modules that have none.
     stored, weights = packed.checkpoint.safetensors, {module.parameter for module in packed.modules}
     report["unexpected_keys"] = {

@@ -165,11 +165,10 @@ def _draw(
         return best.indices.cpu().numpy(), np.zeros(len(responses))
     if (sampling.top_k, sampling.top_p, sampling.min_p) != (None, None, None):
         logp = truncate(logp, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p).logp
-    samples = sampling.samples_per_prompt
     keys = [
         (
             response.prompt.prompt_hash,
-            response.prompt.copy * samples + response.sample,
+            response.prompt.copy * sampling.samples_per_prompt + response.sample,
             len(response.token_ids),
         )
         for response in responses
@@ -205,7 +204,7 @@ class IncrementalDecoder:
 
     Prompts are padded on the left, so that the last column holds the newest token of every row. For a network without
     a key-value cache, or whose output changes with left padding or with the cache, the whole texts are run again for
-    each token.
+    each token; also once a text is longer than ``Model.max_padded_length``, where all its numbers change.
     """
 
     def __init__(self, model: Model, prompts: list[tuple[int, ...]]) -> None:
@@ -235,6 +234,9 @@ class IncrementalDecoder:
         """The hidden state of each row after one more token."""
         for sequence, token in zip(self.token_ids, tokens.tolist(), strict=True):
             sequence.append(token)
+        limit = self.model.max_padded_length
+        if limit is not None and max(map(len, self.token_ids)) == limit + 1:
+            self.uses_cache = False  # it has the numbers of shorter sequences
         if not self.uses_cache:
             return self._run_without_cache(self.token_ids)
         ids = torch.from_numpy(tokens)[:, None].to(self.model.device)

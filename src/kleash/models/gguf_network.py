@@ -161,8 +161,7 @@ def _notes(files: GGUFFiles, architecture: str, subject: str, unmapped: Sequence
     """What is said of a GGUF model: its types, whether it is one of embeddings, and settings that are not mapped."""
     num_bytes = sum(tensor.num_bytes for tensor in files.tensors)
     elements = sum(tensor.elements for tensor in files.tensors)
-    largest_first = sorted(files.tensors, key=lambda tensor: -tensor.elements)
-    counts = Counter(tensor.kind for tensor in largest_first)
+    counts = Counter(tensor.kind for tensor in sorted(files.tensors, key=lambda tensor: -tensor.elements))
     kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     notes = [
         (
@@ -200,8 +199,9 @@ def read_attributes(
         raise ModelError(
             "its positions are scaled by lists of factors (LongRoPE), which is not read of its architecture"
         )
-    summary = TensorSummary(shapes=shapes, factors=factors)
-    attributes, unmapped = config_attributes(name, architecture, files.settings, summary)
+    attributes, unmapped = config_attributes(
+        name, architecture, files.settings, TensorSummary(shapes=shapes, factors=factors)
+    )
     return attributes | _special_tokens(files), unmapped
 
 

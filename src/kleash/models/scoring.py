@@ -206,8 +206,7 @@ def _columns_of_models(
             statistics = token_statistics(*inputs, tokens, temperature=temperature, options=options)
     columns |= {name: _to_numpy(getattr(statistics, field)) for name, field in STATISTICS.items()}
     if policy.padding is not None and reference.padding is not None:
-        rows = (policy.padding, reference.padding)
-        columns |= padding_columns(rows, inputs, columns, tokens, temperature)
+        columns |= padding_columns((policy.padding, reference.padding), inputs, columns, tokens, temperature)
     if sampler is not None:
         columns["acceptance_of_sampler"] = _acceptance(pair, sampler, inputs, columns, temperature)
     for model, role in ((policy, "policy"), (reference, "reference")):

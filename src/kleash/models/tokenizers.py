@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from kleash.checkpoints.resolution import Checkpoint, find_checkpoint, list_inpu
 from kleash.errors import ModelError, summarise_error
 from kleash.extras import import_extra
 from kleash.store.file_hashes import hash_files
+from kleash.store.job_folder import KIND_OF_FINGERPRINT
 
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 PROBES = (
@@ -42,7 +44,8 @@ def compare_tokenizers(policy: Any, reference: Any) -> tuple[str, ...]:
 
     Compares the vocabularies with added tokens, the special tokens, the merges, and the tokens of the texts in
     ``PROBES``. A normaliser or pre-tokeniser with another definition that gives these texts the same tokens is a note;
-    so are a different chat template and a different end, padding, begin or unknown token (the policy's are used).
+    so are a different chat template, other special tokens around a text, and a different end, padding, begin or unknown
+    token (the policy's are used).
 
     Raises:
         TokenizerMismatchError: if they are not interchangeable, with the number of differences and the first ones.
@@ -73,6 +76,12 @@ def compare_tokenizers(policy: Any, reference: Any) -> tuple[str, ...]:
                 f"the policy's {kind} is {policy_token!r} and the reference's {reference_token!r}; the policy's is "
                 "used"
             )
+    around = [list(tokenizer("a", verbose=False)["input_ids"]) for tokenizer in (policy, reference)]
+    if around[0] != around[1]:
+        notes.append(
+            f"the tokenizers put other special tokens around a text: 'a' is {around[0]} in the policy's and "
+            f"{around[1]} in the reference's; the policy's are used"
+        )
     if getattr(policy, "chat_template", None) != getattr(reference, "chat_template", None):
         notes.append("the chat templates differ; messages are written with the policy's for both")
     return tuple(notes)
@@ -191,7 +200,7 @@ def load_tokenizers(
     tokenizers: dict[str, Any] = {}
     for role, checkpoint in checkpoints.items():
         if not checkpoint.gguf:
-            files = _tokenizer_files(checkpoint)
+            files = (str(checkpoint.config.get("model_type")), *_hashed_files(tokenizer_folder(checkpoint)))
             if files not in loaded_by_files:
                 loaded_by_files[files] = load_tokenizer(checkpoint, trust_remote_code)
             tokenizers[role] = loaded_by_files[files]
@@ -224,12 +233,17 @@ def load_tokenizers(
     return tokenizers, tuple(notes)
 
 
-def _tokenizer_files(checkpoint: Checkpoint) -> tuple[Any, ...]:
-    """What a tokenizer is made of: the type of the model, and the names and hashes of the tokenizer's files."""
-    files = list_input_files(tokenizer_folder(checkpoint))
-    paths = [path for path in files if not NETWORK_FILES.fullmatch(path.name)]
-    names = [str(path.relative_to(tokenizer_folder(checkpoint))) for path in paths]
-    return str(checkpoint.config.get("model_type")), *zip(names, hash_files(paths), strict=True)
+def _hashed_files(folder: Path) -> list[tuple[str, str]]:
+    """Name and hash of each file of a tokenizer's folder."""
+    paths = [path for path in list_input_files(folder) if not NETWORK_FILES.fullmatch(path.name)]
+    names = [str(path.relative_to(folder)) for path in paths]
+    return list(zip(names, hash_files(paths), strict=True))
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Hash of the files of a loaded tokenizer, as ``Checkpoint.fingerprint``."""
+    files = "\n".join(map(" ".join, _hashed_files(Path(tokenizer.name_or_path))))
+    return f"{KIND_OF_FINGERPRINT}{sha256(files.encode('utf-8', 'backslashreplace')).hexdigest()[:32]}"
 
 
 def _find_tokenizer(name: str) -> Checkpoint:

@@ -109,7 +109,6 @@ def check_stored_types(checkpoint: Checkpoint, packed: PackedCheckpoint | None) 
         and name not in decoded
     ]
     if codes:
-        kind = headers[codes[0]].kind
         if packed is not None:
             advice = "; its other matrices were stored with scales; fetch or quantise the model again"
         else:
@@ -119,7 +118,7 @@ def check_stored_types(checkpoint: Checkpoint, packed: PackedCheckpoint | None) 
             )
         raise ModelError(
             f"{checkpoint} has matrices stored as codes that are not decoded here, {len(codes)} in all, such as "
-            f"{codes[0][:120]} ({kind}){advice}"
+            f"{codes[0][:120]} ({headers[codes[0]].kind}){advice}"
         )
 
 

@@ -224,8 +224,12 @@ def _group(name: str, parts: tuple[str, ...], policy: Model, reference: Model) -
         for weight in (part.parameters() if isinstance(part, torch.nn.Module) else [part])
         if isinstance(weight, torch.nn.Parameter)
     }
-    is_identical = all(_are_equal(*pair) for pair in pairs.values())
-    return WeightGroup(name=name, parts=parts, parameters=sum(parameters.values()), is_identical=is_identical)
+    return WeightGroup(
+        name=name,
+        parts=parts,
+        parameters=sum(parameters.values()),
+        is_identical=all(_are_equal(*pair) for pair in pairs.values()),
+    )
 
 
 def _check_shapes(path: str, policy_part: Any, reference_part: Any) -> None:

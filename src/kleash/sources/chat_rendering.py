@@ -165,14 +165,13 @@ def render_messages(
             f"a chat template renders its {name!r}, and the policy's tokenizer has none; give a text without "
             "--chat-template apply, or a --tokenizer that has one"
         )
-    options = _template_options(record)
     continues_last = generate and messages[-1]["role"] == "assistant"
     render = partial(
         render_chat,
         tokenizer,
         add_generation_prompt=generate and not continues_last,
         continue_final_message=continues_last,
-        **options,
+        **_template_options(record),
     )
     try:
         text = _render_in_its_form(messages, render)

@@ -171,8 +171,7 @@ def _splits(name: str, folder: str, config: str | None) -> dict[str, tuple[str, 
         raise SourceError(
             f"{name} cannot be read as a data set: {summarise_error(error)}; --dataset-config names a configuration"
         ) from error
-    files = builder.config.data_files or {}
-    return {str(split): tuple(map(str, urls)) for split, urls in files.items()}
+    return {str(split): tuple(map(str, urls)) for split, urls in (builder.config.data_files or {}).items()}
 
 
 def _cached_folder(name: str, error: Exception) -> str:

@@ -193,18 +193,17 @@ def expand_responses(record: SourceRecord) -> Iterator[SourceRecord]:
         )
     if "response" in fields or "response_token_ids" in fields:
         yield from _given_responses(record)
-        return
-    if is_preference(record):
+    elif is_preference(record):
         pair = parse_preference(record)
         for answer in (pair.chosen, pair.rejected):
             yield from _turns(record, pair.prompt, answer)
-        return
-    completion = text_or_messages(record, "completion")
-    if completion is not None:
+    elif (completion := text_or_messages(record, "completion")) is not None:
         yield from _turns(record, text_or_messages(record, "prompt"), completion)
-        return
-    messages = text_or_messages(record, "messages")
-    if isinstance(messages, list) and len(messages) > 1 and messages[-1]["role"] == "assistant":
+    elif (
+        isinstance(messages := text_or_messages(record, "messages"), list)
+        and len(messages) > 1
+        and _is_of_assistant(messages[-1])
+    ):
         yield _with_response(record, messages[:-1], messages[-1:])
     else:
         yield record

@@ -50,22 +50,21 @@ def read_text(
         OptionError: if the window is longer than the context, or the stride is not from 1 to the window.
         SourceError: if a line cannot be read as a document, or there is nothing to score.
     """
-    window, stride = resolve_window(pair, window, stride)
+    window, stride = resolve_window(pair.context_length, window, stride)
     return _windows(find_source(name, "text", reading), pair, window, stride, limit)
 
 
-def resolve_window(pair: TokenLimits, window: int | None, stride: int | None) -> tuple[int, int]:
-    """The window and stride of ``read_text``, with its defaults for None.
+def resolve_window(context_length: int | None, window: int | None, stride: int | None) -> tuple[int, int]:
+    """The window and stride of ``read_text``, with its defaults for None; ``context_length`` of the models.
 
     Raises:
         OptionError: if the window is longer than the context, or the stride is not from 1 to the window.
     """
-    window = min(filter(None, (DEFAULT_WINDOW, pair.context_length))) if window is None else window
+    window = min(filter(None, (DEFAULT_WINDOW, context_length))) if window is None else window
     stride = window if stride is None else stride
-    if pair.context_length is not None and window > pair.context_length:
+    if context_length is not None and window > context_length:
         raise OptionError(
-            f"a window of {window} tokens is more than the {pair.context_length} that the models read; give a "
-            "shorter one"
+            f"a window of {window} tokens is more than the {context_length} that the models read; give a shorter one"
         )
     if not 1 <= stride <= window:
         raise OptionError(
@@ -147,5 +146,4 @@ def _documents(source: Source, tokenizer: Any) -> Iterator[tuple[str, SourceForm
         elif source.reading.chat_template == "raw":
             yield join_contents(record, document, "messages"), "messages", record.location
         else:
-            text = render_messages(record, document, tokenizer, "messages")
-            yield text, "messages", record.location
+            yield render_messages(record, document, tokenizer, "messages"), "messages", record.location

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -26,7 +27,7 @@ from kleash.sources.records import (
     shorten,
     show_value,
 )
-from kleash.sources.sequences import Prompt, SourceForm, TokenLimits, hash_prompt
+from kleash.sources.sequences import LEAST_PADDING_RUN, Prompt, SourceForm, TokenLimits, hash_prompt
 
 NOUNS = {"prompts": "prompts", "responses": "prompts", "text": "documents"}
 """What a chat template renders, by the kind of a source."""
@@ -59,8 +60,13 @@ def read_prompts(
             is no prompt at all.
     """
     source = find_source(name, "prompts", reading)
-    records = islice(source.records(), limit)
-    return _prompts(name, records, pair, columns=columns, chat_template=source.reading.chat_template)
+    return _prompts(
+        name,
+        islice(source.records(), limit),
+        pair,
+        columns=columns,
+        chat_template=source.reading.chat_template,
+    )
 
 
 def count_columns(name: str, limit: int | None = None, reading: DatasetOptions | None = None) -> Counter[str]:
@@ -102,9 +108,13 @@ def _prompts(
     for record in records:
         prompt = tokenise_prompt(record, pair, chat_template)
         check_length(record, "prompt", len(prompt.token_ids), pair)
-        fields = record.source_fields if columns else {}
         prompts.append(
-            replace(prompt, prompt_id=len(prompts), copy=copies[prompt.prompt_hash], columns=fields)
+            replace(
+                prompt,
+                prompt_id=len(prompts),
+                copy=copies[prompt.prompt_hash],
+                columns=record.source_fields if columns else {},
+            )
         )
         copies[prompt.prompt_hash] += 1
     if not prompts:
@@ -142,6 +152,10 @@ def tokenise_prompt(record: SourceRecord, pair: TokenLimits, chat_template: str 
 
     if values is not None:
         token_ids = check_token_ids(record, "prompt_token_ids", values, pair)
+        if token_ids[:LEAST_PADDING_RUN] == (tokenizer.pad_token_id,) * LEAST_PADDING_RUN:
+            raise record.error(
+                "'prompt_token_ids' begins with padding, which would be read as text; cut it off"
+            )
         return made_of(token_ids, tokenizer.decode(list(token_ids)), "token ids")
     name, prompt = _find_prompt(record)
     form = "messages" if isinstance(prompt, list) else form_of_text(prompt, tokenizer)
@@ -244,9 +258,17 @@ def encode_text(tokenizer: Any, text: str, *, special_tokens: bool) -> list[int]
 
 
 def without_second_begin(tokenizer: Any, token_ids: list[int]) -> list[int]:
-    """Token ids with one begin token of two: the text begins with it, as one in a log or of a template does."""
-    bos = getattr(tokenizer, "bos_token_id", None)
-    return token_ids[1:] if bos is not None and token_ids[:2] == [bos, bos] else token_ids
+    """Token ids with the begin tokens once if they are there twice: a text of a log or template begins with them."""
+    begin = _begin_tokens(tokenizer)
+    length = len(begin)
+    return token_ids[length:] if begin and token_ids[: 2 * length] == [*begin, *begin] else token_ids
+
+
+@lru_cache(maxsize=4)
+def _begin_tokens(tokenizer: Any) -> list[int]:
+    """What a tokenizer puts before a text: the begin token, or several as of GLM."""
+    token_ids, of_text = (encode_text(tokenizer, "a", special_tokens=special) for special in (True, False))
+    return token_ids[: token_ids.index(of_text[0])] if set(of_text[:1]) & set(token_ids) else []
 
 
 def describe_forms(
@@ -276,6 +298,9 @@ def describe_forms(
     elif template == "apply":
         treatments["text"] = "plain text, rendered as a user's message by the policy's chat template"
     notes: list[str] = []
+    has_date = "strftime_now" in str(getattr(tokenizer, "chat_template", ""))
+    if has_date and template != "raw" and (forms["messages"] or template == "apply"):
+        notes.append("the chat template asks for today's date, and is given 26 July 2024 on every day")
     for form, treatment in treatments.items():
         count = forms[form]
         some = f"the {total} {noun} are" if count == total else f"{count} of the {total} {noun} are"

@@ -66,28 +66,28 @@ def read_responses(
 
     Raises:
         SourceError: at the first record that is not a response, with what was expected; after the last, if many
-            responses end with padding, at which ``logprobs`` have one value.
+            responses end with padding: one token, or tokens whose ``logprobs`` are one value.
     """
     source = find_source(name, "responses", reading)
     ends = {pair.tokenizer.pad_token_id, pair.tokenizer.eos_token_id, *pair.eos_token_ids}
-    assigner, read, padded = _IdAssigner(), 0, list[tuple[str, int, float]]()
+    assigner, read, padded = _IdAssigner(), 0, list[tuple[str, int]]()
     records = expand_logs(source.records())
     responses = (response for record in records for response in expand_responses(record))
     for record in islice(responses, limit):
         read += 1
         sequence = _response(record, pair, assigner, source.reading.chat_template)
-        if sequence.logp_sampled is not None and sequence.response_ids[-1] in ends:
-            length = padding_length(sequence.response_ids, [sequence.logp_sampled])
-            padded += [(record.location, length, float(sequence.logp_sampled[-1]))] if length else []
+        if (token_ids := sequence.response_ids)[-1] in ends:
+            logp = np.zeros(len(token_ids)) if sequence.logp_sampled is None else sequence.logp_sampled
+            length = padding_length(token_ids, [logp])
+            padded += [(record.location, length)] if length else []
         yield replace(sequence, columns=_lists(record, sequence, pair)) if with_lists else sequence
     if not read:
         raise SourceError(f"{name} holds no response")
     if is_padded(len(padded), read):
-        location, length, value = padded[0]
+        location, length = padded[0]
         raise SourceError(
             f"{len(padded)} of {read} responses end with padding, such as the last {length} tokens of "
-            f"{location}, whose 'logprobs' are all {value:g}; cut 'response_token_ids' and "
-            "'logprobs' after the last token that was drawn"
+            f"{location}; cut 'response_token_ids' and 'logprobs' after the last token that was drawn"
         )
 
 
@@ -144,7 +144,9 @@ def _response(
         record, pair, prompt.text, finish_reason, chat_template
     )
     check_length(record, "prompt with its response", len(prompt.token_ids) + len(response_ids) - 1, pair)
-    temperature = get_field(record, "temperature", (int, float), "a number from 0 on", _is_temperature)
+    temperature = get_field(
+        record, "temperature", (int, float), "a number from 0 on", lambda x: is_finite_number(x) and x >= 0
+    )
     prompt_id, sample_id = assigner.assign(
         record, prompt.prompt_hash, _first_hash(record, pair, chat_template)
     )
@@ -286,11 +288,6 @@ def _lists(record: SourceRecord, sequence: TokenSequence, pair: TokenLimits) -> 
             f"for each of the {length} tokens of the response"
         )
     return dict(zip(LISTS, (ids, logp.astype(np.float32)), strict=True))
-
-
-def _is_temperature(value: float) -> bool:
-    """Whether a number can be a sampling temperature."""
-    return is_finite_number(value) and value >= 0
 
 
 def _is_id(value: int | str) -> bool:

@@ -283,5 +283,6 @@ def read_json_array(path: Path, text_field: str) -> Iterator[SourceRecord]:
         location = f"{label}, entry {number}"
         if not isinstance(entry, dict | str):
             raise SourceError(f"{location}: expected an object or a text and found {show_value(entry)}")
-        fields = entry if isinstance(entry, dict) else {text_field: entry}
-        yield SourceRecord(location=location, fields=fields)
+        yield SourceRecord(
+            location=location, fields=entry if isinstance(entry, dict) else {text_field: entry}
+        )

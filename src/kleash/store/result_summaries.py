@@ -319,9 +319,15 @@ def attribution_table(sweep: Sweep, attribution: Attribution) -> SummaryTable:
     for group in attribution.largest_first:
         value, interval = _value_cells(group.simultaneous_change)
         share = attribution.share_of(group)
-        share_cell = "" if math.isnan(share) else f"{share:.1%}"
-        interval = "identical weights" if group.is_identical else interval
-        rows.append((group.name, value, interval, share_cell, f"{group.parameters:,}"))
+        rows.append(
+            (
+                group.name,
+                value,
+                "identical weights" if group.is_identical else interval,
+                "" if math.isnan(share) else f"{share:.1%}",
+                f"{group.parameters:,}",
+            )
+        )
     rows += [(name, *_value_cells(number), "", "") for name, number in attribution.changes_together.items()]
     return SummaryTable(
         title=title,

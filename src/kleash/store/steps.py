@@ -128,15 +128,14 @@ def means_by_prompt(samples: Sequence[Sample], held_out: Sequence[Sample]) -> di
     }
     means: dict[str, dict[str, float]] = {}
     for metric, pairs in numbers.items():
-        values = grouped((_hash_of(prompt), value) for prompt, value in pairs if not math.isnan(value))
+        values = grouped(
+            (sha256(prompt.encode("utf-8", "backslashreplace")).hexdigest()[:16], value)
+            for prompt, value in pairs
+            if not math.isnan(value)
+        )
         if values:
             means[metric] = {prompt: fmean(each) for prompt, each in values.items()}
     return means
-
-
-def _hash_of(prompt: str) -> str:
-    """16 hex digits that stand for the text of a prompt."""
-    return sha256(prompt.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
 def held_out(history: Sequence[StepRecord]) -> dict[str, float]:

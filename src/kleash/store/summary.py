@@ -194,8 +194,7 @@ def to_text(summary: Summary) -> str:
     warnings = [f"warning: {text}" for text in summary.warnings[:TEXT_WARNINGS]]
     left_out = len(summary.warnings) - TEXT_WARNINGS
     more = [f"and {counted(left_out, 'more warning')}"] if left_out > 0 else []
-    lines = [summary.headline, *rows, *facts, *warnings, *more]
-    return "\n".join(map(_printable, lines))
+    return "\n".join(map(_printable, [summary.headline, *rows, *facts, *warnings, *more]))
 
 
 def _printable(line: str) -> str:

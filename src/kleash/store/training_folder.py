@@ -32,8 +32,11 @@ def checkpoint_number(path: Path) -> int | None:
 
 def last_checkpoint(root: Path) -> Path | None:
     """The newest finished checkpoint of a run's folder; None if there is none."""
-    paths = (root / CHECKPOINTS).glob("*")
-    finished = {number: path for path in paths if (number := checkpoint_number(path)) is not None}
+    finished = {
+        number: path
+        for path in (root / CHECKPOINTS).glob("*")
+        if (number := checkpoint_number(path)) is not None
+    }
     return finished[max(finished)] if finished else None
 
 

@@ -15,24 +15,18 @@ def listed(entries, token, top=3, vocab_size=100):
     return ListedLogprobs.of([token], [entries], top=top, vocab_size=vocab_size)
 
 
-def test_a_token_among_the_likeliest_is_listed_once():
+def test_a_token_is_listed_once_if_it_is_among_the_likeliest():
     answer = listed(LISTED, 3)
     assert dict(zip(answer.listed_ids[0].tolist(), answer.listed_logp[0].tolist(), strict=True)) == LISTED
     assert (answer.token_logp[0], answer.unlisted_most[0], answer.rank[0]) == (-1.5, -2.5, 1)
-
-
-def test_a_token_that_is_appended_is_not_among_the_likeliest():
     answer = listed({**LISTED, 50: -9.0}, 50)
     # Whether a token is listed must not depend on the scored one.
     assert answer.listed_ids.tolist() == [list(LISTED)]
     assert (answer.token_logp[0], answer.unlisted_most[0], answer.rank[0]) == (-9.0, -2.5, -1)
 
 
-def test_the_whole_vocabulary_leaves_nothing_unlisted():
+def test_the_whole_vocabulary_and_probabilities_of_zero_and_one_are_read():
     assert listed({0: -0.5, 1: -1.5, 2: -2.5}, 1, top=20, vocab_size=3).unlisted_most[0] == -math.inf
-
-
-def test_probabilities_of_zero_and_one_are_read():
     answer = listed({7: 1e-7, 3: -9999.0, 9: -math.inf}, 7)
     assert answer.listed_logp.tolist() == [[0.0, -math.inf, -math.inf]]
 

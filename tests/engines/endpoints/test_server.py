@@ -190,14 +190,11 @@ def test_a_closed_client_sends_no_more(connected):
         client.request("/v1/models")
 
 
-def test_a_key_that_no_header_can_hold():
+def test_a_key_that_no_header_can_hold_and_one_that_no_text_has(connected):
     with pytest.raises(OptionError, match="KLEASH_POLICY_API_KEY has characters") as raised:
         variable = "KLEASH_POLICY_API_KEY"
         JSONClient(url="http://x", subject="s", key_variable=variable, api_key="sk\nInjected: 1")
     assert "Injected" not in str(raised.value)
-
-
-def test_the_key_is_not_in_the_representation(connected):
     assert KEY not in repr(connected("vllm"))
 
 

@@ -223,4 +223,4 @@ def head_tensors(head: Head) -> dict[str, Tensor]:
 
 
 def _rounding_path(folder: Path, kind: str, temperature: float) -> Path:
-    return folder / f"{kind}-{temperature!r}.safetensors"
+    return folder / f"{kind}-{float(temperature)!r}.safetensors"  # a temperature of 1 is one of 1.0
