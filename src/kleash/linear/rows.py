@@ -168,9 +168,15 @@ def divergence_gradient_rows(
     if not any(needs):
         return value, None, None
     slope = slope_of_finish(record, total, weight)
-    in_p = side_gradient(record.from_p, logp, logp - logq, slope, vocab_shards) if needs[0] else None
-    in_q = side_gradient(record.from_q, logq, logq - logp, slope, vocab_shards) if needs[1] else None
-    return value, in_p, in_q
+    gradients: list[Tensor | None] = []
+    sides = (record.from_p, logp, logp - logq), (record.from_q, logq, logq - logp)
+    for needed, (side, log_mass, log_ratio) in zip(needs, sides, strict=True):
+        gradient = None
+        if needed:
+            gradient, mean_score = side_gradient(side, log_mass, log_ratio, slope, vocab_shards)
+            value = torch.where(mean_score.isfinite(), value, torch.nan)
+        gradients.append(gradient)
+    return value, *gradients
 
 
 def slope_of_finish(record: Divergence, total: Tensor, weight: Tensor) -> Tensor:
@@ -182,11 +188,11 @@ def slope_of_finish(record: Divergence, total: Tensor, weight: Tensor) -> Tensor
 
 def side_gradient(
     side: Side, log_mass: Tensor, log_ratio: Tensor, slope: Tensor, vocab_shards: VocabShards
-) -> Tensor:
-    """``slope mass (s - E s)``."""
+) -> tuple[Tensor, Tensor]:
+    """``slope mass (s - E s)``, and ``E s``, which is not finite if the score of a word overflows."""
     mass, score = log_mass.exp(), side.score(log_ratio)
     (mean,) = vocab_shards.all_reduce_sum(dot(mass, score))
-    return mass.mul_(score - mean).mul_(slope)
+    return mass.mul_(score - mean).mul_(slope), mean
 
 
 def any_divergence_gradient_rows(
@@ -355,12 +361,13 @@ def any_statistics_rows(
     sum_p, sum_q = log_sum_exps(zp, zq, vocab_shards)
     logp, logq = minus(zp, sum_p), minus(zq, sum_q)
     p, q = logp.exp(), logq.exp()
+    middle = (p + q) / 2
     sums = vocab_shards.all_reduce_sum(
         vocab_shards.gather_local(logp, tokens),
         vocab_shards.gather_local(logq, tokens),
         contributions(KL, logp, logq).sum(-1, keepdim=True),
         contributions(KL, logq, logp).sum(-1, keepdim=True),
-        torch.xlogy(p + q, (p + q) / 2).sum(-1, keepdim=True),
+        2 * torch.xlogy(middle, middle).sum(-1, keepdim=True),
         (p - q).abs().sum(-1, keepdim=True) / 2,
         entropy(logp),
         entropy(logq),
