@@ -160,7 +160,9 @@ def test_empty_batches_and_a_vocabulary_of_one_token(shape):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nan_propagates(name):
-    assert divergence(name, torch.tensor([torch.nan, 0.0]), torch.tensor([-1.0, -0.5])).isnan()
+    for other in (torch.tensor([-1.0, -0.5]), torch.tensor([-torch.inf, 0.0])):
+        assert divergence(name, torch.tensor([torch.nan, 0.0]), other).isnan()
+        assert divergence(name, other, torch.tensor([torch.nan, 0.0])).isnan()
 
 
 def test_invalid_arguments_raise(unhooked):

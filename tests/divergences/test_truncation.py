@@ -85,6 +85,12 @@ def test_the_likeliest_token_always_remains():
     assert got.logp.max(-1).values.tolist() == pytest.approx([0, 0], abs=1e-7)
 
 
+@pytest.mark.parametrize("limits", [{"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+def test_nan_stays_nan(limits):
+    got = truncate(torch.full((2, 3), torch.nan), **limits)
+    assert got.logp.isnan().all() and got.log_kept_mass.isnan().all()
+
+
 def test_without_limits_the_distribution_is_unchanged():
     torch.manual_seed(1)
     logp = torch.randn(4, 1000).log_softmax(-1)
