@@ -149,9 +149,13 @@ def test_the_error_of_one_cluster_is_nan():
 
 
 def test_the_mean_of_no_clusters_is_nan():
-    estimate = ratio_of_sums(np.zeros(0), np.zeros(0, int))
-    assert math.isnan(estimate.value) and math.isnan(estimate.standard_error)
-    assert estimate.clusters == 0
+    none = np.zeros(0)
+    for estimate, clusters in (
+        (ratio_of_sums(none, none), 0),
+        (paired_difference(np.ones(3), np.ones(3), np.zeros(3), np.zeros(3)), 3),
+    ):
+        assert np.isnan([estimate.value, estimate.standard_error, *estimate.ci95]).all()
+        assert estimate.clusters == clusters
 
 
 def test_clusters_without_tokens_are_left_out():

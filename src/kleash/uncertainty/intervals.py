@@ -71,7 +71,7 @@ def standard_error(linearised: LinearisedEstimate, fitted: int = 0) -> float:
 
 def _interval(linearised: LinearisedEstimate, error: float, bounds: Interval, fitted: int) -> Interval:
     """The interval by Student's t corrected for skewness, extended away from a bound to that of the logarithm."""
-    if linearised.why_no_standard_error or linearised.clusters == 0:
+    if linearised.why_no_standard_error or math.isnan(linearised.value):
         return math.nan, math.nan
     if math.isnan(error):
         return -math.inf, math.inf

@@ -58,7 +58,7 @@ class LinearisedEstimate(NamedTuple):
 
 
 def linearise(terms: Sequence[RatioTerm]) -> LinearisedEstimate:
-    """Compute the signed sum of ratios and the influence of each cluster that has a token.
+    """Compute the signed sum of ratios and the influence of each cluster that has a token; NaN if a ratio has none.
 
     Up to ``MAX_SORTED_CLUSTERS`` clusters are sorted by their sums and counts, so that the result depends neither on
     their order nor on their labels.
@@ -68,7 +68,7 @@ def linearise(terms: Sequence[RatioTerm]) -> LinearisedEstimate:
     if not active.all():
         columns = [column[active] for column in columns]
     why_no_standard_error = _why_no_standard_error(columns[::2])
-    if why_no_standard_error or not active.any():
+    if why_no_standard_error or not all(counts.any() for counts in columns[1::2]):
         with np.errstate(invalid="ignore", divide="ignore"):
             ratios = zip(terms, columns[::2], columns[1::2], strict=True)
             value = float(sum(term.sign * (sums.sum() / counts.sum()) for term, sums, counts in ratios))
