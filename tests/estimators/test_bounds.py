@@ -73,6 +73,9 @@ def test_the_upper_bound_is_attained(name):
     assert bounds.upper.item() == pytest.approx(textbook(name, logp, logq), rel=1e-7)
     looser = kl_bounds(logp[:1], logq[:1], divergence=name, tail=Tail(logq_least=logq[1], logp_least=logp[3]))
     assert looser.upper > bounds.upper * 1.001
+    logp = log(0.8, 0.2, 0, 0)  # no mass of p outside of the head
+    bounds = kl_bounds(logp[:2], logq[:2], divergence=name, tail=exact_tail(logp, logq, [2, 3]))
+    assert bounds.upper.item() == pytest.approx(textbook(name, logp, logq), rel=1e-7)
 
 
 def test_the_upper_bound_with_a_lower_bound_on_q_alone():

@@ -240,14 +240,15 @@ def _largest_tail(record: Divergence, p: LogpInterval, q: LogpInterval, tail: Ta
         for x in (tail.logp_least, tail.logp_most, tail.logq_least, tail.logq_most)
     )
     max_p, max_q = torch.minimum(max_p, p.high), torch.minimum(max_q, q.high)
+    most_p = torch.where(max_p == -inf, 0.0, p.high.exp())
     log_max_ratio = torch.where(max_p == -inf, -inf, max_p - min_q)
     log_min_ratio = torch.where(min_p == -inf, -inf, min_p - max_q)
     one_ratio = (log_min_ratio == log_max_ratio) & (log_max_ratio > -inf)
     ratio_range = -torch.expm1(torch.where(log_min_ratio == -inf, -inf, log_min_ratio - log_max_ratio))
-    excess_p = p.high.exp() - _product(log_min_ratio, q.low)
+    excess_p = most_p - _product(log_min_ratio, q.low)
     excess_q = q.high.exp() - _product(p.low, -log_max_ratio)
     # p's mass at the largest ratio, q's mass at the smallest; each is multiplied by D per unit of that side
-    mass_at_max = torch.where(one_ratio, p.high.exp(), excess_p / ratio_range)
+    mass_at_max = torch.where(one_ratio, most_p, excess_p / ratio_range)
     mass_at_min = torch.where(one_ratio, 0.0, excess_q / ratio_range)
     zero = torch.zeros_like(log_max_ratio)
     total = _times(mass_at_max, contributions(record, zero, -log_max_ratio)) + _times(
