@@ -195,6 +195,13 @@ def test_tail_bounds_of_rounded_lists_are_upper_bounds():
         assert head.tail.logp_most.double() >= logp[0] and head.tail.logq_most.double() >= logp[0]
 
 
+def test_a_token_that_is_listed_twice_makes_bounds_nan():
+    lists = (torch.tensor([2, 0]), log(0.5, 0.2)), (torch.tensor([2, 0, 2]), log(0.5, 0.2, 0.5))
+    for first, second in (lists, lists[::-1]):
+        head = shared_head(*first, *second)
+        assert kl_bounds(head.logp, head.logq, tail=head.tail).lower.isnan()
+
+
 def test_invalid_arguments_raise(unhooked):
     x = torch.zeros(2, 3)
     with pytest.raises(UnknownNameError, match="no divergence is called 'k1'"):

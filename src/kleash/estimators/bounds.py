@@ -177,9 +177,10 @@ def shared_head(
     """Combine two top-k lists with different tokens into one head for ``kl_bounds``.
 
     Each list must contain the likeliest tokens of its distribution, distinct, in any order; remove a sampled token
-    that an engine appends. A token that is in one list only belongs to the tail with its mass. The bounds are tighter
-    if both engines can return the union of the two lists.
+    that an engine appends (a token that is listed twice makes the bounds NaN). A token that is in one list only belongs
+    to the tail with its mass. The bounds are tighter if both engines can return the union of the two lists.
     """
+    logp, logq = unless_repeated(ids_p, logp), unless_repeated(ids_q, logq)
     matches = ids_p.unsqueeze(-1) == ids_q.unsqueeze(-2)
     in_q, in_p = matches.any(-1), matches.any(-2)
     logq_of_p = torch.where(matches, logq.unsqueeze(-2), -inf).amax(-1)
@@ -188,6 +189,13 @@ def shared_head(
         logq=logq_of_p,
         tail=Tail(logp_most=_largest_logp_outside(logp, in_q), logq_most=_largest_logp_outside(logq, in_p)),
     )
+
+
+def unless_repeated(ids: Int[Tensor, "*tokens k"], logp: Float[Tensor, "*tokens k"]) -> Tensor:
+    """The log-probabilities, or NaN where a list has a token twice, as of an engine that appends the sampled one."""
+    in_order = ids.sort(-1).values
+    is_repeated = (in_order.diff(dim=-1) == 0) & (in_order[..., 1:] >= 0)
+    return torch.where(is_repeated.any(-1, keepdim=True), torch.nan, logp)
 
 
 def _largest_logp_outside(logp: Tensor, inside: Tensor) -> Tensor:
