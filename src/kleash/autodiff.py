@@ -178,4 +178,9 @@ class _WithSlope(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, weight: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (slope,) = ctx.saved_tensors
-        return weight * torch.where((weight == 0) & ~slope.isfinite(), 0.0, slope), None, None
+        return times_slope(weight, slope), None, None
+
+
+def times_slope(weight: Tensor, slope: Tensor) -> Tensor:
+    """The product of an incoming gradient and a slope: 0 where the gradient is, even if the slope is not finite."""
+    return weight * torch.where((weight == 0) & ~slope.isfinite(), 0.0, slope)

@@ -11,6 +11,7 @@ from kleash.autodiff import (
     apply,
     first_derivative_only,
     forward_mode_active,
+    times_slope,
     uncompiled_in_transforms,
 )
 from kleash.errors import CannotRunError, DetachedError
@@ -176,7 +177,10 @@ def with_gradient(
 
 
 class _WithGradient(torch.autograd.Function):
-    """The identity on ``value`` with given gradients, which are constants: it has first derivatives only."""
+    """The identity on ``value`` with given gradients, which are constants: it has first derivatives only.
+
+    Tokens that are selected away afterwards have the gradient 0, also if the given one is infinite.
+    """
 
     generate_vmap_rule = True
 
@@ -195,9 +199,9 @@ class _WithGradient(torch.autograd.Function):
         ctx: Any, weight: Tensor
     ) -> tuple[Tensor | None, ...]:
         grad_p, grad_q, token_logp, token_logq = ctx.saved_tensors
-        grad_p = first_derivative_only(weight * grad_p, token_logp, FIRST_DERIVATIVE_ONLY)
+        grad_p = first_derivative_only(times_slope(weight, grad_p), token_logp, FIRST_DERIVATIVE_ONLY)
         if grad_q is not None:
-            grad_q = first_derivative_only(weight * grad_q, token_logq, FIRST_DERIVATIVE_ONLY)
+            grad_q = first_derivative_only(times_slope(weight, grad_q), token_logq, FIRST_DERIVATIVE_ONLY)
         return grad_p, grad_q, None, None, None
 
 
