@@ -133,6 +133,8 @@ def test_a_constant_has_no_error_despite_rounding():
 def test_non_finite_sums_have_a_warning_and_no_error(bad, expected):
     sums, counts = lognormal_prompts(40, seed=5)
     sums[7] = bad
+    broken = ratio_of_sums(np.ones(40), np.append(counts[1:], abs(bad)))
+    assert math.isnan(broken.standard_error) and "of 1 of 40" in broken.warnings[0]
     estimate = ratio_of_sums(sums, counts, lower=0.0)
     assert estimate.value == pytest.approx(expected, nan_ok=True)
     assert math.isnan(estimate.standard_error)

@@ -63,11 +63,11 @@ def linearise(terms: Sequence[RatioTerm]) -> LinearisedEstimate:
     Up to ``MAX_SORTED_CLUSTERS`` clusters are sorted by their sums and counts, so that the result depends neither on
     their order nor on their labels.
     """
-    active = np.any([term.counts > 0 for term in terms], axis=0)
+    active = ~np.all([term.counts <= 0 for term in terms], axis=0)
     columns = [np.asarray(column, np.float64) for term in terms for column in term[1:]]
     if not active.all():
         columns = [column[active] for column in columns]
-    why_no_standard_error = _why_no_standard_error(columns[::2])
+    why_no_standard_error = _why_no_standard_error(columns)
     if why_no_standard_error or not all(counts.any() for counts in columns[1::2]):
         with np.errstate(invalid="ignore", divide="ignore"):
             ratios = zip(terms, columns[::2], columns[1::2], strict=True)
@@ -126,9 +126,9 @@ def _count_tied(signs: Sequence[float], columns: Sequence[FloatArray]) -> int:
     return tied if tied > 1 and 2 * tied >= len(means) else 0
 
 
-def _why_no_standard_error(sums: Sequence[FloatArray]) -> str:
-    """Why no standard error can be computed: infinite or NaN sums; empty if there are none."""
-    non_finite = ~np.all([np.isfinite(column) for column in sums], axis=0)
+def _why_no_standard_error(columns: Sequence[FloatArray]) -> str:
+    """Why no standard error can be computed: infinite or NaN sums or counts; empty if there are none."""
+    non_finite = ~np.all([np.isfinite(column) for column in columns], axis=0)
     if not non_finite.any():
         return ""
     return f"the sums of {int(non_finite.sum())} of {len(non_finite)} clusters are infinite or not a number"
