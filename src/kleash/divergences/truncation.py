@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kleash.arguments import validated
 from kleash.errors import OptionError
-from kleash.precision import at_least_float32
+from kleash.precision import at_least_float32, normalised
 from kleash.registry import require_above
 
 
@@ -36,7 +36,7 @@ def at_temperature(
         ShapeError: if there is no axis, or the numbers are not floating-point.
     """
     require_above(0.0, temperature=temperature)
-    return (at_least_float32(logits) / temperature).log_softmax(-1)
+    return normalised(at_least_float32(logits) / temperature)
 
 
 @validated

@@ -18,7 +18,7 @@ from kleash.linear.checks import (
     checked_pair,
 )
 from kleash.linear.head import Head
-from kleash.linear.products import logits, normalised
+from kleash.linear.products import logits
 from kleash.linear.types import (
     LinearLoss,
     LinearOptions,
@@ -27,6 +27,7 @@ from kleash.linear.types import (
     TokenTerms,
     TopTokens,
 )
+from kleash.precision import normalised
 from kleash.registry import look_up
 
 
