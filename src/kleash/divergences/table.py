@@ -227,10 +227,13 @@ def alpha_record(alpha: float) -> Divergence:
 
 def _alpha_side(a: float, rest: float) -> Side:
     """One side of the alpha divergence. ``rest`` is ``1 - a``, an argument because the difference would be rounded."""
-    if rest < 0:
-        of = _alpha_above_one(a, -rest)
-    else:
-        of = _alpha_below_zero(-a) if a < 0 else _alpha_between_zero_and_one(a, rest)
+    of = (
+        _alpha_above_one(a, -rest)
+        if rest < 0
+        else _alpha_below_zero(-a)
+        if a < 0
+        else _alpha_between_zero_and_one(a, rest)
+    )
     return Side(
         of=lambda gap: of(gap.clamp(max=LARGEST_GAP)),
         score=lambda u: torch.expm1(-rest * u) / -rest,

@@ -92,11 +92,6 @@ class HeadPair:
         return *self.p.tensors, *self.q.tensors
 
     @property
-    def swapped(self) -> "HeadPair":
-        """The pair with p and q exchanged."""
-        return replace(self, p=self.q, q=self.p)
-
-    @property
     def requires_gradient(self) -> bool:
         """Whether autograd records the call: any tensor requires a gradient, and gradients are enabled."""
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in self.tensors)

@@ -41,10 +41,7 @@ def onednn_is_faster() -> bool:
         torch.ops.mkldnn, "_linear_pointwise"
     ):
         return False
-    try:
-        return "AuthenticAMD" in CPUINFO.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
+    return CPUINFO.exists() and "AuthenticAMD" in CPUINFO.read_text(encoding="utf-8", errors="replace")
 
 
 def uses_onednn(dtype: torch.dtype, device: torch.device) -> bool:

@@ -168,15 +168,12 @@ def divergence_gradient_rows(
     if not any(needs):
         return value, None, None
     slope = slope_of_finish(record, total, weight)
-    gradients: list[Tensor | None] = []
-    sides = (record.from_p, logp, logp - logq), (record.from_q, logq, logq - logp)
-    for needed, (side, log_mass, log_ratio) in zip(needs, sides, strict=True):
-        gradient = None
-        if needed:
-            gradient, mean_score = side_gradient(side, log_mass, log_ratio, slope, vocab_shards)
-            value = torch.where(mean_score.isfinite(), value, torch.nan)
-        gradients.append(gradient)
-    return value, *gradients
+    sides = (record.from_p, logp, logq), (record.from_q, logq, logp)
+    (in_p, score_p), (in_q, score_q) = (
+        side_gradient(*side, slope, vocab_shards) if needed else (None, total)
+        for needed, side in zip(needs, sides, strict=True)
+    )
+    return torch.where((score_p + score_q).isfinite(), value, torch.nan), in_p, in_q
 
 
 def slope_of_finish(record: Divergence, total: Tensor, weight: Tensor) -> Tensor:
@@ -187,10 +184,10 @@ def slope_of_finish(record: Divergence, total: Tensor, weight: Tensor) -> Tensor
 
 
 def side_gradient(
-    side: Side, log_mass: Tensor, log_ratio: Tensor, slope: Tensor, vocab_shards: VocabShards
+    side: Side, log_mass: Tensor, log_mass_of_other: Tensor, slope: Tensor, vocab_shards: VocabShards
 ) -> tuple[Tensor, Tensor]:
     """``slope mass (s - E s)``, and ``E s``, which is not finite if the score of a word overflows."""
-    mass, score = log_mass.exp(), side.score(log_ratio)
+    mass, score = log_mass.exp(), side.score(log_mass - log_mass_of_other)
     (mean,) = vocab_shards.all_reduce_sum(dot(mass, score))
     return mass.mul_(score - mean).mul_(slope), mean
 
@@ -334,19 +331,20 @@ def statistics_rows(
     log_p, log_q = x.total_p.log(), x.total_q.log()
     entropy_p, entropy_q = log_p - sum_p / x.total_p, log_q - sum_q / x.total_q
     mixture = mixture / x.total_p - 2 * (log_p + log(2))
-    values = StatisticRows(
-        token_logp=token_p - log_p,
-        token_logq=token_q - log_q,
-        kl_pq=(ratio_p / x.total_p + log_q - log_p).clamp(min=0),
-        kl_qp=(log_p - log_q - ratio_q / x.total_q).clamp(min=0),
-        jensen_shannon=cut_rounding((entropy_p + entropy_q + mixture) / -2, distance),
-        total_variation=distance / x.total_p / 2,
-        entropy_p=entropy_p,
-        entropy_q=entropy_q,
-        log_sum_p=x.top_p + log_p,
-        log_sum_q=x.top_q + log_q,
+    return tuple(
+        StatisticRows(
+            token_logp=token_p - log_p,
+            token_logq=token_q - log_q,
+            kl_pq=(ratio_p / x.total_p + log_q - log_p).clamp(min=0),
+            kl_qp=(log_p - log_q - ratio_q / x.total_q).clamp(min=0),
+            jensen_shannon=cut_rounding((entropy_p + entropy_q + mixture) / -2, distance),
+            total_variation=distance / x.total_p / 2,
+            entropy_p=entropy_p,
+            entropy_q=entropy_q,
+            log_sum_p=x.top_p + log_p,
+            log_sum_q=x.top_q + log_q,
+        )
     )
-    return tuple(values)
 
 
 def cut_rounding(jensen_shannon: Tensor, distance: Tensor) -> Tensor:
@@ -374,11 +372,8 @@ def any_statistics_rows(
     )
     token_logp, token_logq, kl_pq, kl_qp, mixture, distance, entropy_p, entropy_q = sums
     jensen_shannon = cut_rounding((entropy_p + entropy_q + mixture) / -2, distance)
-    values = StatisticRows(
-        *(token_logp, token_logq, kl_pq.clamp(min=0), kl_qp.clamp(min=0), jensen_shannon, distance),
-        *(entropy_p, entropy_q, sum_p, sum_q),
-    )
-    return tuple(values)
+    kls = kl_pq.clamp(min=0), kl_qp.clamp(min=0)
+    return token_logp, token_logq, *kls, jensen_shannon, distance, entropy_p, entropy_q, sum_p, sum_q
 
 
 def ranks_of(

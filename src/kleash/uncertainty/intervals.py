@@ -37,7 +37,7 @@ def estimate_of(
             have this mean is exact.
     """
     value, clusters = linearised.value, linearised.clusters
-    if known_value is not None and is_constant(linearised, known_value):
+    if clusters and value == known_value and not linearised.influence.any():
         return Estimate(value=value, unit=unit, standard_error=0.0, clusters=clusters, ci95=(value, value))
     bounds = (-math.inf if lower is None else lower, math.inf if upper is None else upper)
     error = standard_error(linearised, fitted)
@@ -52,11 +52,6 @@ def estimate_of(
         ci95=clip_interval(interval, value, bounds),
         warnings=tuple(warnings_about(linearised, bounds)),
     )
-
-
-def is_constant(linearised: LinearisedEstimate, value: float) -> bool:
-    """Whether there is at least one cluster and all clusters have the mean ``value``."""
-    return linearised.clusters > 0 and linearised.value == value and not linearised.influence.any()
 
 
 def standard_error(linearised: LinearisedEstimate, fitted: int = 0) -> float:
