@@ -19,7 +19,6 @@ from linear_cases import (
 from scipy.special import rel_entr
 
 from kleash.divergences import DIVERGENCES, alpha_record, jensen_shannon_record, skew_kl_record
-from kleash.errors import UnknownNameError
 from kleash.linear import Head, linear_divergence, linear_divergence_loss
 
 
@@ -142,9 +141,3 @@ def test_gradients_of_pairs_so_far_apart_that_scores_overflow(record):
             grads.append(torch.autograd.grad(loss, leaves))
         torch.testing.assert_close(grads[1], grads[0], rtol=1e-3, atol=1e-12)
         assert record != "chi_squared" or pair is not z or grads[0][0][0].abs().max() > 1e9
-
-
-def test_an_unknown_name_raises():
-    case = head_case(torch.float32, tokens=(2,), vocab_size=5)
-    with pytest.raises(UnknownNameError, match="did you mean 'kl'"):
-        linear_divergence(*case.models, divergence="kll")
