@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from textbook import textbook
 
 from kleash.divergences import DIVERGENCES, divergence, kl, skew_kl_record
-from kleash.errors import UnknownNameError
+from kleash.errors import OptionError, UnknownNameError
 from kleash.estimators import Tail, kl_bounds, shared_head
 
 NAMES = list(DIVERGENCES)
@@ -206,6 +206,8 @@ def test_invalid_arguments_raise(unhooked):
     x = torch.zeros(2, 3)
     with pytest.raises(UnknownNameError, match="no divergence is called 'k1'"):
         kl_bounds(x, x, divergence="k1")
+    with pytest.raises(OptionError, match="error_nats is"):
+        kl_bounds(x, x, error_nats=-0.1)
 
 
 @st.composite

@@ -12,7 +12,7 @@ from kleash.arguments import validated
 from kleash.divergences import DIVERGENCES, Divergence
 from kleash.divergences.functions import contributions
 from kleash.precision import at_least_float32
-from kleash.registry import look_up
+from kleash.registry import look_up, require_at_least
 
 NORMALISER_NATS = 32.0
 """Assumed size of the log-sum-exp that was subtracted; its rounding error is part of a log-probability."""
@@ -96,6 +96,7 @@ def kl_bounds(
 
     Raises:
         UnknownNameError: if there is no divergence of this name.
+        OptionError: if ``error_nats`` is negative or not finite.
         ShapeError: if the two differ in shape, or are not floating-point.
 
     References:
@@ -106,6 +107,8 @@ def kl_bounds(
     tensor(0.1212, dtype=torch.float64)
     """
     record = look_up(DIVERGENCES, divergence, "divergence")
+    if error_nats is not None:
+        require_at_least(0.0, error_nats=error_nats)
     with torch.no_grad():
         p, q = logp_interval(head_logp, error_nats), logp_interval(head_logq, error_nats)
         lower, upper = bounds_of_intervals(p, q, divergence=record, tail=tail)
