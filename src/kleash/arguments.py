@@ -137,8 +137,7 @@ def check_arguments(
         elif not isinstance(value, Tensor):
             check_number(name, value, spec)
         elif spec.tensor:
-            check_layout(name, value)
-            check_dtype(name, value, spec)
+            check_tensor(name, value, spec)
             if spec.axes is not None:
                 tensors.append((name, value, spec.axes))
             if first is None:
@@ -213,16 +212,12 @@ def check_number(name: str, value: object, spec: ArgumentSpec) -> None:
     )
 
 
-def check_layout(name: str, value: Tensor) -> None:
-    """Raise an error if a tensor is not dense."""
+def check_tensor(name: str, value: Tensor, spec: ArgumentSpec) -> None:
+    """Raise an error if a tensor is not dense, has the wrong kind of dtype, or an empty vocabulary."""
     if value.layout != torch.strided:
         raise ShapeError(
             f"{name} is a tensor of layout {value.layout}; give a dense one, by to_dense() for instance"
         )
-
-
-def check_dtype(name: str, value: Tensor, spec: ArgumentSpec) -> None:
-    """Raise an error if a tensor has the wrong kind of dtype, or an empty vocabulary."""
     description = f"{name} is {value.dtype} of shape {tuple(value.shape)}"
     kind = "float" if value.is_floating_point() else "bool" if value.dtype == torch.bool else "int"
     has_vocabulary = spec.axes is not None and spec.axes[-1:] == (VOCABULARY,)

@@ -32,13 +32,11 @@ def forward_mode_active() -> bool:
     return dual_level_active()
 
 
-def is_transformed(tensor: Tensor | None) -> bool:
+def is_transformed(tensor: Tensor) -> bool:
     """Whether a tensor has a forward-mode tangent, or is a wrapper inside a transform of ``torch.func``."""
-    if tensor is None:
-        return False
-    if _functorch.is_functorch_wrapped_tensor(tensor):
-        return True
-    return dual_level_active() and cast("Any", forward_ad).unpack_dual(tensor).tangent is not None
+    return _functorch.is_functorch_wrapped_tensor(tensor) or (
+        dual_level_active() and cast("Any", forward_ad).unpack_dual(tensor).tangent is not None
+    )
 
 
 def is_batched(tensor: Tensor) -> bool:
@@ -59,9 +57,10 @@ def refuse_transforms(name: str, instead: str, *tensors: Tensor | None, inside: 
     Raises:
         CannotRunError: it names the function and says what to do instead.
     """
+    arguments = [x for x in tensors if x is not None]
     active = bool(torch._C._are_functorch_transforms_active())  # pyright: ignore
-    trained = active and torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    if trained or (active and not inside) or any(is_transformed(x) for x in tensors):
+    trained = active and torch.is_grad_enabled() and any(x.requires_grad for x in arguments)
+    if trained or (active and not inside) or any(map(is_transformed, arguments)):
         raise CannotRunError(f"{name} {TRANSFORMS_UNSUPPORTED}; {instead}")
 
 
@@ -178,4 +177,9 @@ class _WithSlope(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, weight: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (slope,) = ctx.saved_tensors
-        return weight * torch.where((weight == 0) & ~slope.isfinite(), 0.0, slope), None, None
+        return times_slope(weight, slope), None, None
+
+
+def times_slope(weight: Tensor, slope: Tensor) -> Tensor:
+    """The product of an incoming gradient and a slope: 0 where the gradient is, even if the slope is not finite."""
+    return weight * torch.where((weight == 0) & ~slope.isfinite(), 0.0, slope)

@@ -103,7 +103,7 @@ class Mean:
 def mean_of(
     values: Float[Tensor, "*tokens"], mask: Bool[Tensor, "*tokens"] | Integer[Tensor, "*tokens"]
 ) -> Mean:
-    """Sum and count of ``values`` where ``mask`` is true.
+    """Sum and count of ``values`` where ``mask`` is true, summed in at least float32.
 
     Masked values are selected away, so padding, NaN and inf outside the mask do not affect the value. To keep them out
     of the *gradient* too, mask the inputs that ``values`` were computed from.
@@ -112,7 +112,8 @@ def mean_of(
         ShapeError: if the two differ in shape.
     """
     is_counted = as_mask(mask)
-    return Mean(total=torch.where(is_counted, values, 0.0).sum(), count=is_counted.sum())
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    return Mean(total=torch.where(is_counted, values, 0.0).sum(dtype=dtype), count=is_counted.sum())
 
 
 @validated

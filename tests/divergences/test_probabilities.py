@@ -86,6 +86,12 @@ def test_kl_gaussian_agrees_with_quadrature(mean_p, variance_p, mean_q, variance
 def test_kl_gaussian_of_close_pairs_is_accurate_in_float32():
     got = kl_gaussian(torch.zeros(1), torch.tensor([1e-4])).item()
     assert got == pytest.approx(1e-8 / 4, rel=1e-4)
+    for dtype in (
+        torch.float32,
+        torch.float64,
+    ):  # 1 / variance overflows in float32; 0.1 is a number of either dtype
+        equal = torch.tensor([0.1], dtype=dtype), torch.tensor([-100.1], dtype=dtype)
+        assert kl_gaussian(*equal, *equal) == kl_gaussian(*equal, 0.1, -100.1) == 0
 
 
 def test_kl_gaussian_broadcasts_or_raises(unhooked):

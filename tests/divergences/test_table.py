@@ -52,12 +52,6 @@ def test_the_generator_does_not_cancel_near_zero(record, sign):
     assert second / first == pytest.approx(2 if record is DIVERGENCES["total_variation"] else 4, rel=1e-5)
 
 
-def test_the_generator_of_kl_at_infinite_log_ratios():
-    """In a sampled estimate, a token with probability 0 on one side."""
-    ends = DIVERGENCES["kl"].of(torch.tensor([torch.inf, -torch.inf, torch.nan]))
-    assert ends[0] == torch.inf and ends[1] == torch.inf and ends[2].isnan()
-
-
 @every_record
 def test_the_swapped_generator_is_the_generator_per_unit_of_the_other_mass(record):
     expected = torch.exp(-LOG_RATIOS) * record.of(-LOG_RATIOS)
@@ -76,11 +70,11 @@ def test_the_swapped_record_swaps_the_arguments(record):
 def test_the_contribution_at_a_zero_is_the_limit_of_the_generator(record):
     """Per unit of p where q vanishes, f(inf); the same for the other side."""
     for contribution, swapped in ((record.where_q_is_zero, record), (record.where_p_is_zero, record.swapped)):
-        limit = swapped.of(torch.tensor(5000.0, dtype=torch.float64)).item()
-        if math.isinf(contribution):
-            assert limit > 1e2
-        else:
-            assert contribution == pytest.approx(limit, rel=1e-9)
+        for limit in swapped.of(torch.tensor([5000.0, math.inf], dtype=torch.float64)).tolist():
+            if math.isinf(contribution):
+                assert limit > 1e2
+            else:
+                assert contribution == pytest.approx(limit, rel=1e-9)
 
 
 @every_record

@@ -85,6 +85,12 @@ def test_the_likeliest_token_always_remains():
     assert got.logp.max(-1).values.tolist() == pytest.approx([0, 0], abs=1e-7)
 
 
+@pytest.mark.parametrize("limits", [{"top_k": 1}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+def test_nan_stays_nan(limits):
+    got = truncate(torch.full((2, 3), torch.nan), **limits)
+    assert got.logp.isnan().all() and got.log_kept_mass.isnan().all()
+
+
 def test_without_limits_the_distribution_is_unchanged():
     torch.manual_seed(1)
     logp = torch.randn(4, 1000).log_softmax(-1)
@@ -121,6 +127,14 @@ def test_gradients_are_those_of_the_renormalised_distribution():
 def test_invalid_limits_raise(limits, message):
     with pytest.raises(OptionError, match=message):
         truncate(log(0.5, 0.5), **limits)
+
+
+def test_log_probabilities_of_a_confident_model_are_accurate_in_float32():
+    """torch's log_softmax errs by 3e-4."""
+    logits = torch.full((152_000,), -17.3)
+    logits[7] = 0
+    off = at_temperature(logits, 1.0).double() - logits.double().log_softmax(-1)
+    assert off.abs().max() < 3e-6
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("inf"), float("nan")])

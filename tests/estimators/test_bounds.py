@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from textbook import textbook
 
 from kleash.divergences import DIVERGENCES, divergence, kl, skew_kl_record
-from kleash.errors import UnknownNameError
+from kleash.errors import OptionError, UnknownNameError
 from kleash.estimators import Tail, kl_bounds, shared_head
 
 NAMES = list(DIVERGENCES)
@@ -73,6 +73,9 @@ def test_the_upper_bound_is_attained(name):
     assert bounds.upper.item() == pytest.approx(textbook(name, logp, logq), rel=1e-7)
     looser = kl_bounds(logp[:1], logq[:1], divergence=name, tail=Tail(logq_least=logq[1], logp_least=logp[3]))
     assert looser.upper > bounds.upper * 1.001
+    logp = log(0.8, 0.2, 0, 0)  # no mass of p outside of the head
+    bounds = kl_bounds(logp[:2], logq[:2], divergence=name, tail=exact_tail(logp, logq, [2, 3]))
+    assert bounds.upper.item() == pytest.approx(textbook(name, logp, logq), rel=1e-7)
 
 
 def test_the_upper_bound_with_a_lower_bound_on_q_alone():
@@ -192,10 +195,19 @@ def test_tail_bounds_of_rounded_lists_are_upper_bounds():
         assert head.tail.logp_most.double() >= logp[0] and head.tail.logq_most.double() >= logp[0]
 
 
+def test_a_token_that_is_listed_twice_makes_bounds_nan():
+    lists = (torch.tensor([2, 0]), log(0.5, 0.2)), (torch.tensor([2, 0, 2]), log(0.5, 0.2, 0.5))
+    for first, second in (lists, lists[::-1]):
+        head = shared_head(*first, *second)
+        assert kl_bounds(head.logp, head.logq, tail=head.tail).lower.isnan()
+
+
 def test_invalid_arguments_raise(unhooked):
     x = torch.zeros(2, 3)
     with pytest.raises(UnknownNameError, match="no divergence is called 'k1'"):
         kl_bounds(x, x, divergence="k1")
+    with pytest.raises(OptionError, match="error_nats is"):
+        kl_bounds(x, x, error_nats=-0.1)
 
 
 @st.composite

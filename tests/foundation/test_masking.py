@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from kleash.errors import ShapeError
+from kleash.losses import aggregate
 from kleash.masking import Mean, as_mask, masked_mean, mean_of
 
 
@@ -18,6 +19,13 @@ def test_masked_values_affect_neither_the_sum_nor_the_count():
     mean = mean_of(values, mask)
     assert (mean.total.item(), mean.count.item(), mean.value.item()) == (9, 3, 3)
     assert masked_mean(values, mask.bool()).item() == 3
+
+
+def test_half_precision_is_summed_in_float32():
+    for dtype in (torch.float16, torch.bfloat16):
+        many = torch.full((1, 70_001), 3.0, dtype=dtype)
+        for mean in (mean_of(many, many.bool()), aggregate(many, many.bool())):
+            assert mean.total.item() == 210_003
 
 
 def test_nan_inside_the_mask_propagates():

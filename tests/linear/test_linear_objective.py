@@ -169,26 +169,6 @@ def test_tokens_of_probability_0_and_far_distributions(options):
         torch.testing.assert_close(b.double(), a, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [SMALL], ids=["small"])
-@pytest.mark.parametrize("trained", [0, 1], ids=["p", "q"])
-def test_a_shared_head_with_tokens_of_probability_0(options, trained):
-    """The difference of two logits of minus infinity is defined here, and so is the KL."""
-    case = head_case(torch.float32, 1.0, tokens=(9,), vocab_size=23, bias=True)
-    case.head_p.bias[[4, 17]] = -torch.inf
-    tokens = case.tokens % 4
-    objective = lambda t, rows: t.kl - 0.3 * t.entropy + 0.5 * t.token_logp - 0.2 * t.token_logq  # noqa: E731
-    results = []
-    for dtype, choice in ((torch.float64, REFERENCE), (torch.float32, options)):
-        head = Head(case.head_p.weight.to(dtype), case.head_p.bias.to(dtype))
-        hidden = [x[:, :13].to(dtype) for x in (case.hidden_p, case.hidden_q)]
-        leaf = hidden[trained].requires_grad_()
-        loss, terms = linear_objective(hidden[0], head, tokens, hidden[1], head, objective, options=choice)
-        results.append((*terms, *torch.autograd.grad(loss, leaf)))
-    for right, ours in zip(*results, strict=True):
-        assert right.isfinite().all()
-        torch.testing.assert_close(ours.double(), right, rtol=1e-4, atol=1e-5)
-
-
 def test_invalid_objectives_raise(unhooked):
     case = head_case(torch.float32, tokens=(4,))
     with pytest.raises(ShapeError, match=r"was given 4 tokens and returned losses of shape \(\)"):

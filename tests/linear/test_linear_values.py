@@ -98,9 +98,9 @@ def test_no_statistic_is_negative(options):
 @EVERY
 def test_a_row_without_overlap_is_infinite_and_does_not_affect_others(options):
     never = -torch.inf
-    zp = torch.tensor([[0.0, 1.0, never, never], [1.0, 2.0, never, 0.5], [0.0, 1.0, 2.0, 3.0]])
-    zq = torch.tensor([[never, never, 0.0, 1.0], [2.0, 1.0, never, 0.5], [0.0, 1.0, 2.0, 2.5]])
-    case = Case(zp, Head(None), zq, Head(None), torch.tensor([0, 1, 3]))
+    zp = torch.tensor([[0.0, 1.0, never, never], [1.0, 2.0, never, 0.5], [0.0, -744.4, never, -20.0]])
+    zq = torch.tensor([[never, never, 0.0, 1.0], [2.0, 1.0, never, 0.5], [0.0, never, never, -19.0]])
+    case = Case(zp, Head(None), zq, Head(None), torch.tensor([0, 1, 3]))  # the smallest number is exp(-744.4)
     actual, expected = case.statistics(options), statistics_by_numpy(case)
     assert actual.kl_pq[0] == actual.kl_qp[0] == torch.inf
     assert actual.token_logq[0] == -torch.inf

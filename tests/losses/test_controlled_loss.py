@@ -127,6 +127,10 @@ def test_the_weight_is_one_if_it_cannot_be_fitted():
     loss = controlled_kl_loss(logp.detach().requires_grad_(), ruled_out, exact, mask)
     assert loss.per_sequence[1] == torch.inf and loss.weight[1] == 1
     assert loss.per_sequence[[0, 2, 3, 4]].isfinite().all() and (loss.weight[[0, 2, 3, 4]] != 1).all()
+    leaf = logp.detach().requires_grad_()
+    exact[1] = 0.2
+    (slope,) = torch.autograd.grad(controlled_kl_loss(leaf, ruled_out, exact, mask).per_sequence.sum(), leaf)
+    assert slope.isfinite().all()
 
 
 def test_masked_values_are_not_read():

@@ -112,6 +112,8 @@ def test_large_log_ratios_have_finite_values_and_nonzero_gradients(record):
     assert value.isfinite().all() and in_p.isfinite().all() and in_q.isfinite().all()
     assert (value > 0).all() and (in_p != 0).all()
     assert value[0] >= value[1] and value[3] >= value[2]
+    value, in_p, _ = run(torch.tensor([-torch.inf]), divergence=record)
+    assert value == torch.inf and in_p < 0
 
 
 @every_record

@@ -129,6 +129,17 @@ def test_infinite_margins():
     assert implicit_reward(torch.tensor([100.0]), beta=1.0, divergence="chi_squared").item() == torch.inf
 
 
+@pytest.mark.parametrize(
+    ("name", "far"), [("reverse_kl", 100.0), ("jeffreys", 100.0), ("chi_squared", -100.0)]
+)
+def test_a_won_pair_whose_score_overflows_has_gradient_0(name, far):
+    chosen, rejected = (torch.tensor([x, 1.0], requires_grad=True) for x in (max(0.0, -far), min(0.0, -far)))
+    loss = dpo_loss(chosen, rejected, beta=0.1, divergence=name).loss
+    slopes = torch.autograd.grad(loss.sum(), (chosen, rejected))
+    assert loss[0] == slopes[0][0] == slopes[1][0] == 0
+    assert slopes[0][1] < 0 < slopes[1][1]
+
+
 def test_response_log_ratio_sums_unmasked_tokens():
     token_logp = torch.tensor([[torch.nan, -1.0, -2.0, torch.inf], [-1.0, -1.0, -1.0, -1.0]])
     token_logq = torch.tensor([[0.0, -1.5, -2.25, torch.inf], [-2.0, -1.0, -1.0, torch.nan]])

@@ -114,12 +114,21 @@ def test_a_list_from_an_engine_has_one_minus_its_mass_as_rest():
     bound = tail_bucket_loss(p, TopK(p.ids, confident[:, :1].double(), rest.log().double()), ONE)
     assert 0.5 < bound.item() < kl(log(0.9, 0.1), log(1 - 1e-9, 1e-9)).item()
     assert top_k_from(torch.tensor([[0, 1]]), log(0.7, 0.31)[None]).log_rest.isnan().all()
+    ids = torch.tensor([[1, 0, 1], [-1, 0, -1]])  # a sampled token that the engine appended; padding
+    listed = top_k_from(ids, log(0, 0.5, 0).expand(2, 3)).logp
+    assert listed.isnan().tolist() == [[True] * 3, [False] * 3]
+    assert top_k_of(logq, ids[0]).logp.isnan().all()
 
 
 def test_invalid_top_k_loss_arguments_are_errors(unhooked):
     p = top_k_of(LOGITS_P.log_softmax(-1)[None].requires_grad_(), CHOICES["p"][None])
     q = top_k_of(LOGITS_Q.log_softmax(-1)[None], CHOICES["p"][None])
     drawn = Drawn(torch.tensor([1]), torch.tensor([-1.0]), torch.tensor([-2.0]))
+    other_order = q._replace(ids=q.ids.flip(-1))
+    assert (
+        tail_bucket_loss(p, other_order, ONE).isnan()
+        and sampled_tail_loss(p, other_order, drawn, ONE).isnan()
+    )
     with pytest.raises(OptionError, match="'hellinger' is the root of a mean"):
         sampled_tail_loss(p, q, drawn, ONE, divergence="hellinger")
     with pytest.raises(UnknownNameError, match="no divergence is called 'k1'"):

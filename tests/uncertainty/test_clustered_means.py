@@ -133,6 +133,8 @@ def test_a_constant_has_no_error_despite_rounding():
 def test_non_finite_sums_have_a_warning_and_no_error(bad, expected):
     sums, counts = lognormal_prompts(40, seed=5)
     sums[7] = bad
+    broken = ratio_of_sums(np.ones(40), np.append(counts[1:], abs(bad)))
+    assert math.isnan(broken.standard_error) and "of 1 of 40" in broken.warnings[0]
     estimate = ratio_of_sums(sums, counts, lower=0.0)
     assert estimate.value == pytest.approx(expected, nan_ok=True)
     assert math.isnan(estimate.standard_error)
@@ -149,9 +151,13 @@ def test_the_error_of_one_cluster_is_nan():
 
 
 def test_the_mean_of_no_clusters_is_nan():
-    estimate = ratio_of_sums(np.zeros(0), np.zeros(0, int))
-    assert math.isnan(estimate.value) and math.isnan(estimate.standard_error)
-    assert estimate.clusters == 0
+    none = np.zeros(0)
+    for estimate, clusters in (
+        (ratio_of_sums(none, none), 0),
+        (paired_difference(np.ones(3), np.ones(3), np.zeros(3), np.zeros(3)), 3),
+    ):
+        assert np.isnan([estimate.value, estimate.standard_error, *estimate.ci95]).all()
+        assert estimate.clusters == clusters
 
 
 def test_clusters_without_tokens_are_left_out():

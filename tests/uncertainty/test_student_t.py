@@ -8,27 +8,26 @@ from scipy import stats
 from kleash.errors import OptionError
 from kleash.uncertainty import student_t_quantile
 
-DEGREES_OF_FREEDOM = [1, 1.5, 2, 3, 4, 7, 7.5, 15, 29, 63, 127, 199, 200, 201, 511, 4095, 1e5, 1e6]
+DEGREES_OF_FREEDOM = [1, 2, 3, 4, 7, 15, 29, 63, 127, 199, 200, 201, 511, 4095, 1e5, 1e6]
 
 
 @pytest.mark.parametrize("degrees_of_freedom", DEGREES_OF_FREEDOM)
-@pytest.mark.parametrize("probability", [0.0001, 0.025, 0.3, 0.51, 0.75, 0.95, 0.975, 0.995, 0.9999])
+@pytest.mark.parametrize(
+    "probability", [1e-8, 0.0001, 0.025, 0.3, 0.5, 0.51, 0.75, 0.95, 0.975, 0.9999, 1 - 1e-7]
+)
 def test_quantiles_agree_with_scipy(probability, degrees_of_freedom):
     expected = float(stats.t.ppf(probability, degrees_of_freedom))
-    assert student_t_quantile(probability, degrees_of_freedom) == pytest.approx(expected, rel=1e-9)
+    rel = 1e-9 if 1e-4 <= probability <= 1 - 1e-4 else 1e-6
+    assert student_t_quantile(probability, degrees_of_freedom) == pytest.approx(expected, rel=rel)
 
 
-def test_the_median_is_exactly_zero():
-    assert student_t_quantile(0.5, 7) == 0.0
-
-
-@pytest.mark.parametrize("probability", [0.0, 1.0, -0.1, math.nan])
+@pytest.mark.parametrize("probability", [0.0, 1.0, -0.1, math.nan, 1e-9, 1 - 1e-15])
 def test_an_invalid_probability_raises(probability):
-    with pytest.raises(OptionError, match=r"probability is .*; give one between 0 and 1"):
+    with pytest.raises(OptionError, match=r"probability is .*; give one from 1e-08 to 1 - 1e-08"):
         student_t_quantile(probability, 7)
 
 
-@pytest.mark.parametrize("degrees_of_freedom", [0.0, 0.99, math.inf, math.nan])
+@pytest.mark.parametrize("degrees_of_freedom", [0.0, 0.99, 1.5, math.inf, math.nan])
 def test_invalid_degrees_of_freedom_raise(degrees_of_freedom):
-    with pytest.raises(OptionError, match=r"degrees_of_freedom is .*; give a finite number from 1 on"):
+    with pytest.raises(OptionError, match=r"degrees_of_freedom is .*; give a whole number from 1 on"):
         student_t_quantile(0.975, degrees_of_freedom)

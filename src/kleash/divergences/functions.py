@@ -82,7 +82,11 @@ def contributions(
 
 def _times_limit(side: Side, log_mass: Tensor) -> Tensor:
     """Contribution of mass where the other distribution is zero; infinite also if the mass underflows."""
-    return torch.full_like(log_mass, torch.inf) if isinf(side.limit) else log_mass.exp() * side.limit
+    return (
+        torch.where(log_mass.isnan(), log_mass, torch.inf)
+        if isinf(side.limit)
+        else log_mass.exp() * side.limit
+    )
 
 
 @validated
@@ -380,9 +384,11 @@ def kl_gaussian(
     >>> kleash.kl_gaussian(mean, log_variance)  # from the standard normal
     tensor(0.5000)
     """
-    parameters = [
-        torch.as_tensor(x, device=mean_p.device) for x in (mean_p, log_variance_p, mean_q, log_variance_q)
-    ]
+    mp, vp = promote_pair(mean_p, log_variance_p)
+    mq, vq = (
+        at_least_float32(x) if isinstance(x, Tensor) else mp.new_tensor(x) for x in (mean_q, log_variance_q)
+    )
+    parameters = mp, vp, mq, vq
     try:
         torch.broadcast_shapes(*(x.shape for x in parameters))  # pyright: ignore[reportUnknownMemberType]
     except RuntimeError as error:
@@ -390,5 +396,4 @@ def kl_gaussian(
         raise ShapeError(f"means and log-variances of shapes {shapes} do not broadcast") from error
     if all(x.ndim == 0 for x in parameters):
         raise ShapeError("means and log-variances have no axis to sum over; give at least one dimension")
-    mp, vp, mq, vq = (at_least_float32(x) for x in parameters)
-    return ((phi(vq - vp) + (mp - mq).square() * torch.exp(-vq)) / 2).sum(-1)
+    return ((phi(vq - vp) + ((mp - mq) * torch.exp(-vq / 2)).square()) / 2).sum(-1)

@@ -16,6 +16,8 @@ from kleash.errors import OptionError
 from kleash.registry import require_share
 
 Elementwise: TypeAlias = Callable[[Tensor], Tensor]
+LARGEST_GAP = 1e30
+"""Larger gaps have the same contribution; an infinite one would be multiplied by 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,12 +227,15 @@ def alpha_record(alpha: float) -> Divergence:
 
 def _alpha_side(a: float, rest: float) -> Side:
     """One side of the alpha divergence. ``rest`` is ``1 - a``, an argument because the difference would be rounded."""
-    return Side(
-        of=_alpha_above_one(a, -rest)
+    of = (
+        _alpha_above_one(a, -rest)
         if rest < 0
         else _alpha_below_zero(-a)
         if a < 0
-        else _alpha_between_zero_and_one(a, rest),
+        else _alpha_between_zero_and_one(a, rest)
+    )
+    return Side(
+        of=lambda gap: of(gap.clamp(max=LARGEST_GAP)),
         score=lambda u: torch.expm1(-rest * u) / -rest,
         limit=inf if rest < 0 else 1 / rest,
         growth=max(-rest, 0.0),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kleash.arguments import validated
 from kleash.errors import OptionError
-from kleash.precision import at_least_float32
+from kleash.precision import at_least_float32, normalised
 from kleash.registry import require_above
 
 
@@ -36,7 +36,7 @@ def at_temperature(
         ShapeError: if there is no axis, or the numbers are not floating-point.
     """
     require_above(0.0, temperature=temperature)
-    return (at_least_float32(logits) / temperature).log_softmax(-1)
+    return normalised(at_least_float32(logits) / temperature)
 
 
 @validated
@@ -79,7 +79,7 @@ def truncate(
     require_valid_limits(top_k, top_p, min_p)
     logp = at_least_float32(logp)
     constant_logp = logp.detach()
-    mask = constant_logp > -torch.inf
+    mask = constant_logp != -torch.inf  # comparisons here keep NaN, so that it stays visible
     if top_k is not None:
         mask = mask & _in_top_k(constant_logp, top_k)
     if top_p is not None:
@@ -106,7 +106,7 @@ def restrict(logp: Float[Tensor, "*batch vocab"], kept: Bool[Tensor, "*batch voc
 def _in_top_k(logp: Tensor, top_k: int) -> Tensor:
     """Whether each token is among the ``top_k`` likeliest, ties with the last included."""
     threshold = logp.topk(min(top_k, logp.shape[-1]), -1).values[..., -1:]
-    return logp >= threshold
+    return ~(logp < threshold)
 
 
 def _in_top_p(logp: Tensor, top_p: float, order: Tensor | None) -> Tensor:
@@ -121,13 +121,13 @@ def _above_min_p(logp: Tensor, min_p: float) -> Tensor:
     """Whether each token is at least ``min_p`` times as likely as the likeliest."""
     probs = logp.softmax(-1)
     largest = probs.amax(-1, keepdim=True)
-    return probs >= min_p * largest
+    return ~(probs < min_p * largest)
 
 
 def _log_mass(logp: Tensor, mask: Tensor) -> Tensor:
     """Log of the mass where ``mask`` is true, from the smaller of both masses; exactly 0 if it is true everywhere."""
     probs = logp.exp()
-    inside, outside = torch.where(mask, probs, 0.0).sum(-1), torch.where(mask, 0.0, probs).sum(-1)
+    inside, outside = torch.where(mask, probs, 0.0).sum(-1), torch.where(mask, 0.0 * probs, probs).sum(-1)
     is_small = outside < 0.5
     return torch.where(
         is_small,

@@ -91,7 +91,8 @@ def importance_weights(
         log_weights = log_ratio.sum(-1)
     else:
         units = is_counted
-        log_weights = _log_product(log_ratio, level)
+        product = log_ratio if level == "token" else log_ratio.cumsum(-1)
+        log_weights = pad(product, (1, 0))[..., :-1] if level == "before" else product
     log_cap = inf if cap is None else log(cap)
     above_cap = log_weights > log_cap
     log_weights = torch.where(above_cap, log_cap, log_weights)
@@ -101,14 +102,6 @@ def importance_weights(
         effective_sample_size=effective_sample_size(torch.where(units, log_weights, -inf)),
         truncated_share=(above_cap & units).sum() / units.sum(),
     )
-
-
-def _log_product(log_ratio: Tensor, level: Literal["token", "prefix", "before"]) -> Tensor:
-    """Log weight of each token: its own log ratio, the sum up to and with it, or the sum before it."""
-    if level == "token":
-        return log_ratio
-    prefix = log_ratio.cumsum(-1)
-    return prefix if level == "prefix" else pad(prefix, (1, 0))[..., :-1]
 
 
 def detached_where(values: Tensor, is_counted: Tensor) -> Tensor:

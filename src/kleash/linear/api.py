@@ -18,7 +18,7 @@ from kleash.linear.checks import (
     checked_pair,
 )
 from kleash.linear.head import Head
-from kleash.linear.products import logits, normalised
+from kleash.linear.products import logits
 from kleash.linear.types import (
     LinearLoss,
     LinearOptions,
@@ -27,6 +27,7 @@ from kleash.linear.types import (
     TokenTerms,
     TopTokens,
 )
+from kleash.precision import normalised
 from kleash.registry import look_up
 
 
@@ -219,7 +220,7 @@ def statistics_of(
     check_transforms("token_statistics", p, q, temperature, tokens)
     with torch.no_grad(), torch.autocast(tokens.device.type, enabled=False):
         pair = checked_pair(p, q, temperature)
-        check_ids(tokens, pair.vocab_size)
+        check_ids(tokens, pair.vocab_shards.vocab_size)
         flat = tokens.reshape(-1).to(torch.int64)
         computed = chunked.statistics(pair, options or LinearOptions(), flat, top)
     shaped = TokenStatistics(*(column.reshape(tokens.shape) for column in computed.statistics))
@@ -382,7 +383,7 @@ def linear_objective(
     arguments = (hidden_p, head_p), (hidden_q, head_q), temperature, tokens
     check_transforms("linear_objective", *arguments, inside=False)
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
-    check_ids(tokens, pair.vocab_size)
+    check_ids(tokens, pair.vocab_shards.vocab_size)
     with torch.autocast(hidden_p.device.type, enabled=False):
         flat = tokens.reshape(-1).to(torch.int64)
         loss, terms = autograd.objective_loss(pair, options or LinearOptions(), flat, objective)
@@ -447,9 +448,9 @@ def all_logits(hidden: Tensor, head: Head, temperature: float | Tensor) -> Float
             "torch.no_grad(), or take linear_kl"
         )
     size, _, counts = vocab_shards.agreed_sizes(max(1, hidden.shape[-1] // 4), 1, pair.tokens)
-    parts = [pair.p.hidden.new_zeros((0, pair.vocab_size), dtype=pair.dtype)]
+    parts = [pair.p.hidden.new_zeros((0, vocab_shards.vocab_size), dtype=pair.dtype)]
     for start in range(0, max(counts), size):
         some = [max(0, min(size, count - start)) for count in counts]
         moved = chunked.move_tokens(pair.select(slice(start, start + size)), some).p
         parts.append(vocab_shards.whole_rows(logits(moved), some))
-    return torch.cat(parts).reshape(*hidden.shape[:-1], pair.vocab_size)
+    return torch.cat(parts).reshape(*hidden.shape[:-1], vocab_shards.vocab_size)

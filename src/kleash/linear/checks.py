@@ -60,7 +60,11 @@ def flat_pair(p: Side, q: Side, temperature: float | Tensor, vocab_shards: Vocab
     flat_p = hidden_p.reshape(-1, hidden_p.shape[-1])
     flat_q = flat_p if hidden_q is hidden_p else hidden_q.reshape(-1, hidden_q.shape[-1])
     # A copy, since the backward pass reads it again.
-    divisor = temperature.reshape(-1).to(dtype, copy=True) if isinstance(temperature, Tensor) else temperature
+    divisor = (
+        temperature.reshape(-1).to(dtype, copy=True)
+        if isinstance(temperature, Tensor)
+        else float(temperature)
+    )
     model_p, model_q = (
         HeadInputs(hidden=hidden, head=head, temperature=divisor, dtype=dtype)
         for hidden, head in ((flat_p, head_p), (flat_q, head_q))

@@ -78,7 +78,7 @@ def plan_chunks(pair: HeadPair, options: LinearOptions, tokens: int, is_compiled
     Raises:
         CannotRunError: if ranks that share the vocabulary have different numbers of tokens.
     """
-    size, vocab_size = pair.dtype.itemsize, max(1, pair.local_vocab_size)
+    size, vocab_size = pair.dtype.itemsize, max(1, pair.vocab_shards.local_size)
     dims, is_gpu = sum(model.hidden.shape[-1] for model in pair), pair.device.type != "cpu"
     token_bytes = (2 * vocab_size + 2 * dims) * size
     default = 2 * ENOUGH_TOKENS * token_bytes if is_gpu else CPU_BYTES
@@ -167,7 +167,7 @@ def chunks(
     tokens = pair.tokens if positions is None else len(positions)
     plan = plan_chunks(pair, options, tokens, is_compiled)
     keep_freed_memory()
-    shape = len(plan.counts) * plan.chunk_tokens, pair.local_vocab_size
+    shape = len(plan.counts) * plan.chunk_tokens, pair.vocab_shards.local_size
     buffers = [torch.empty(shape, dtype=pair.dtype, device=pair.device) for _ in pair]
     for start in range(0, max(plan.counts), plan.chunk_tokens):
         rows = slice(min(start, tokens), min(start + plan.chunk_tokens, tokens))
@@ -254,7 +254,7 @@ def should_compile(pair: HeadPair, options: LinearOptions) -> bool:
     if options.compile and missing is not None:
         raise CannotRunError(f"compile=True needs {missing}; install it, or leave compile out")
     pays_from = PAYS_FROM if pair.device.type == "cpu" else PAYS_FROM_ON_A_GPU
-    is_long = pair.tokens * pair.local_vocab_size >= pays_from
+    is_long = pair.tokens * pair.vocab_shards.local_size >= pays_from
     return missing is None and (options.compile is True or is_long)
 
 
@@ -280,7 +280,8 @@ def value_and_grad(
     ``needed`` says which of the six tensors need a gradient: none, for the values alone.
     """
     if record == REVERSE_KL:
-        result, gradients = value_and_grad(pair.swapped, options, KL, weights, (*needed[3:], *needed[:3]))
+        swapped = replace(pair, p=pair.q, q=pair.p), options, KL, weights, (*needed[3:], *needed[:3])
+        result, gradients = value_and_grad(*swapped)
         return result, (*gradients[3:], *gradients[:3])
     sums = GradientSums(pair, needed)
     is_compiled = record == KL and should_compile(pair, options)
@@ -437,7 +438,7 @@ def statistics(
     """The statistics of each token, and the ``top`` likeliest tokens of both models, from the same logits."""
     is_compiled = should_compile(pair, options)
     fast = row_function("statistics_rows", is_compiled, pair.device.type)
-    top = min(top, pair.vocab_size)
+    top = min(top, pair.vocab_shards.vocab_size)
     exchanged = pair.vocab_shards.largest_number(top)
     columns = TokenStatistics(
         *(

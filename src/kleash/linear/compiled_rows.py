@@ -239,19 +239,20 @@ def statistics_rows(
     size = difference(zp, zq, x.shift).abs()
     distance = (sum_of_both * relative_difference(size)).sum(-1, keepdim=True).double() / 2
     jensen_shannon = (sum_of_both * entropy_gap(size)).sum(-1, keepdim=True).double() / 2
-    values = StatisticRows(
-        token_logp=zp.gather(-1, tokens[:, None]) - x.log_sum,
-        token_logq=zq.gather(-1, tokens[:, None]) - x.log_sum_of_q,
-        kl_pq=x.kl,
-        kl_qp=y.kl,
-        jensen_shannon=cut_rounding(jensen_shannon, distance),
-        total_variation=distance,
-        entropy_p=x.entropy,
-        entropy_q=y.entropy,
-        log_sum_p=x.log_sum,
-        log_sum_q=x.log_sum_of_q,
+    return tuple(
+        StatisticRows(
+            token_logp=zp.gather(-1, tokens[:, None]) - x.log_sum,
+            token_logq=zq.gather(-1, tokens[:, None]) - x.log_sum_of_q,
+            kl_pq=x.kl,
+            kl_qp=y.kl,
+            jensen_shannon=cut_rounding(jensen_shannon, distance),
+            total_variation=distance,
+            entropy_p=x.entropy,
+            entropy_q=y.entropy,
+            log_sum_p=x.log_sum,
+            log_sum_q=x.log_sum_of_q,
+        )
     )
-    return tuple(values)
 
 
 def entropy_gap(size: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:

@@ -42,7 +42,7 @@ class Head:
     weight: Float[Tensor, "vocab dim"] | None
     """A row for each token of the vocabulary."""
     bias: Float[Tensor, " vocab"] | None = None
-    """Added to the product; ``-inf`` forbids a token."""
+    """Added to the product; ``-inf`` forbids a token, but not with a softcap, which bounds it."""
     scale: float = 1.0
     """Factor of product and bias (Cohere's logit scale; the inverse of Granite's logits scaling)."""
     softcap: float | None = None

@@ -77,24 +77,9 @@ class HeadPair:
         return self.vocab_shards.group is not None
 
     @property
-    def local_vocab_size(self) -> int:
-        """The number of logits of a token on this rank."""
-        return self.vocab_shards.local_size
-
-    @property
-    def vocab_size(self) -> int:
-        """The size of the whole vocabulary, over all ranks."""
-        return self.vocab_shards.vocab_size
-
-    @property
     def tensors(self) -> Tensors:
         """The six tensors that may require a gradient."""
         return *self.p.tensors, *self.q.tensors
-
-    @property
-    def swapped(self) -> "HeadPair":
-        """The pair with p and q exchanged."""
-        return replace(self, p=self.q, q=self.p)
 
     @property
     def requires_gradient(self) -> bool:

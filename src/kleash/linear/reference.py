@@ -11,8 +11,9 @@ from kleash.divergences import Divergence
 from kleash.divergences.functions import contributions
 from kleash.linear import rows
 from kleash.linear.pair import HeadInputs, HeadPair
-from kleash.linear.products import logits, normalised
+from kleash.linear.products import logits
 from kleash.linear.types import LinearLoss, TokenTerms
+from kleash.precision import normalised
 
 
 def values(pair: HeadPair, record: Divergence) -> Float[Tensor, " tokens"]:

@@ -168,9 +168,12 @@ def divergence_gradient_rows(
     if not any(needs):
         return value, None, None
     slope = slope_of_finish(record, total, weight)
-    in_p = side_gradient(record.from_p, logp, logp - logq, slope, vocab_shards) if needs[0] else None
-    in_q = side_gradient(record.from_q, logq, logq - logp, slope, vocab_shards) if needs[1] else None
-    return value, in_p, in_q
+    sides = (record.from_p, logp, logq), (record.from_q, logq, logp)
+    (in_p, score_p), (in_q, score_q) = (
+        side_gradient(*side, slope, vocab_shards) if needed else (None, total)
+        for needed, side in zip(needs, sides, strict=True)
+    )
+    return torch.where((score_p + score_q).isfinite(), value, torch.nan), in_p, in_q
 
 
 def slope_of_finish(record: Divergence, total: Tensor, weight: Tensor) -> Tensor:
@@ -181,12 +184,12 @@ def slope_of_finish(record: Divergence, total: Tensor, weight: Tensor) -> Tensor
 
 
 def side_gradient(
-    side: Side, log_mass: Tensor, log_ratio: Tensor, slope: Tensor, vocab_shards: VocabShards
-) -> Tensor:
-    """``slope mass (s - E s)``."""
-    mass, score = log_mass.exp(), side.score(log_ratio)
+    side: Side, log_mass: Tensor, log_mass_of_other: Tensor, slope: Tensor, vocab_shards: VocabShards
+) -> tuple[Tensor, Tensor]:
+    """``slope mass (s - E s)``, and ``E s``, which is not finite if the score of a word overflows."""
+    mass, score = log_mass.exp(), side.score(log_mass - log_mass_of_other)
     (mean,) = vocab_shards.all_reduce_sum(dot(mass, score))
-    return mass.mul_(score - mean).mul_(slope)
+    return mass.mul_(score - mean).mul_(slope), mean
 
 
 def any_divergence_gradient_rows(
@@ -328,19 +331,20 @@ def statistics_rows(
     log_p, log_q = x.total_p.log(), x.total_q.log()
     entropy_p, entropy_q = log_p - sum_p / x.total_p, log_q - sum_q / x.total_q
     mixture = mixture / x.total_p - 2 * (log_p + log(2))
-    values = StatisticRows(
-        token_logp=token_p - log_p,
-        token_logq=token_q - log_q,
-        kl_pq=(ratio_p / x.total_p + log_q - log_p).clamp(min=0),
-        kl_qp=(log_p - log_q - ratio_q / x.total_q).clamp(min=0),
-        jensen_shannon=cut_rounding((entropy_p + entropy_q + mixture) / -2, distance),
-        total_variation=distance / x.total_p / 2,
-        entropy_p=entropy_p,
-        entropy_q=entropy_q,
-        log_sum_p=x.top_p + log_p,
-        log_sum_q=x.top_q + log_q,
+    return tuple(
+        StatisticRows(
+            token_logp=token_p - log_p,
+            token_logq=token_q - log_q,
+            kl_pq=(ratio_p / x.total_p + log_q - log_p).clamp(min=0),
+            kl_qp=(log_p - log_q - ratio_q / x.total_q).clamp(min=0),
+            jensen_shannon=cut_rounding((entropy_p + entropy_q + mixture) / -2, distance),
+            total_variation=distance / x.total_p / 2,
+            entropy_p=entropy_p,
+            entropy_q=entropy_q,
+            log_sum_p=x.top_p + log_p,
+            log_sum_q=x.top_q + log_q,
+        )
     )
-    return tuple(values)
 
 
 def cut_rounding(jensen_shannon: Tensor, distance: Tensor) -> Tensor:
@@ -355,23 +359,21 @@ def any_statistics_rows(
     sum_p, sum_q = log_sum_exps(zp, zq, vocab_shards)
     logp, logq = minus(zp, sum_p), minus(zq, sum_q)
     p, q = logp.exp(), logq.exp()
+    middle = (p + q) / 2
     sums = vocab_shards.all_reduce_sum(
         vocab_shards.gather_local(logp, tokens),
         vocab_shards.gather_local(logq, tokens),
         contributions(KL, logp, logq).sum(-1, keepdim=True),
         contributions(KL, logq, logp).sum(-1, keepdim=True),
-        torch.xlogy(p + q, (p + q) / 2).sum(-1, keepdim=True),
+        2 * torch.xlogy(middle, middle).sum(-1, keepdim=True),
         (p - q).abs().sum(-1, keepdim=True) / 2,
         entropy(logp),
         entropy(logq),
     )
     token_logp, token_logq, kl_pq, kl_qp, mixture, distance, entropy_p, entropy_q = sums
     jensen_shannon = cut_rounding((entropy_p + entropy_q + mixture) / -2, distance)
-    values = StatisticRows(
-        *(token_logp, token_logq, kl_pq.clamp(min=0), kl_qp.clamp(min=0), jensen_shannon, distance),
-        *(entropy_p, entropy_q, sum_p, sum_q),
-    )
-    return tuple(values)
+    kls = kl_pq.clamp(min=0), kl_qp.clamp(min=0)
+    return token_logp, token_logq, *kls, jensen_shannon, distance, entropy_p, entropy_q, sum_p, sum_q
 
 
 def ranks_of(

@@ -11,6 +11,7 @@ from torch import Tensor
 from kleash.arguments import validated
 from kleash.errors import OptionError
 from kleash.masking import Mean, as_mask
+from kleash.precision import at_least_float32
 from kleash.registry import look_up
 
 
@@ -66,7 +67,7 @@ def aggregate(
     *,
     length: int | None = None,
 ) -> Mean:
-    """The mean of ``per_token`` in one of four ways, as a differentiable total and its divisor.
+    """The mean of ``per_token`` in one of four ways, as a differentiable total, in at least float32, and its divisor.
 
         token_mean       sum of all tokens / tokens
         sequence_sum     sum of all tokens / sequences
@@ -95,7 +96,7 @@ def aggregate(
         Liu et al., "Understanding R1-Zero-Like Training" (2025), https://arxiv.org/abs/2503.20783
     """
     is_counted = as_mask(mask)
-    values = torch.where(is_counted, per_token, 0.0)
+    values = torch.where(is_counted, at_least_float32(per_token), 0.0)
     aggregation = look_up(AGGREGATIONS, how, "aggregation")
     return Mean(
         total=aggregation.total(values, is_counted.sum(-1).clamp(min=1)),

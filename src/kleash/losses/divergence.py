@@ -78,5 +78,5 @@ def _value_and_gradients(record: Divergence, u: Tensor) -> tuple[Tensor, Tensor,
 
 
 def _linear_term(slope: Tensor, distance: Tensor) -> Tensor:
-    """``slope * distance``; 0 if the distance is 0, also for an infinite slope."""
-    return torch.where(distance == 0, 0.0, slope * distance)
+    """``slope * distance``; 0 if either is 0, even if the other is infinite."""
+    return torch.where((distance == 0) | (slope == 0), 0.0, slope * distance)

@@ -41,12 +41,8 @@ def kl_per_dimension(
     Raises:
         ShapeError: if they do not broadcast.
     """
-    return kl_gaussian(
-        mean_p.unsqueeze(-1),
-        log_variance_p.unsqueeze(-1),
-        _unsqueeze_tensor(mean_q),
-        _unsqueeze_tensor(log_variance_q),
-    )
+    of_q = (x.unsqueeze(-1) if isinstance(x, Tensor) else x for x in (mean_q, log_variance_q))
+    return kl_gaussian(mean_p.unsqueeze(-1), log_variance_p.unsqueeze(-1), *of_q)
 
 
 @validated
@@ -164,11 +160,6 @@ def active_units(
     variance = at_least_float32(posterior_mean.detach()).var(0)
     active = variance > threshold
     return ActiveUnits(active.sum(), active, variance)
-
-
-def _unsqueeze_tensor(parameter: Tensor | float) -> Tensor | float:
-    """A tensor with one more axis at the end; a number unchanged."""
-    return parameter.unsqueeze(-1) if isinstance(parameter, Tensor) else parameter
 
 
 def _require_schedule(step: int, steps: int, begin: float, end: float) -> None:

@@ -1,6 +1,7 @@
 """Preference losses: the implicit reward of a policy relative to its reference, DPO and f-DPO."""
 
 from collections.abc import Mapping
+from math import inf
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -140,14 +141,20 @@ def dpo_loss(
             f"label_smoothing is {label_smoothing}; give the share of wrong labels, from 0 to below 0.5"
         )
     require_gradient(chosen_log_ratio, rejected_log_ratio, name="chosen_log_ratio")
-    chosen_reward = implicit_reward(chosen_log_ratio, beta=beta, divergence=divergence)
-    rejected_reward = implicit_reward(rejected_log_ratio, beta=beta, divergence=divergence)
-    margin = chosen_reward - rejected_reward
+    log_ratios = chosen_log_ratio, rejected_log_ratio
+    chosen, rejected = (implicit_reward(x.detach(), beta=beta, divergence=divergence) for x in log_ratios)
+    # The gradient 0 of an infinite margin would be multiplied by the infinite slope of a score that overflows.
+    is_constant = (chosen - rejected == inf) & (label_smoothing == 0)
+    margin = torch.sub(
+        *(
+            implicit_reward(torch.where(is_constant, x.detach(), x), beta=beta, divergence=divergence)
+            for x in log_ratios
+        )
+    )
     loss = -logsigmoid(margin)
     if label_smoothing:  # with 0 smoothing, an infinite margin would give 0 times inf
-        flipped_margin = rejected_reward - chosen_reward
-        loss = (1 - label_smoothing) * loss - label_smoothing * logsigmoid(flipped_margin)
-    return PreferenceLoss(loss, chosen_reward.detach(), rejected_reward.detach())
+        loss = (1 - label_smoothing) * loss - label_smoothing * logsigmoid(-margin)
+    return PreferenceLoss(loss, chosen, rejected)
 
 
 def _record_with_score(divergence: str | Divergence) -> Divergence:

@@ -11,6 +11,7 @@ from kleash.autodiff import (
     apply,
     first_derivative_only,
     forward_mode_active,
+    times_slope,
     uncompiled_in_transforms,
 )
 from kleash.errors import CannotRunError, DetachedError
@@ -134,7 +135,7 @@ def may_require_grad(x: Tensor) -> bool:
 
 
 def with_pair_gradient(
-    value: Tensor, pair: SampledPair, grad_p: Tensor, grad_q: Callable[[], Tensor] | None = None
+    value: Tensor, pair: SampledPair, grad_p: Tensor, grad_q: Callable[[], Tensor]
 ) -> Tensor:
     """``weights * value`` with the gradient ``weights`` times ``grad_p`` and ``grad_q`` in the pair.
 
@@ -142,17 +143,20 @@ def with_pair_gradient(
         value: one number per token.
         pair: the log-probabilities that the gradient flows to.
         grad_p: the gradient in ``token_logp``, without weights.
-        grad_q: returns the gradient in ``token_logq``, without weights; None for 0.
+        grad_q: returns the gradient in ``token_logq``, without weights.
     """
-    q_and_grad = None
-    if grad_q is not None and may_require_grad(pair.token_logq):
-        q_and_grad = (pair.token_logq, pair.times_weights(grad_q()))
-    return with_gradient(pair.times_weights(value), pair.token_logp, pair.times_weights(grad_p), q_and_grad)
+    in_q = pair.times_weights(grad_q()) if may_require_grad(pair.token_logq) else None
+    in_p = pair.times_weights(grad_p)
+    return with_gradient(pair.times_weights(value), pair.token_logp, in_p, pair.token_logq, in_q)
 
 
 @uncompiled_in_transforms
 def with_gradient(
-    value: Tensor, token_logp: Tensor, grad_p: Tensor, q_and_grad: tuple[Tensor, Tensor] | None = None
+    value: Tensor,
+    token_logp: Tensor,
+    grad_p: Tensor,
+    token_logq: Tensor | None = None,
+    grad_q: Tensor | None = None,
 ) -> Tensor:
     """``value`` with the gradient ``grad_p`` in ``token_logp``.
 
@@ -160,7 +164,8 @@ def with_gradient(
         value: one number per token.
         token_logp: log-probabilities that the gradient flows to.
         grad_p: the gradient in ``token_logp``.
-        q_and_grad: a second tensor and the gradient in it.
+        token_logq: a second tensor.
+        grad_q: the gradient in it; None for 0.
 
     Raises:
         CannotRunError: if it is compiled inside ``torch.func.vmap``.
@@ -169,14 +174,16 @@ def with_gradient(
         raise CannotRunError(
             "torch.compile loses gradients inside vmap (seen in torch 2.13); compile the inside"
         )
-    token_logq, grad_q = (None, None) if q_and_grad is None else q_and_grad
     refuses_forward = forward_mode_active() and not torch.compiler.is_compiling()
     function = _WithoutForwardMode if refuses_forward else _WithGradient
     return apply(function, token_logp, token_logq, value, grad_p, grad_q)
 
 
 class _WithGradient(torch.autograd.Function):
-    """The identity on ``value`` with given gradients, which are constants: it has first derivatives only."""
+    """The identity on ``value`` with given gradients, which are constants: it has first derivatives only.
+
+    Tokens that are selected away afterwards have the gradient 0, also if the given one is infinite.
+    """
 
     generate_vmap_rule = True
 
@@ -195,9 +202,9 @@ class _WithGradient(torch.autograd.Function):
         ctx: Any, weight: Tensor
     ) -> tuple[Tensor | None, ...]:
         grad_p, grad_q, token_logp, token_logq = ctx.saved_tensors
-        grad_p = first_derivative_only(weight * grad_p, token_logp, FIRST_DERIVATIVE_ONLY)
+        grad_p = first_derivative_only(times_slope(weight, grad_p), token_logp, FIRST_DERIVATIVE_ONLY)
         if grad_q is not None:
-            grad_q = first_derivative_only(weight * grad_q, token_logq, FIRST_DERIVATIVE_ONLY)
+            grad_q = first_derivative_only(times_slope(weight, grad_q), token_logq, FIRST_DERIVATIVE_ONLY)
         return grad_p, grad_q, None, None, None
 
 

@@ -11,7 +11,7 @@ from kleash.divergences import DIVERGENCES, Divergence
 from kleash.divergences.functions import contributions
 from kleash.divergences.table import identity
 from kleash.errors import OptionError
-from kleash.estimators.bounds import rounding_nats
+from kleash.estimators.bounds import rounding_nats, unless_repeated
 from kleash.losses.surrogate import require_gradient, sampled_pair, with_pair_gradient
 from kleash.masking import as_mask
 from kleash.precision import at_least_float32
@@ -22,7 +22,7 @@ class TopK(NamedTuple):
     """The log-probabilities of a list of tokens, and of all other tokens together."""
 
     ids: Int[Tensor, "*tokens k"]
-    """Distinct tokens, in the same order for both distributions of a pair."""
+    """Distinct tokens, in the same order for both distributions of a pair; losses of other lists are NaN."""
     logp: Float[Tensor, "*tokens k"]
     """Their log-probabilities in the whole distribution: not renormalised."""
     log_rest: Float[Tensor, "*tokens"]
@@ -44,7 +44,7 @@ def top_k_of(logp: Float[Tensor, "*tokens vocab"], ids: Int[Tensor, "*tokens k"]
     """The tokens ``ids`` of a whole distribution, with the mass of the rest summed over its tokens.
 
     Differentiable in ``logp``, with gradient 0 through a rest that is 0, infinite or NaN. The choice of tokens
-    (``logp.topk(16).indices``, or those of a teacher) is a constant.
+    (``logp.topk(16).indices``, or those of a teacher) is a constant. NaN if a token is listed twice.
     """
     logp = at_least_float32(logp)
     rest_logp = logp.scatter(-1, ids, -torch.inf)
@@ -53,7 +53,7 @@ def top_k_of(logp: Float[Tensor, "*tokens vocab"], ids: Int[Tensor, "*tokens k"]
     log_rest = torch.where(has_rest.unsqueeze(-1), rest_logp, 0.0).logsumexp(-1)
     return TopK(
         ids,
-        logp.gather(-1, ids),
+        unless_repeated(ids, logp.gather(-1, ids)),
         torch.where(has_rest, log_rest, largest),
         is_complete=ids.shape[-1] == logp.shape[-1],
     )
@@ -65,11 +65,20 @@ def top_k_from(ids: Int[Tensor, "*tokens k"], logp: Float[Tensor, "*tokens k"]) 
 
     A rest that is lost by rounding must not become 0, since every KL would be infinite. So the largest rest within
     rounding is used (``rounding_nats``: 4e-6 of the mass in float32). If the list's mass exceeds 1 by more than
-    rounding, the rest is NaN.
+    rounding, the rest is NaN, and so is the list if it has a token twice; negative ids are padding, of logp -inf.
     """
     upcast = at_least_float32(logp)
     listed_mass = (upcast - rounding_nats(logp)).exp().sum(-1)
-    return TopK(ids, upcast, torch.where(listed_mass < 1, torch.log1p(-listed_mass), torch.nan))
+    log_rest = torch.where(listed_mass < 1, torch.log1p(-listed_mass), torch.nan)
+    return TopK(ids, unless_repeated(ids, upcast), log_rest)
+
+
+def _listed(p: TopK, q: TopK, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The log-probabilities of both lists in at least float32; NaN if they differ in a token, 0 where masked."""
+    is_same = (p.ids == q.ids).all(-1, keepdim=True)
+    listed_p, listed_q = (torch.where(is_same, at_least_float32(x.logp), torch.nan) for x in (p, q))
+    is_counted = as_mask(mask).unsqueeze(-1)
+    return torch.where(is_counted, listed_p, 0.0), torch.where(is_counted, listed_q, 0.0)
 
 
 @validated
@@ -102,13 +111,10 @@ def tail_bucket_loss(
     """
     record = look_up(DIVERGENCES, divergence, "divergence")
     require_gradient(p.logp, p.log_rest, q.logp, q.log_rest)
-    is_counted = as_mask(mask).unsqueeze(-1)
-    coarse_p, coarse_q = (at_least_float32(x.logp) for x in (p, q))
+    coarse_p, coarse_q = _listed(p, q, mask)
     if not (p.is_complete or q.is_complete):
-        coarse_p, coarse_q = (
-            torch.cat([logp, x.log_rest.unsqueeze(-1)], -1) for logp, x in ((coarse_p, p), (coarse_q, q))
-        )
-    coarse_p, coarse_q = (torch.where(is_counted, x, 0.0) for x in (coarse_p, coarse_q))
+        rest_p, rest_q = (torch.where(as_mask(mask), x.log_rest, 0.0).unsqueeze(-1) for x in (p, q))
+        coarse_p, coarse_q = torch.cat([coarse_p, rest_p], -1), torch.cat([coarse_q, rest_q], -1)
     return record.finish(contributions(record, coarse_p, coarse_q).sum(-1))
 
 
@@ -157,8 +163,7 @@ def sampled_tail_loss(
             "give a divergence that is a mean, or tail_bucket_loss"
         )
     require_gradient(p.logp, q.logp, drawn.token_logp, drawn.token_logq)
-    is_counted = as_mask(mask).unsqueeze(-1)
-    head_p, head_q = (torch.where(is_counted, at_least_float32(x.logp), 0.0) for x in (p, q))
+    head_p, head_q = _listed(p, q, mask)
     outside = as_mask(mask) & ~(p.ids == drawn.tokens.unsqueeze(-1)).any(-1)
     pair = sampled_pair(drawn.token_logp, drawn.token_logq, outside, weights)
     value, grad_p = record.of(pair.log_ratio), record.score(pair.log_ratio)

@@ -35,8 +35,9 @@ def sums_by_cluster(
 ) -> list[NDArray[np.float64]]:
     """The sums of each column over the observations of each label, and their number, in the order of the labels."""
     _, cluster = np.unique(labels, return_inverse=True)
-    added = (*columns, np.ones(len(labels)))
-    return [np.bincount(cluster, weights=column).astype(np.float64) for column in added]
+    return [
+        np.bincount(cluster, weights=column).astype(np.float64) for column in (*columns, np.ones(len(labels)))
+    ]
 
 
 class ClusterLabels(NamedTuple):

@@ -37,7 +37,7 @@ def estimate_of(
             have this mean is exact.
     """
     value, clusters = linearised.value, linearised.clusters
-    if known_value is not None and is_constant(linearised, known_value):
+    if clusters and value == known_value and not linearised.influence.any():
         return Estimate(value=value, unit=unit, standard_error=0.0, clusters=clusters, ci95=(value, value))
     bounds = (-math.inf if lower is None else lower, math.inf if upper is None else upper)
     error = standard_error(linearised, fitted)
@@ -54,11 +54,6 @@ def estimate_of(
     )
 
 
-def is_constant(linearised: LinearisedEstimate, value: float) -> bool:
-    """Whether there is at least one cluster and all clusters have the mean ``value``."""
-    return linearised.clusters > 0 and linearised.value == value and not linearised.influence.any()
-
-
 def standard_error(linearised: LinearisedEstimate, fitted: int = 0) -> float:
     """The cluster-robust standard error, sqrt(C / (C - 1 - fitted) sum of squared influences); NaN if not defined."""
     degrees_of_freedom = linearised.clusters - 1 - fitted
@@ -71,7 +66,7 @@ def standard_error(linearised: LinearisedEstimate, fitted: int = 0) -> float:
 
 def _interval(linearised: LinearisedEstimate, error: float, bounds: Interval, fitted: int) -> Interval:
     """The interval by Student's t corrected for skewness, extended away from a bound to that of the logarithm."""
-    if linearised.why_no_standard_error or linearised.clusters == 0:
+    if linearised.why_no_standard_error or math.isnan(linearised.value):
         return math.nan, math.nan
     if math.isnan(error):
         return -math.inf, math.inf

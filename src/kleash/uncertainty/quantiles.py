@@ -95,8 +95,13 @@ def top_share(values: Float[np.ndarray, "values"], share: float) -> float:
 
     Args:
         values: NaN is left out.
-        share: 0.01 for the largest 1 % (rounded up to a whole number of values).
+        share: 0.01 for the largest 1 % (rounded up to a whole number of values); above 0, at most 1.
+
+    Raises:
+        OptionError: if the share is outside its range.
     """
+    if not 0 < share <= 1:
+        raise OptionError(f"share is {share}; give one above 0, at most 1")
     numbers = values[~np.isnan(values)]
     total = numbers.sum(dtype=np.float64)
     if total == 0 or not math.isfinite(total):
