@@ -13,6 +13,7 @@ from kleash.errors import CannotRunError, OptionError
 from kleash.integrations.trainer.callback import AttachedCallback
 from kleash.integrations.trl.compat import GRPOTrainer, RLOOTrainer
 from kleash.models.live_models import base_network
+from kleash.precision import normalised
 from kleash.registry import require_at_least
 
 
@@ -108,7 +109,7 @@ class GenerationLogprobs:
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """The scores unchanged."""
         self._keep(input_ids[:, -1:])
-        self._last = scores.float().log_softmax(-1)
+        self._last = normalised(scores.float())
         return scores
 
     def of(self, completion_ids: Tensor) -> Tensor | None:

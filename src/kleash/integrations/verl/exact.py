@@ -14,7 +14,7 @@ from kleash.integrations.verl.compat import response_rows
 from kleash.integrations.verl.penalty import NAMES
 from kleash.linear import Head, linear_kl
 from kleash.models.heads import candidate_heads, head_logits
-from kleash.precision import bitwise_equal
+from kleash.precision import bitwise_equal, normalised
 
 __all__ = ["REFERENCE_HIDDEN", "ExactKL"]
 
@@ -235,5 +235,5 @@ def head_error(
     logits: Float[Tensor, "tokens vocab"], hidden: Float[Tensor, "tokens dim"], head: Head
 ) -> float:
     """KL in nats, at the last token, between the model's own distribution and that of hidden state and head."""
-    model_logp = logits[-1:].float().log_softmax(-1)
-    return float(kl(model_logp, head_logits(hidden[-1:], head).float().log_softmax(-1)))
+    model_logp = normalised(logits[-1:].float())
+    return float(kl(model_logp, normalised(head_logits(hidden[-1:], head).float())))

@@ -15,7 +15,7 @@ from kleash.divergences import kl
 from kleash.errors import ShapeError
 from kleash.estimators import sampled_kl
 from kleash.estimators.sampled import with_k2_gradient
-from kleash.precision import at_least_float32
+from kleash.precision import at_least_float32, normalised
 from kleash.registry import look_up
 
 __all__ = ["NAMES", "kl_penalty"]
@@ -82,6 +82,6 @@ def kl_penalty(
                 "sampled tokens' log-probabilities alone, so let its engine do it (install(exact=True)), or ask for "
                 "'k3+' here"
             )
-        return kl(*(at_least_float32(x).log_softmax(-1) for x in (logprob, ref_logprob)))
+        return kl(*(normalised(at_least_float32(x)) for x in (logprob, ref_logprob)))
     value = sampled_kl(logprob, ref_logprob, name)
     return with_k2_gradient(value, logprob, ref_logprob) if kl_penalty.endswith("+") else value
