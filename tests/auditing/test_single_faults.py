@@ -28,7 +28,8 @@ def test_exactly_the_single_fault_is_reported(audits, name):
     assert case.notes <= {finding.kind for finding in found.findings if finding.severity == "note"}
 
 
-def test_top_k_values_are_labelled_with_their_remainder(audits):
+def test_top_k_values_and_means_over_the_vocabulary_are_labelled(audits):
+    assert audits["mean over the vocabulary"].value == "KL(p ‖ q) divided by the size of the vocabulary"
     assert audits["renormalised top-k"].value == "KL(p ‖ q) of p's 3 likeliest tokens, renormalised"
     dropped = audits["top-k of the other side, the rest dropped"]
     assert dropped.value == "KL(p ‖ q) of q's 3 likeliest tokens, the rest dropped"
@@ -37,6 +38,12 @@ def test_top_k_values_are_labelled_with_their_remainder(audits):
 def test_a_value_of_the_wrong_sign_is_not_reported_as_negative(audits):
     assert not audits["wrong sign"].failing({"negative_values"})
     assert audits["k1 in the loss"].failing({"negative_values"})
+    (note,) = audits["score function with a biased value"].failing({"negative_values"})
+    assert "only the mean cannot" not in note.sentence
+
+
+def test_a_quantity_that_matches_only_without_large_log_ratios_is_named_so(audits):
+    assert "^2 / 2, where no log ratio is large, not KL" in audits["k2 of a clamped log ratio"].verdict[0]
 
 
 def test_every_finding_is_in_the_verdict(audits):
@@ -46,6 +53,7 @@ def test_every_finding_is_in_the_verdict(audits):
         assert severities == sorted(severities), "the worst come first"
         assert all(finding.remedy for finding in found.findings)
         assert ("No fault was found." in found.verdict) is (not found.faults)
+        assert "choose the convention" not in " ".join(found.verdict), "another would not help"
         assert all(sentence[0].isupper() and sentence.endswith(".") for sentence in found.verdict)
 
 

@@ -4,6 +4,7 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ from kleash.auditing.finding_kinds import remedy_of
 from kleash.auditing.quantities import is_quantity
 from kleash.auditing.targets.cases import Case
 from kleash.auditing.targets.packages import version_of
-from kleash.errors import CannotRunError, ShapeError
+from kleash.auditing.toy_distributions import SEQUENCES, leaf_inputs
+from kleash.errors import CannotRunError, KleashError, ShapeError
 from kleash.registry import look_up
 from kleash.store.audit import FAULTS, Audit, Finding, Severity
 from kleash.version import __version__
@@ -91,13 +93,43 @@ def audit(
         arguments=dict(arguments or {}),
     )
     with restored_process_settings():
-        purity = check_purity(audited)
         try:
-            return _audit_of(audited, purity)
+            purity = check_purity(audited)
+            try:
+                return _audit_of(audited, purity)
+            except (CannotRunError, ShapeError) as error:
+                if not purity.state:
+                    raise
+                return _record(audited, purity.findings, last=f"Nothing else could be determined: {error}.")
         except (CannotRunError, ShapeError) as error:
-            if not purity.state:
-                raise
-            return _record(audited, purity.findings, last=f"Nothing else could be determined: {error}.")
+            raise type(error)(f"{error}{_advice(audited)}") from error
+
+
+def _advice(audited: AuditedFunction) -> str:
+    """How a function can be audited that cannot be called by its convention; "" if it can."""
+
+    def fits(convention: Convention) -> bool:
+        try:
+            replace(audited, convention=convention).call(leaf_inputs(SEQUENCES))
+        except KleashError:
+            return False
+        return True
+
+    own = audited.convention
+    if fits(own):
+        return ""
+    takes = attrgetter("takes_mask", "takes_behaviour")
+    alike = [
+        other
+        for other in CONVENTIONS.values()
+        if (other.place, other.sees) == (own.place, own.sees)
+        and (takes(other) == takes(own) or takes(other)[::-1] != takes(own))  # no mask for a behaviour
+    ]
+    fitting = ", ".join(other.name for other in alike if fits(other))
+    return (
+        f"; choose the convention that fits it{f' ({fitting})' if fitting else ''}, bind its reduction or other "
+        "arguments, or wrap it in a function that fits"
+    )
 
 
 def audits_of(cases: Sequence[Case]) -> Iterator[Audit]:
@@ -150,13 +182,17 @@ def _audit_of(audited: AuditedFunction, purity: Purity) -> Audit:
     log_ratios = evidence.log_ratios
     is_claimed = is_quantity(evidence.value.on_policy, evidence.claimed, everywhere=False)
     edges, of_edges = check_extreme_inputs(audited, is_claimed=is_claimed, is_random=is_random)
-    truncated = truncated_ratio_zones(audited)
     accuracy = () if is_random else accuracy_rows(audited, log_ratios.estimator, is_claimed)
     masks, of_padding = ((), []) if is_random else check_padding(audited)
     ignores_padding = not (masks and masks[0].problem)
+    of_batch = (
+        [] if is_impure else batch_findings(audited, evidence.gradient, ignores_padding=ignores_padding)
+    )
+    is_separable = not any(finding.kind == "batch_dependent" for finding in of_batch)
+    truncated = truncated_ratio_zones(audited) if is_separable else []
     findings = [
         *purity.findings,
-        *(() if is_impure else batch_findings(audited, evidence.gradient, ignores_padding=ignores_padding)),
+        *of_batch,
         *(() if is_impure else nan_input_findings(audited)),
         *value_findings(evidence),
         *gradient_findings(evidence),
@@ -201,12 +237,7 @@ def _record(
 ) -> Audit:
     """An audit that has findings and a verdict only: sentences before and after those of the findings."""
     convention = audited.convention
-    ordered = _by_severity(
-        [
-            replace(f, remedy=f.remedy or remedy_of(f.kind, convention.sees, convention.claims))
-            for f in findings
-        ]
-    )
+    ordered = _by_severity([replace(f, remedy=f.remedy or remedy_of(f.kind, convention)) for f in findings])
     no_fault = "" if any(finding.severity in FAULTS for finding in ordered) else NO_FAULT
     sentences = (*first, *(finding.sentence for finding in ordered), last or no_fault)
     return Audit(

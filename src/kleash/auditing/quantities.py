@@ -64,6 +64,10 @@ def _expectation(of_log_ratio: Callable[[Tensor], Tensor], weight: int = 1) -> D
     return lambda logp, logq: ((weight * logp).exp() * of_log_ratio(logp - logq)).sum(-1)
 
 
+def _mean_over_vocabulary(name: str, logp: Tensor, logq: Tensor) -> Tensor:
+    return divergence(name, logp, logq) / logp.shape[-1]
+
+
 def _exchanged(function: DistributionFunction) -> DistributionFunction:
     return lambda logp, logq: function(logq, logp)
 
@@ -108,6 +112,13 @@ def known_quantities() -> Mapping[str, KnownQuantity]:
             "the cross-entropy of p under q": _exchanged(cross_entropy),
             "the entropy of p": lambda p, q: entropy(p),
             "the entropy of q": lambda p, q: entropy(q),
+        },
+        "wrong_direction": {"chi-squared(p ‖ q) - KL(p ‖ q)": _expectation(lambda u: phi(-u))},
+        "wrong_scale": {
+            f"{divergence_label(name)} divided by the size of the vocabulary": partial(
+                _mean_over_vocabulary, name
+            )
+            for name in ("kl", "reverse_kl")
         },
         "biased_value": {
             "E_p (log p - log q)^2 / 2": _expectation(lambda u: u.square() / 2),
@@ -229,6 +240,11 @@ class QuantityMatch:
     everywhere: bool = True
     """False if it matches only on the pairs without large log ratios."""
 
+    @property
+    def restriction(self) -> str:
+        """Where it is true, as the end of a clause; "" everywhere."""
+        return "" if self.everywhere else ", where no log ratio is large"
+
     def __str__(self) -> str:
         """The label with the factor or the constant."""
         if self.relation == "itself":
@@ -315,6 +331,8 @@ def _factors(
         rounding = ROUNDING * factors.abs().clamp(max=1).unsqueeze(-1)
     allowed = TOLERANCE * expected.norm(dim=-1) + rounding + slack
     is_close = ((measured - expected).norm(dim=-1) <= allowed).all(-1)
+    if relation != "itself":  # noise as large as the value would leave room for any factor
+        is_close &= (slack <= expected.norm(dim=-1) / 4).all(-1)
     return factors, is_close & ((factors.abs() > NEGLIGIBLE) | torch.tensor(relation == "shifted"))
 
 

@@ -171,10 +171,10 @@ class ToyDistributions:
 
 
 @cache
-def leaf_inputs(toy_name: str) -> AuditInputs:
-    """Every response once, on-policy; p's tensors are leaves. Calls get copies, so that audits can share them."""
+def leaf_inputs(toy_name: str, sampling: Sampling = "on-policy") -> AuditInputs:
+    """Every response once; p's tensors are leaves. Calls get copies, so that audits can share them."""
     toy = toy_distributions()[toy_name]
-    return toy.inputs(toy.logits_p, "on-policy").as_leaves()
+    return toy.inputs(toy.logits_p, sampling).as_leaves()
 
 
 def response_logp(

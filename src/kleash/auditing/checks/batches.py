@@ -75,8 +75,8 @@ def batch_findings(audited: AuditedFunction, gradient: Matched, *, ignores_paddi
 
 
 def _batch_inputs(rows: list[int] = ROWS) -> AuditInputs:
-    """The responses ``rows`` of the toy named ``SEQUENCES``; p's tensors are leaves of the graph."""
-    return leaf_inputs(SEQUENCES).select(rows)
+    """The responses ``rows`` of the toy named ``SEQUENCES``, off-policy; p's tensors are leaves of the graph."""
+    return leaf_inputs(SEQUENCES, "off-policy").select(rows)
 
 
 def _wrong_reduction(audited: AuditedFunction, ignores_padding: bool) -> str:

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from kleash.auditing.checks.evidence import LEVELS, Evidence, Level, Matched
+from kleash.auditing.finding_kinds import remedy_of
 from kleash.auditing.quantities import (
     TOLERANCE,
     exact_gradient,
@@ -42,6 +43,7 @@ POSITION_REMEDY = (
     "give every token the same weight (token by token), or credit each with the divergence from it on "
     "(between whole responses: kleash.kl_loss with kleash.future_kl_loss)"
 )
+K1_REMEDY = "leave it in a reward, in which k1 has the right gradient and k3 has not"
 ON_SEQUENCES = "sequences, on-policy"
 
 
@@ -79,9 +81,10 @@ def value_findings(evidence: Evidence) -> Iterator[Finding]:
         yield Finding(
             kind="negative_values",
             severity="note",
-            sentence=f"The value of a single token can be negative (down to {row.lowest:.4g} on the {row.pair} pair); "
-            "only the mean cannot.",
+            sentence=f"The value of a single token can be negative (down to {row.lowest:.4g} on the {row.pair} pair)"
+            f"{'; only the mean cannot' if value.is_right else ''}.",
             where=row.pair,
+            remedy=K1_REMEDY if evidence.audited.convention.place == "reward" else "",
         )
 
 
@@ -144,7 +147,9 @@ def _value_sentence(evidence: Evidence) -> str:
         unclamped = evidence.log_ratios.unclamped_range("value")
         return f"Its value is {accuracy} {claimed}{of_several}{', ' + unclamped if unclamped else ''}{estimator}."
     if match is not None and not is_quantity(match, claimed, everywhere=False):
-        return f"Its value is in expectation {match}{of_several}, not {claimed}{estimator}."
+        return (
+            f"Its value is in expectation {match}{of_several}{match.restriction}, not {claimed}{estimator}."
+        )
     what = "estimates no divergence of the table"
     if match is not None:
         what = f"is {claimed} only where no log ratio is large"
@@ -195,7 +200,12 @@ def gradient_findings(evidence: Evidence) -> Iterator[Finding]:
     if not gradient.is_right:
         is_zero = gradient.on_policy is not None and gradient.on_policy.quantity == "zero"
         kind = "zero_gradient" if is_zero else "wrong_gradient"
-        yield Finding(kind=kind, severity="wrong", sentence=sentence, where="on-policy")
+        cause = _mismatch_kind(
+            gradient
+        )  # a fault of the value as well, or else one that the gradient alone shows
+        is_simple = cause in ("wrong_sign", "wrong_scale") or cause == _mismatch_kind(evidence.value)
+        remedy = remedy_of(cause, convention) if is_simple and not is_zero else ""
+        yield Finding(kind=kind, severity="wrong", sentence=sentence, where="on-policy", remedy=remedy)
         return
     if convention.place == "loss" or convention.takes_behaviour:  # the trainer weights a plain reward
         is_same = is_quantity(gradient.off_policy, evidence.claimed)
@@ -253,8 +263,7 @@ def _gradient_sentence(evidence: Evidence) -> str:
     if is_quantity(match, claimed, everywhere=False):
         what = f"{claimed} only where no log ratio is large"
     elif match is not None:
-        restriction = "" if match.everywhere else ", where no log ratio is large"
-        what = f"{match}{LEVELS[positions.level]}{restriction}, not {claimed}"
+        what = f"{match}{LEVELS[positions.level]}{match.restriction}, not {claimed}"
     end = f"; for several tokens {of_several}" if positions.level == "neither" else ""
     return f"{usage} it follows {what}: {_worst_gradient(evidence, 'on-policy')[1]}{end}."
 
@@ -268,6 +277,7 @@ def _worst_gradient(evidence: Evidence, sampling: Sampling) -> tuple[str, str]:
     ]
     row = max(rows, key=lambda row: inf if isnan(row.relative_error) else row.relative_error)
     if isnan(row.cosine):
-        return row.pair, f"on the {row.pair} pair it is zero"
+        size = "zero" if row.relative_size < 1 else "NaN or infinite"
+        return row.pair, f"on the {row.pair} pair it is {size}"
     words = f"their cosine is {row.cosine:.3g}, its size {row.relative_size:.3g} times"
     return row.pair, f"on the {row.pair} pair {words}"

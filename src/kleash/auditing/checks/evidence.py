@@ -102,9 +102,8 @@ class Matched:
         """The quantity that it was matched with."""
         if self.on_policy is None:
             return "none of the table"
-        if not self.on_policy.everywhere:
-            return f"{self.on_policy}, where no log ratio is large"
-        return f"{self.on_policy}{LEVELS['neither'] if self.positions.level == 'neither' else ''}"
+        of_one = LEVELS["neither"] if self.positions.level == "neither" else ""
+        return f"{self.on_policy}{self.on_policy.restriction or of_one}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -74,13 +74,18 @@ class LogRatios:
         sees_tokens = self.convention.sees == "tokens"
         return "log p - log q" if sees_tokens else "the difference of two tokens' log-odds"
 
+    @property
+    def lowest(self) -> float:
+        """The log ratio from which on a zone covers everything; two equal distributions have no gradient."""
+        return -REACH if self.convention.sees == "tokens" else 0.01
+
     def reportable_zones(self, kind: ZoneKind) -> list[ZoneRow]:
         """Without zones that cover everything (a constant has its own finding) and those that overflow causes."""
         return [
             zone
             for zone in self.zones
             if zone.kind == kind
-            and not (zone.low in (-inf, 0.0) and zone.high == inf)
+            and not (zone.low <= self.lowest and zone.high == inf)
             and not (zone.low > OVERFLOW or zone.high < -OVERFLOW)
         ]
 
@@ -351,6 +356,9 @@ def log_ratio_findings(log_ratios: LogRatios, is_claimed: bool, gradient_is_righ
             severity="note" if is_note else _severity(zones, ORDINARY_LOG_RATIO),
             sentence=f"{statement} where {log_ratios.name} is {' or '.join(zone.span for zone in zones)}.",
             where="float32",
+            remedy="leave it: the divergence itself is bounded"
+            if is_bounded and kind != "nan_gradient"
+            else "",
         )
         for kind, zones, statement, is_note in (
             ("dead_gradient", dead, "Its gradient is exactly zero", is_bounded),
