@@ -115,15 +115,17 @@ def _advice(audited: AuditedFunction) -> str:
             return False
         return True
 
-    own = audited.convention
-    if fits(own):
+    convention = audited.convention
+    if fits(convention):
         return ""
     takes = attrgetter("takes_mask", "takes_behaviour")
     alike = [
         other
         for other in CONVENTIONS.values()
-        if (other.place, other.sees) == (own.place, own.sees)
-        and (takes(other) == takes(own) or takes(other)[::-1] != takes(own))  # no mask for a behaviour
+        if (other.place, other.sees) == (convention.place, convention.sees)
+        and (
+            takes(other) == takes(convention) or takes(other)[::-1] != takes(convention)
+        )  # no mask for a behaviour
     ]
     fitting = ", ".join(other.name for other in alike if fits(other))
     return (

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.auditing.conventions import Convention
-from kleash.auditing.toy_distributions import AuditInputs
+from kleash.auditing.toy_distributions import P_FIELDS, AuditInputs
 from kleash.errors import CannotRunError, MissingExtraError, ShapeError
 
 RESULT_AXES: Mapping[str, int] = MappingProxyType({"vocabulary": 3, "token": 2, "sequence": 1, "mean": 0})
@@ -89,6 +89,17 @@ class AuditedFunction:
                 f"the result of {self.name} cannot be differentiated ({message}); remove the backward pass from "
                 "the function, or choose a convention with place 'reward' or 'metric'"
             ) from error
+
+    def values_and_gradients(self, inputs: AuditInputs, leaves: AuditInputs) -> tuple[Tensor, Tensor]:
+        """The values, and the gradients of their unmasked sum in all tensors of p in ``leaves``, in one flat tensor.
+
+        Zeros where no gradient flows.
+        """
+        values, tensors = self.values(inputs), [getattr(leaves, name) for name in P_FIELDS]
+        unmasked = torch.where(inputs.mask, values, 0.0) if values.shape == inputs.mask.shape else values
+        pairs = zip(tensors, self.gradients(unmasked.sum(), tensors), strict=True)
+        gradients = [(torch.zeros_like(x) if g is None else g).flatten() for x, g in pairs]
+        return values.detach(), torch.cat(gradients)
 
     def values(self, inputs: AuditInputs) -> Float[Tensor, "sequences parts"]:
         """The function's value for each token, or for each sequence if it gives only that; with the sign of +KL.

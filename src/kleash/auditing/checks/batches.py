@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kleash.auditing.audited_function import AuditedFunction
 from kleash.auditing.checks.evidence import Matched
@@ -173,10 +174,6 @@ def padded_inputs(fill: str | None) -> AuditInputs:
     return replace(inputs, mask=mask).as_leaves()
 
 
-Result = tuple[Tensor, list[Tensor]]
-"""Values [sequences, parts], and the gradients of their unmasked sum in each of ``P_FIELDS``."""
-
-
 def check_padding(audited: AuditedFunction) -> tuple[tuple[MaskRow, ...], list[Finding]]:
     """The changes of value and gradient for each fill, against responses cut to their lengths; none without a mask.
 
@@ -184,8 +181,8 @@ def check_padding(audited: AuditedFunction) -> tuple[tuple[MaskRow, ...], list[F
     """
     if not audited.convention.takes_mask:
         return (), []
-    cut = [_of_cut_response(audited, i, length) for i, length in enumerate(LENGTHS)]
-    rows = [_padding_row(audited, fill, cut) for fill in FILLS]
+    expected = _expected_with_padding(audited)
+    rows = [_padding_row(audited, fill, expected) for fill in FILLS]
     findings: list[Finding] = []
     for kind, statement in PADDING_SENTENCES.items():
         bad = [row for kind_of_row, row in rows if kind_of_row == kind]
@@ -198,51 +195,45 @@ def check_padding(audited: AuditedFunction) -> tuple[tuple[MaskRow, ...], list[F
     return tuple(row for _, row in rows), findings
 
 
-def _result(audited: AuditedFunction, inputs: AuditInputs, leaves: AuditInputs) -> Result:
-    """Values and gradients of one call, in the tensors of ``leaves``."""
-    values, tensors = audited.values(inputs), [getattr(leaves, name) for name in P_FIELDS]
-    unmasked = torch.where(inputs.mask, values, 0.0) if values.shape == inputs.mask.shape else values
-    gradients = zip(tensors, audited.gradients(unmasked.sum(), tensors), strict=True)
-    return values.detach(), [torch.zeros_like(x) if g is None else g for x, g in gradients]
-
-
-def _of_cut_response(audited: AuditedFunction, i: int, length: int) -> Result:
-    """The result for one response without its padding."""
+def _expected_with_padding(audited: AuditedFunction) -> tuple[Tensor, Tensor]:
+    """Values and gradients of the responses cut to their lengths, with zeros in the padding."""
     inputs = padded_inputs(None)
-    values, gradients = _result(audited, inputs.select(slice(i, i + 1), slice(length)), inputs)
-    return values[0], [g[i, :length] for g in gradients]
+    values, gradients = zip(
+        *(
+            audited.values_and_gradients(inputs.select(slice(i, i + 1), slice(length)), inputs)
+            for i, length in enumerate(LENGTHS)
+        ),
+        strict=True,
+    )
+    return pad_sequence([of_one[0] for of_one in values], batch_first=True), sum(gradients)
 
 
-def _padding_row(audited: AuditedFunction, fill: str, cut: list[Result]) -> tuple[str, MaskRow]:
+def _padding_row(audited: AuditedFunction, fill: str, expected: tuple[Tensor, Tensor]) -> tuple[str, MaskRow]:
     """The kind of finding, or "", and the row of a padded call compared with those of the cut responses."""
     inputs = padded_inputs(fill)
     try:
-        values, gradients = _result(audited, inputs, inputs)
+        found = audited.values_and_gradients(inputs, inputs)
     except KleashError as error:
         row = MaskRow(case=fill, value_change=nan, gradient_change=nan, problem=str(error))
         return "cannot_be_called", row
-    value_changes, gradient_changes = list[Tensor](), list[Tensor]()
-    counts_padding = audited.convention.gives == "mean"
-    for i, (length, (expected, expected_gradients)) in enumerate(zip(LENGTHS, cut, strict=True)):
-        row, parts = values[i], len(expected)
-        value_changes += [row[:parts] - expected, row[parts:]]
-        counts_padding = counts_padding and torch.allclose(row * 3, expected * length, rtol=1e-4, atol=1e-7)
-        for g, expected_g in zip(gradients, expected_gradients, strict=True):
-            gradient_changes += [g[i, :length] - expected_g, g[i, length:]]
     value_change, gradient_change = (
-        torch.cat([x.flatten() for x in changes]).abs().max().item()  # NaN if any is
-        for changes in (value_changes, gradient_changes)
+        (after - before).abs().max().item()  # NaN if any is
+        for after, before in zip(found, expected, strict=True)
     )
-    kind, problem = _padding_fault(value_change, gradient_change, counts_padding=counts_padding)
+    over_padding = expected[0] * torch.tensor(LENGTHS).unsqueeze(-1) / max(LENGTHS)
+    is_over_padding = audited.convention.gives == "mean" and torch.allclose(
+        found[0], over_padding, 1e-4, 1e-7
+    )
+    kind, problem = _padding_fault(value_change, gradient_change, is_over_padding=is_over_padding)
     return kind, MaskRow(
         case=fill, value_change=value_change, gradient_change=gradient_change, problem=problem
     )
 
 
-def _padding_fault(value_change: float, gradient_change: float, *, counts_padding: bool) -> tuple[str, str]:
+def _padding_fault(value_change: float, gradient_change: float, *, is_over_padding: bool) -> tuple[str, str]:
     """The kind of finding and what is wrong, in words; two empty strings if nothing is."""
     changes = {"value": value_change, "gradient": gradient_change}
-    faults = [("padding_in_denominator", "value")] if counts_padding and value_change > 1e-6 else []
+    faults = [("padding_in_denominator", "value")] if is_over_padding and value_change > 1e-6 else []
     faults += [("nan_from_padding", of) for of, change in changes.items() if not isfinite(change)]
     faults += [
         ("padding_counts", f"{of} changes by {change:.3g}") for of, change in changes.items() if change > 1e-5
