@@ -18,13 +18,13 @@ from kleash.auditing.toy_distributions import (
     ToyDistributions,
     one_token_distributions,
     response_logp,
-    toy_distributions,
 )
 from kleash.divergences import DIVERGENCES, cross_entropy, divergence, entropy, phi
 
 DistributionFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """A function of ``logp`` and ``logq`` [prefixes, vocab] with one number per prefix."""
 
+ValueOrGradient = Literal["value", "gradient"]
 LABELS: Mapping[str, str] = MappingProxyType(
     {
         "kl": "KL(p ‖ q)",
@@ -140,35 +140,11 @@ def known_quantities() -> Mapping[str, KnownQuantity]:
     )
 
 
-@cache
-def quantity_values() -> Mapping[str, Float64[Tensor, "pairs 1"]]:
-    """Label -> the quantity on each of the one-token distributions."""
-    pairs = [
-        (toy.logits_p.log_softmax(-1), toy.logits_q.log_softmax(-1)) for toy in one_token_distributions()
-    ]
-    return MappingProxyType(
-        {
-            label: torch.stack([quantity.function(p, q) for p, q in pairs])
-            for label, quantity in known_quantities().items()
-        }
-    )
-
-
-GRADIENT_EXCLUDED = ("zero", "the entropy of q", "the cross-entropy of p under q")
-"""Quantities whose gradient in p is zero, or that of KL(q || p)."""
-
-
-@cache
-def quantity_gradients(sampling: Sampling) -> Mapping[str, Float64[Tensor, "pairs vocab"]]:
-    """Label -> the gradient of each candidate on each of the one-token distributions."""
-    names = [toy.name for toy in one_token_distributions()]
-    return MappingProxyType(
-        {
-            label: torch.cat([exact_gradient(name, sampling, label) for name in names])
-            for label, quantity in known_quantities().items()
-            if quantity.kind not in ("truncated", "weighted_twice") and label not in GRADIENT_EXCLUDED
-        }
-    )
+VALUES_ONLY = (
+    *("truncated", "weighted_twice"),
+    *("zero", "the entropy of q", "the cross-entropy of p under q"),
+)
+"""Kinds of quantities that no gradient is compared with, and those whose gradient is zero or that of KL(q || p)."""
 
 
 @cache
@@ -179,35 +155,40 @@ def prefix_probabilities(toy: ToyDistributions, sampling: Sampling) -> Float64[T
     return sums.index_add(0, rows.flatten(), probabilities.unsqueeze(-1).expand_as(rows).flatten())
 
 
-def _by_level(
-    toy: ToyDistributions, sampling: Sampling, label: str, logits_p: Float64[Tensor, "prefixes vocab"]
-) -> dict[str, Tensor]:
-    """Level -> a quantity, p given by ``logits_p``: "token" summed over the sampled prefixes, and of responses of
-    several tokens "sequence", that of the distributions over whole responses."""
-    function = known_quantities()[label].function
-    by_prefix = function(logits_p.log_softmax(-1), toy.logits_q.log_softmax(-1))
+@cache
+def exact(
+    of: ValueOrGradient, toy: ToyDistributions, sampling: Sampling, label: str
+) -> Mapping[str, Float64[Tensor, "*prefixes_vocab"]]:
+    """Level -> a quantity, or its gradient in the policy's logits.
+
+    Level "token" is the sum over the sampled prefixes, which the gradient holds as sampled; for responses of several
+    tokens "sequence" is the quantity of the distributions over whole responses.
+    """
+    function, logits = known_quantities()[label].function, toy.logits_p.clone().requires_grad_()
+    by_prefix = function(logits.log_softmax(-1), toy.logits_q.log_softmax(-1))
     values = {"token": (prefix_probabilities(toy, sampling) * by_prefix).sum()}
     if toy.steps > 1:
-        p, q = (response_logp(toy, logits).unsqueeze(0) for logits in (logits_p, toy.logits_q))
+        p, q = (response_logp(toy, side).unsqueeze(0) for side in (logits, toy.logits_q))
         values["sequence"] = function(p, q).squeeze(0)
-    return values
+    if of == "value":
+        return {level: value.detach() for level, value in values.items()}
+    return {
+        level: torch.autograd.grad(value, logits, retain_graph=True)[0] for level, value in values.items()
+    }
 
 
 @cache
-def exact_values(toy: ToyDistributions, sampling: Sampling, label: str) -> Mapping[str, float]:
-    """Level -> the quantity."""
-    return {level: x.item() for level, x in _by_level(toy, sampling, label, toy.logits_p).items()}
-
-
-@cache
-def exact_gradient(
-    toy_name: str, sampling: Sampling, label: str, level: str = "token"
-) -> Float64[Tensor, "prefixes vocab"]:
-    """The gradient in the policy's logits of a quantity of a level; for "token", prefixes are held as sampled."""
-    toy = toy_distributions()[toy_name]
-    logits = toy.logits_p.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(_by_level(toy, sampling, label, logits)[level], logits)
-    return gradient
+def candidates(of: ValueOrGradient, sampling: Sampling) -> Mapping[str, Float64[Tensor, "pairs entries"]]:
+    """Label -> each quantity that a value or a gradient may be, on each of the one-token distributions."""
+    return MappingProxyType(
+        {
+            label: torch.stack(
+                [exact(of, toy, sampling, label)["token"].flatten() for toy in one_token_distributions()]
+            )
+            for label, quantity in known_quantities().items()
+            if of == "value" or (quantity.kind not in VALUES_ONLY and label not in VALUES_ONLY)
+        }
+    )
 
 
 TOLERANCE = 1e-3

@@ -205,7 +205,7 @@ def _expected_with_padding(audited: AuditedFunction) -> tuple[Tensor, Tensor]:
         ),
         strict=True,
     )
-    return pad_sequence([of_one[0] for of_one in values], batch_first=True), sum(gradients)
+    return pad_sequence([of_one[0] for of_one in values], batch_first=True), torch.stack(gradients).sum(0)
 
 
 def _padding_row(audited: AuditedFunction, fill: str, expected: tuple[Tensor, Tensor]) -> tuple[str, MaskRow]:

@@ -9,11 +9,11 @@ from kleash.auditing.checks.evidence import LEVELS, Evidence, Level, Matched
 from kleash.auditing.finding_kinds import remedy_of
 from kleash.auditing.quantities import (
     TOLERANCE,
-    exact_gradient,
+    exact,
     is_quantity,
     known_quantities,
 )
-from kleash.auditing.toy_distributions import SEQUENCES, Sampling
+from kleash.auditing.toy_distributions import SEQUENCES, Sampling, toy_distributions
 from kleash.store.audit import Finding, ValueRow
 
 REVERSED = {
@@ -224,9 +224,8 @@ def gradient_findings(evidence: Evidence) -> Iterator[Finding]:
             remedy=POSITION_REMEDY,
         )
     elif positions.level == "token" or positions.factors_of == "token":
-        by_token, by_sequence = (
-            exact_gradient(SEQUENCES, "on-policy", evidence.claimed, level) for level in ("token", "sequence")
-        )
+        toy = toy_distributions()[SEQUENCES]
+        by_token, by_sequence = exact("gradient", toy, "on-policy", evidence.claimed).values()
         share = ((by_sequence - by_token).norm() / by_sequence.norm()).item()
         yield Finding(
             kind="token_gradient",
