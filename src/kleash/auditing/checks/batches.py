@@ -1,7 +1,7 @@
 """Several responses in one call: whether they affect each other, and whether what is masked reaches the result."""
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from math import inf, isfinite, nan
 from types import MappingProxyType
 from typing import Literal
@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kleash.auditing.audited_function import AuditedFunction
 from kleash.auditing.checks.evidence import Matched
-from kleash.auditing.toy_distributions import P_FIELDS, Q_FIELDS, SEQUENCES, AuditInputs, leaf_inputs
+from kleash.auditing.toy_distributions import HEADS, P_FIELDS, Q_FIELDS, SEQUENCES, AuditInputs, leaf_inputs
 from kleash.errors import KleashError
 from kleash.store.audit import Finding, MaskRow, Severity
 
@@ -32,6 +32,7 @@ FILLS: Mapping[str, tuple[float, float]] = MappingProxyType(
     }
 )
 """Name -> the numbers written into the padding of p's tensors, and of q's."""
+SHIFTED = ("token_logq", "logits_q", "hidden_q")
 ORDINARY = ("equal numbers", "other numbers")
 """The fills that the padding of any batch may hold."""
 PADDING_SENTENCES: Mapping[str, str] = MappingProxyType(
@@ -133,15 +134,15 @@ def _misplaced_values(audited: AuditedFunction) -> str:
 
 def _with_step_of(inputs: AuditInputs, other: AuditInputs, step: int) -> AuditInputs:
     """All tensors at one step replaced by those of another response, q's shifted by 0.3 nats."""
-    changed: dict[str, Tensor] = {}
-    for field in fields(AuditInputs):
-        tensor = getattr(inputs, field.name)
-        if tensor.is_floating_point() and not field.name.startswith("head_"):
-            tensor = tensor.detach().clone()
-            shift = 0.3 if field.name in ("token_logq", "logits_q", "hidden_q") else 0.0
-            tensor[:, step] = getattr(other, field.name)[:, step].detach() - shift
-            changed[field.name] = tensor
-    return replace(inputs, **changed)
+
+    def changed(name: str, x: Tensor) -> Tensor:
+        if name in HEADS or not x.is_floating_point():
+            return x
+        x = x.detach().clone()
+        x[:, step] = getattr(other, name)[:, step].detach() - 0.3 * (name in SHIFTED)
+        return x
+
+    return inputs.mapped(changed)
 
 
 def batch_mean(audited: AuditedFunction) -> Literal["", "tokens", "responses", "neither"]:
@@ -212,13 +213,13 @@ def _padding_row(audited: AuditedFunction, fill: str, expected: tuple[Tensor, Te
     """The kind of finding, or "", and the row of a padded call compared with those of the cut responses."""
     inputs = padded_inputs(fill)
     try:
-        found = audited.values_and_gradients(inputs, inputs)
+        results = audited.values_and_gradients(inputs, inputs)
     except KleashError as error:
         row = MaskRow(case=fill, value_change=nan, gradient_change=nan, problem=str(error))
         return "cannot_be_called", row
     value_change, gradient_change = (
         (after - before).abs().max().item()  # NaN if any is
-        for after, before in zip(found, expected, strict=True)
+        for after, before in zip(results, expected, strict=True)
     )
     over_padding = expected[0] * torch.tensor(LENGTHS).unsqueeze(-1) / max(LENGTHS)
     is_over_padding = audited.convention.gives == "mean" and torch.allclose(
