@@ -190,6 +190,7 @@ REVERSE_KL_DIV = from_fields("reverse", "logp", "logq", claims="reverse_kl", **W
         (lambda p, q: p - q, "reward", {}, {"negative_values"}, "leave it"),
         (lambda p, q: q - p, "reward", {}, {"wrong_gradient"}, "negate it"),
         (lambda p, q: (p - q).square(), "loss", {}, {"wrong_gradient"}, "remove the factor"),
+        (lambda p, q: (q - p).exp() * (q - p), "metric", {}, {"wrong_direction"}, "k3 without a clamp"),
         (lambda p, q: (p - q).exp(), "metric", {}, {"other_divergence"}, "kleash.sampled_kl"),
         (kleash.jensen_shannon, JS, {}, {"flat_value"}, "itself is bounded"),
     ],

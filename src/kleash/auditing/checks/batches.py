@@ -14,7 +14,7 @@ from kleash.auditing.audited_function import AuditedFunction
 from kleash.auditing.checks.evidence import Matched
 from kleash.auditing.toy_distributions import HEADS, P_FIELDS, Q_FIELDS, SEQUENCES, AuditInputs, leaf_inputs
 from kleash.errors import KleashError
-from kleash.store.audit import Finding, MaskRow, Severity
+from kleash.store.audit import Finding, MaskRow
 
 ROWS = [3, 14, 22]
 """The responses of the batches."""
@@ -54,24 +54,27 @@ def batch_findings(audited: AuditedFunction, gradient: Matched, *, ignores_paddi
         gradient: what its gradient is; a reward that is given late is no fault if its gradient is right.
         ignores_padding: whether padding has no effect; only then is a mean over unequal lengths judged.
     """
-    reduction = dependence = credit = ""
+    convention = audited.convention
     try:
-        if audited.convention.gives == "mean":
-            reduction = _wrong_reduction(audited, ignores_padding)
-        else:
-            dependence, credit = _dependence(audited), _misplaced_values(audited)
+        faults = (
+            [("wrong_reduction", "It is not a mean", _wrong_reduction(audited, ignores_padding))]
+            if convention.gives == "mean"
+            else [
+                ("batch_dependent", "The result for a response depends on its batch", _dependence(audited)),
+                ("wrong_credit", "Values are at the wrong tokens", _misplaced_values(audited)),
+            ]
+        )
     except KleashError:
         return []
-    is_right = gradient.is_right and gradient.positions.level != "neither"
-    credit_severity: Severity = "note" if audited.convention.place == "reward" and is_right else "wrong"
-    faults: tuple[tuple[str, Severity, str, str, str], ...] = (
-        ("wrong_reduction", "wrong", "It is not a mean", reduction, "batch"),
-        ("batch_dependent", "wrong", "The result for a response depends on its batch", dependence, "batch"),
-        ("wrong_credit", credit_severity, "Values are at the wrong tokens", credit, "sequences"),
-    )
+    is_late = convention.place == "reward" and gradient.is_right and gradient.positions.level != "neither"
     return [
-        Finding(kind=kind, severity=severity, sentence=f"{statement}: {fault}.", where=where)
-        for kind, severity, statement, fault, where in faults
+        Finding(
+            kind=kind,
+            severity="note" if kind == "wrong_credit" and is_late else "wrong",
+            sentence=f"{statement}: {fault}.",
+            where="sequences" if kind == "wrong_credit" else "batch",
+        )
+        for kind, statement, fault in faults
         if fault
     ]
 
@@ -223,7 +226,7 @@ def _padding_row(audited: AuditedFunction, fill: str, expected: tuple[Tensor, Te
     )
     over_padding = expected[0] * torch.tensor(LENGTHS).unsqueeze(-1) / max(LENGTHS)
     is_over_padding = audited.convention.gives == "mean" and torch.allclose(
-        found[0], over_padding, 1e-4, 1e-7
+        results[0], over_padding, 1e-4, 1e-7
     )
     kind, problem = _padding_fault(value_change, gradient_change, is_over_padding=is_over_padding)
     return kind, MaskRow(

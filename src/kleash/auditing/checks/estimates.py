@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from kleash.auditing.checks.evidence import LEVELS, Evidence, Level, Matched
+from kleash.auditing.conventions import Convention
 from kleash.auditing.finding_kinds import remedy_of
 from kleash.auditing.quantities import (
     TOLERANCE,
@@ -64,6 +65,7 @@ def value_findings(evidence: Evidence) -> Iterator[Finding]:
             severity="note" if kind == "biased_value" and evidence.gradient.is_right else "wrong",
             sentence=_value_sentence(evidence),
             where=where,
+            remedy=_mismatch_remedy(value, evidence.audited.convention),
         )
     if value.positions.level == "neither":
         is_only_logged = evidence.gradient.is_right and evidence.gradient.positions.level != "neither"
@@ -132,6 +134,15 @@ def _mismatch_kind(value: Matched) -> str:
     if match.quantity == REVERSED.get(value.claimed):
         return "wrong_direction"
     return known_quantities()[match.quantity].kind
+
+
+def _mismatch_remedy(matched: Matched, convention: Convention) -> str:
+    """What to change in a value or gradient that is not the claimed one: of a sample, not the order of arguments."""
+    kind, match = _mismatch_kind(matched), matched.on_policy
+    is_exact_reverse = match is not None and match.quantity == REVERSED.get(matched.claimed)
+    if is_exact_reverse and convention.sees == "tokens":
+        kind = "biased_value"
+    return remedy_of(kind, convention)
 
 
 def _value_sentence(evidence: Evidence) -> str:
@@ -204,7 +215,7 @@ def gradient_findings(evidence: Evidence) -> Iterator[Finding]:
             gradient
         )  # a fault of the value as well, or else one that the gradient alone shows
         is_simple = cause in ("wrong_sign", "wrong_scale") or cause == _mismatch_kind(evidence.value)
-        remedy = remedy_of(cause, convention) if is_simple and not is_zero else ""
+        remedy = _mismatch_remedy(gradient, convention) if is_simple and not is_zero else ""
         yield Finding(kind=kind, severity="wrong", sentence=sentence, where="on-policy", remedy=remedy)
         return
     if convention.place == "loss" or convention.takes_behaviour:  # the trainer weights a plain reward
