@@ -120,6 +120,11 @@ def test_output_of_the_audited_code_goes_to_stderr(project, capsys):
         (["user_kl:k3", "--convention", "sequence_loss"], "the convention that fits it (loss, packed_loss)"),
         (["unknown"], "no target is called 'unknown'; there are trl, verl, openrlhf, liger, nemo-rl, skyrl"),
         (["verl", "--convention", "loss"], "verl brings its own conventions and arguments"),
+        (["nemo-rl"], "run: git clone --depth 1 https://github.com/NVIDIA-NeMo/RL, and give its folder as"),
+        (["trl", "--source", ".", "--trust-source"], "trl is audited as it is installed; a function of a"),
+        (["nemo", "--source", ".", "--trust-source"], "no target is called 'nemo'; there are trl, "),
+        (["kleash", "--trust-source"], "--trust-source needs --source, the folder of a checkout"),
+        (["a.py:f", "--source", "not_there", "--trust-source"], "there is no folder "),
         (["kleash", "--set", "a=1"], "kleash brings its own conventions and arguments"),
     ],
 )
@@ -174,6 +179,5 @@ def test_the_fixture_in_a_test_suite(project):
     done = subprocess.run(words, cwd=project, capture_output=True, text=True, timeout=300)
     assert "2 failed, 2 passed" in done.stdout, done.stdout + done.stderr
     assert "user_kl.k3, called as f(token_logp, token_logq) -> [sequences, steps], fails its" in done.stdout
-
     assert "  wrong_gradient: Backpropagated on-policy it follows KL(q ‖ p)" in done.stdout
     assert "no kind of finding is called 'zero_gradents'" in done.stdout

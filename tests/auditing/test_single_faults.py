@@ -28,7 +28,8 @@ def test_exactly_the_single_fault_is_reported(audits, name):
     assert case.notes <= {finding.kind for finding in found.findings if finding.severity == "note"}
 
 
-def test_top_k_values_and_means_over_the_vocabulary_are_labelled(audits):
+def test_values_are_labelled_with_their_remainder_size_or_range(audits):
+    assert "^2 / 2, where no log ratio is large, not KL" in audits["k2 of a clamped log ratio"].verdict[0]
     assert audits["mean over the vocabulary"].value == "KL(p ‖ q) divided by the size of the vocabulary"
     assert audits["renormalised top-k"].value == "KL(p ‖ q) of p's 3 likeliest tokens, renormalised"
     dropped = audits["top-k of the other side, the rest dropped"]
@@ -40,10 +41,6 @@ def test_a_value_of_the_wrong_sign_is_not_reported_as_negative(audits):
     assert audits["k1 in the loss"].failing({"negative_values"})
     (note,) = audits["score function with a biased value"].failing({"negative_values"})
     assert "only the mean cannot" not in note.sentence
-
-
-def test_a_quantity_that_matches_only_without_large_log_ratios_is_named_so(audits):
-    assert "^2 / 2, where no log ratio is large, not KL" in audits["k2 of a clamped log ratio"].verdict[0]
 
 
 def test_every_finding_is_in_the_verdict(audits):
@@ -76,20 +73,17 @@ def test_kl_loss_with_future_kl_loss_follows_the_sequence_kl():
     assert found.verdict[2] == "Off-policy its value is KL(p ‖ q) between whole responses."
 
 
-def test_the_mean_over_a_batch_is_noted():
-    def of_all(p, q, mask):
-        return masked(p, q, mask).sum() / mask.sum()
-
-    def of_means(p, q, mask):
-        return (masked(p, q, mask).sum(-1) / mask.sum(-1)).mean()
-
-    def of_longest(p, q, mask):
-        return masked(p, q, mask).sum() / mask.sum(-1).max()
-
-    notes = [audit(function, "mean_loss_with_mask").notes for function in (of_all, of_means, of_longest)]
-    assert "over all unmasked tokens" in notes[0][0]
-    assert "mean of the responses' means" in notes[1][0]
-    assert "neither" in notes[2][0]
+@pytest.mark.parametrize(
+    ("mean", "words"),
+    [
+        (lambda sums, lengths: sums.sum() / lengths.sum(), "the mean over all unmasked tokens"),
+        (lambda sums, lengths: (sums / lengths).mean(), "the mean of the responses' means"),
+        (lambda sums, lengths: sums.sum() / lengths.max(), "neither"),
+    ],
+)
+def test_the_mean_over_a_batch_is_noted(mean, words):
+    found = audit(lambda p, q, mask: mean(masked(p, q, mask).sum(-1), mask.sum(-1)), "mean_loss_with_mask")
+    assert words in found.notes[0]
 
 
 def test_the_sign_of_the_convention_is_removed():

@@ -45,11 +45,6 @@ UNBOUNDED = tuple(
 """Divergences that are infinite where one distribution has no mass and the other some."""
 
 
-def divergence_label(name: str) -> str:
-    """The label of a divergence in an audit."""
-    return LABELS.get(name, f"{name}(p ‖ q)")
-
-
 @dataclass(frozen=True, kw_only=True)
 class KnownQuantity:
     """A quantity that the expected value of a KL function may turn out to be."""
@@ -101,7 +96,7 @@ def known_quantities() -> Mapping[str, KnownQuantity]:
     """Label -> quantity: the divergences of the table, and what KL code computes by mistake."""
     by_kind: dict[str, dict[str, DistributionFunction]] = {
         "other_divergence": {
-            **{divergence_label(name): partial(divergence, name) for name in DIVERGENCES},
+            **{LABELS[name]: partial(divergence, name) for name in DIVERGENCES},
             "chi-squared(q ‖ p)": _exchanged(partial(divergence, "chi_squared")),
             "zero": lambda p, q: torch.zeros(len(p), dtype=p.dtype),
             "sum |p - q|": lambda p, q: 2 * divergence("total_variation", p, q),
@@ -115,9 +110,7 @@ def known_quantities() -> Mapping[str, KnownQuantity]:
         },
         "wrong_direction": {"chi-squared(p ‖ q) - KL(p ‖ q)": _expectation(lambda u: phi(-u))},
         "wrong_scale": {
-            f"{divergence_label(name)} divided by the size of the vocabulary": partial(
-                _mean_over_vocabulary, name
-            )
+            f"{LABELS[name]} divided by the size of the vocabulary": partial(_mean_over_vocabulary, name)
             for name in ("kl", "reverse_kl")
         },
         "biased_value": {

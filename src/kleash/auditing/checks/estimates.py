@@ -1,9 +1,9 @@
 """What the expected value and the expected gradient are, in sentences and findings."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf, isclose, isnan
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, TypeVar
 
 from kleash.auditing.checks.evidence import LEVELS, Evidence, Level, Matched
 from kleash.auditing.conventions import Convention
@@ -15,7 +15,7 @@ from kleash.auditing.quantities import (
     known_quantities,
 )
 from kleash.auditing.toy_distributions import SEQUENCES, Sampling, toy_distributions
-from kleash.store.audit import Finding, ValueRow
+from kleash.store.audit import Finding, GradientRow, ValueRow
 
 REVERSED = {
     "KL(p ‖ q)": "KL(q ‖ p)",
@@ -45,6 +45,7 @@ POSITION_REMEDY = (
     "(between whole responses: kleash.kl_loss with kleash.future_kl_loss)"
 )
 K1_REMEDY = "leave it in a reward, in which k1 has the right gradient and k3 has not"
+Row = TypeVar("Row", ValueRow, GradientRow)
 ON_SEQUENCES = "sequences, on-policy"
 
 
@@ -78,7 +79,7 @@ def value_findings(evidence: Evidence) -> Iterator[Finding]:
     on, off = value.on_policy, value.off_policy
     is_same = on is None or (off is not None and (on.quantity, on.relation) == (off.quantity, off.relation))
     yield from _off_policy_findings(evidence, "value", is_same, _worst_value(evidence, "off-policy"))
-    row = min(_rows_of_one_token(evidence, "on-policy"), key=lambda row: row.lowest)
+    row = min(_of_one_token(evidence.value_rows, "on-policy"), key=lambda row: row.lowest)
     if row.lowest < -1e-5 and not (on is not None and on.factor < 0):
         yield Finding(
             kind="negative_values",
@@ -151,7 +152,7 @@ def _value_sentence(evidence: Evidence) -> str:
     estimator = ESTIMATOR_LEVELS[evidence.estimator_level].format(evidence.log_ratios.estimator)
     of_several = LEVELS[level] if level == "sequence" or (level == "token" and not estimator) else ""
     if evidence.value.is_right:
-        deviation = max(row.standard_deviation for row in _rows_of_one_token(evidence, "on-policy"))
+        deviation = max(row.standard_deviation for row in _of_one_token(evidence.value_rows, "on-policy"))
         accuracy = "an unbiased estimate of" if deviation > 1e-3 else "exactly"
         if level == "neither":
             of_several = " for a single token, but not for several"
@@ -170,16 +171,16 @@ def _value_sentence(evidence: Evidence) -> str:
 def _worst_value(evidence: Evidence, sampling: Sampling) -> tuple[str, str]:
     """The pair with the largest relative bias, and its mean there, in words."""
     row = max(
-        _rows_of_one_token(evidence, sampling),
+        _of_one_token(evidence.value_rows, sampling),
         key=lambda row: inf if isnan(row.expected) else abs(row.expected / row.exact - 1),
     )
     words = f"its mean is {row.expected:.4g}, and {evidence.claimed} {row.exact:.4g}"
     return row.pair, f"on the {row.pair} pair {words}"
 
 
-def _rows_of_one_token(evidence: Evidence, sampling: Sampling) -> list[ValueRow]:
-    """The rows of values over a single token."""
-    return [row for row in evidence.value_rows if row.sampling == sampling and row.pair != SEQUENCES]
+def _of_one_token(rows: Sequence[Row], sampling: Sampling) -> list[Row]:
+    """The rows over a single token."""
+    return [row for row in rows if row.sampling == sampling and row.pair != SEQUENCES]
 
 
 def _describe_positions(evidence: Evidence) -> str:
@@ -211,12 +212,15 @@ def gradient_findings(evidence: Evidence) -> Iterator[Finding]:
     if not gradient.is_right:
         is_zero = gradient.on_policy is not None and gradient.on_policy.quantity == "zero"
         kind = "zero_gradient" if is_zero else "wrong_gradient"
-        cause = _mismatch_kind(
-            gradient
-        )  # a fault of the value as well, or else one that the gradient alone shows
-        is_simple = cause in ("wrong_sign", "wrong_scale") or cause == _mismatch_kind(evidence.value)
-        remedy = _mismatch_remedy(gradient, convention) if is_simple and not is_zero else ""
-        yield Finding(kind=kind, severity="wrong", sentence=sentence, where="on-policy", remedy=remedy)
+        cause = _mismatch_kind(gradient)
+        is_same = cause in ("wrong_sign", "wrong_scale", _mismatch_kind(evidence.value)) and not is_zero
+        yield Finding(
+            kind=kind,
+            severity="wrong",
+            sentence=sentence,
+            where="on-policy",
+            remedy=_mismatch_remedy(gradient, convention) if is_same else "",
+        )
         return
     if convention.place == "loss" or convention.takes_behaviour:  # the trainer weights a plain reward
         is_same = is_quantity(gradient.off_policy, evidence.claimed)
@@ -280,14 +284,11 @@ def _gradient_sentence(evidence: Evidence) -> str:
 
 def _worst_gradient(evidence: Evidence, sampling: Sampling) -> tuple[str, str]:
     """The pair on which the gradient differs most from that of the claimed divergence, and how, in words."""
-    rows = [
-        row
-        for row in evidence.gradient_rows
-        if (row.target, row.sampling) == (evidence.claimed, sampling) and row.pair != SEQUENCES
-    ]
-    row = max(rows, key=lambda row: inf if isnan(row.relative_error) else row.relative_error)
-    if isnan(row.cosine):
-        size = "zero" if row.relative_size < 1 else "NaN or infinite"
-        return row.pair, f"on the {row.pair} pair it is {size}"
+    row = max(
+        (row for row in _of_one_token(evidence.gradient_rows, sampling) if row.target == evidence.claimed),
+        key=lambda row: inf if isnan(row.relative_error) else row.relative_error,
+    )
     words = f"their cosine is {row.cosine:.3g}, its size {row.relative_size:.3g} times"
+    if isnan(row.cosine):
+        words = "it is zero" if row.relative_size < 1 else "it is NaN or infinite"
     return row.pair, f"on the {row.pair} pair {words}"

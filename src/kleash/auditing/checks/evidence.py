@@ -21,12 +21,12 @@ from kleash.auditing.checks.expectations import (
 )
 from kleash.auditing.checks.log_ratios import LogRatios, scan_log_ratios
 from kleash.auditing.quantities import (
+    LABELS,
     MAX_STANDARD_ERRORS,
     TOLERANCE,
     QuantityMatch,
     ValueOrGradient,
     cosine_similarities,
-    divergence_label,
     exact,
     is_quantity,
     known_quantities,
@@ -130,7 +130,7 @@ class Evidence:
 
 def gather_evidence(audited: AuditedFunction) -> Evidence:
     """Determine what the value and the gradient of a function are."""
-    claimed, toys = divergence_label(audited.convention.claims), toy_distributions().values()
+    claimed, toys = LABELS[audited.convention.claims], toy_distributions().values()
     expectations = tuple(expectation(audited, toy, sampling) for toy in toys for sampling in SAMPLINGS)
     of_one = [one_token(expectations, sampling) for sampling in SAMPLINGS]
     on_policy, off_policy = (several_tokens(expectations, sampling) for sampling in SAMPLINGS)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from kleash.auditing.audited_function import AuditedFunction
 from kleash.auditing.quantities import (
+    LABELS,
     QuantityMatch,
     ValueOrGradient,
     candidates,
     cosine_similarities,
-    divergence_label,
     exact,
     match_quantity,
 )
@@ -183,7 +183,7 @@ def _target_gradients(
     toy: ToyDistributions, sampling: Sampling
 ) -> tuple[tuple[str, ...], Float64[Tensor, "labels entries"]]:
     """The labels and gradients of every divergence, over several tokens also of that between whole responses."""
-    labels = [divergence_label(name) for name in DIVERGENCES]
+    labels = [LABELS[name] for name in DIVERGENCES]
     levels = {"token": "", "sequence": "sequence "} if toy.steps > 1 else {"token": ""}
     targets = {
         f"{prefix}{label}": exact("gradient", toy, sampling, label)[level]

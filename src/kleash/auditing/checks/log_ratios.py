@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kleash.auditing.audited_function import AuditedFunction
 from kleash.auditing.conventions import Convention
-from kleash.auditing.quantities import UNBOUNDED, divergence_label
+from kleash.auditing.quantities import LABELS, UNBOUNDED
 from kleash.auditing.toy_distributions import make_inputs
 from kleash.divergences import divergence
 from kleash.errors import KleashError
@@ -313,7 +313,7 @@ def _curve(convention: Convention, scan: Scan, estimator: str) -> tuple[tuple[Cu
     sampled tokens there are rows only if KL(p || q) is claimed.
     """
     u, right_values, right_gradients = scan.log_ratios, scan.claimed_values, scan.claimed_gradients
-    name = divergence_label(convention.claims)
+    name = LABELS[convention.claims]
     if right_values is None or right_gradients is None:
         if convention.claims != "kl":
             return (), ""
