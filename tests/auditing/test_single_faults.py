@@ -28,8 +28,7 @@ def test_exactly_the_single_fault_is_reported(audits, name):
     assert case.notes <= {finding.kind for finding in found.findings if finding.severity == "note"}
 
 
-def test_values_are_labelled_with_their_remainder_size_or_range(audits):
-    assert "^2 / 2, where no log ratio is large, not KL" in audits["k2 of a clamped log ratio"].verdict[0]
+def test_values_are_labelled_with_their_remainder_or_size(audits):
     assert audits["mean over the vocabulary"].value == "KL(p ‖ q) divided by the size of the vocabulary"
     assert audits["renormalised top-k"].value == "KL(p ‖ q) of p's 3 likeliest tokens, renormalised"
     dropped = audits["top-k of the other side, the rest dropped"]

@@ -153,9 +153,6 @@ FAULTS: dict[str, Planted] = {
     "k1 in the loss": Planted(u_of, "loss", {"zero_gradient"}, {"negative_values"}),
     "k3 in the loss": Planted(k3, "loss", {"wrong_gradient"}),
     "k2 in the loss": Planted(lambda p, q: u_of(p, q).square() / 2, "loss", set(), {"biased_value"}),
-    "k2 of a clamped log ratio": Planted(
-        lambda p, q: u_of(p, q).clamp(-5, 5).square() / 2, "loss", HALF_RIGHT, {"flat_value"}
-    ),
     "score function with a biased value": Planted(
         lambda p, q: u_of(p, q).detach() * up(p), "loss", set(), {"biased_value", "negative_values"}
     ),

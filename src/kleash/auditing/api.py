@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kleash.auditing.audited_function import AuditedFunction
 from kleash.auditing.checks.batches import batch_findings, batch_mean, check_padding
@@ -21,7 +22,6 @@ from kleash.auditing.checks.log_ratios import (
 )
 from kleash.auditing.checks.precision import accuracy_rows, precision_findings
 from kleash.auditing.checks.purity import (
-    Purity,
     check_final_call,
     check_purity,
     restored_process_settings,
@@ -94,13 +94,13 @@ def audit(
     )
     with restored_process_settings():
         try:
-            purity = check_purity(audited)
+            first, impurities = check_purity(audited)
             try:
-                return _audit_of(audited, purity)
+                return _audit_of(audited, first, impurities)
             except (CannotRunError, ShapeError) as error:
-                if not purity.state:
+                if not any(finding.kind == "stateful" for finding in impurities):
                     raise
-                return _record(audited, purity.findings, last=f"Nothing else could be determined: {error}.")
+                return _record(audited, impurities, last=f"Nothing else could be determined: {error}.")
         except (CannotRunError, ShapeError) as error:
             raise type(error)(f"{error}{_advice(audited)}") from error
 
@@ -172,13 +172,14 @@ def audits_of(cases: Sequence[Case]) -> Iterator[Audit]:
         )
 
 
-def _audit_of(audited: AuditedFunction, purity: Purity) -> Audit:
-    """The audit of a function whose purity has been checked; a random one is averaged and has fewer checks.
+def _audit_of(audited: AuditedFunction, first: Tensor, impurities: list[Finding]) -> Audit:
+    """The audit of a function after ``check_purity``; a random one is averaged and has fewer checks.
 
     Raises:
         CannotRunError, ShapeError: if a call fails that all functions must allow.
     """
-    is_random, is_impure = bool(purity.noise), bool(purity.noise or purity.state)
+    kinds = {finding.kind for finding in impurities}
+    is_random, is_impure = "random" in kinds, not kinds.isdisjoint(("random", "stateful"))
     audited = replace(audited, repeats=REPEATS if is_random else 1)
     evidence = gather_evidence(audited)
     log_ratios = evidence.log_ratios
@@ -193,7 +194,7 @@ def _audit_of(audited: AuditedFunction, purity: Purity) -> Audit:
     is_separable = not any(finding.kind == "batch_dependent" for finding in of_batch)
     truncated = truncated_ratio_zones(audited) if is_separable else []
     findings = [
-        *purity.findings,
+        *impurities,
         *of_batch,
         *(() if is_impure else nan_input_findings(audited)),
         *value_findings(evidence),
@@ -203,7 +204,7 @@ def _audit_of(audited: AuditedFunction, purity: Purity) -> Audit:
         *truncated_ratio_findings(truncated),
         *of_padding,
         *(() if is_random else precision_findings(audited, accuracy)),
-        *check_final_call(audited, purity),
+        *(() if is_impure else check_final_call(audited, first)),
     ]
     return replace(
         _record(audited, findings, estimate_sentences(evidence)),

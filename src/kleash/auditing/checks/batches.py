@@ -186,12 +186,14 @@ def check_padding(audited: AuditedFunction) -> tuple[tuple[MaskRow, ...], list[F
     if not audited.convention.takes_mask:
         return (), []
     expected = _expected_with_padding(audited)
+    if not all(bool(part.isfinite().all()) for part in expected):  # without any padding
+        return (), []
     rows = [_padding_row(audited, fill, expected) for fill in FILLS]
     findings: list[Finding] = []
     for kind, statement in PADDING_SENTENCES.items():
         bad = [row for kind_of_row, row in rows if kind_of_row == kind]
         cases = ", ".join(f"{row.case} ({row.problem})" for row in bad)
-        is_wrong = kind != "nan_from_padding" and any(row.case in ORDINARY for row in bad)
+        is_wrong = any(row.case in ORDINARY for row in bad)
         severity = "note" if kind == "cannot_be_called" else "wrong" if is_wrong else "fragile"
         if bad:
             end = "" if kind == "padding_in_denominator" else f" if they hold: {cases}"

@@ -15,8 +15,6 @@ from kleash.auditing.checks.expectations import (
     expectation,
     gradient_rows,
     matched_quantity,
-    one_token,
-    several_tokens,
     value_rows,
 )
 from kleash.auditing.checks.log_ratios import LogRatios, scan_log_ratios
@@ -132,8 +130,10 @@ def gather_evidence(audited: AuditedFunction) -> Evidence:
     """Determine what the value and the gradient of a function are."""
     claimed, toys = LABELS[audited.convention.claims], toy_distributions().values()
     expectations = tuple(expectation(audited, toy, sampling) for toy in toys for sampling in SAMPLINGS)
-    of_one = [one_token(expectations, sampling) for sampling in SAMPLINGS]
-    on_policy, off_policy = (several_tokens(expectations, sampling) for sampling in SAMPLINGS)
+    of_one = [
+        [e for e in expectations if e.sampling == sampling and e.toy.steps == 1] for sampling in SAMPLINGS
+    ]
+    on_policy, off_policy = (e for e in expectations if e.toy.steps > 1)
     values, gradients = (
         [matched_quantity(e, of, claimed) for e in of_one] for of in get_args(ValueOrGradient)
     )

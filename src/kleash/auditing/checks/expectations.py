@@ -115,16 +115,6 @@ def _expectation_of_one_pass(
     )
 
 
-def one_token(expectations: Sequence[Expectation], sampling: Sampling) -> list[Expectation]:
-    """The expectations over a single token."""
-    return [e for e in expectations if e.sampling == sampling and e.toy.steps == 1]
-
-
-def several_tokens(expectations: Sequence[Expectation], sampling: Sampling) -> Expectation:
-    """The expectation over responses of three tokens."""
-    return next(e for e in expectations if e.sampling == sampling and e.toy.steps > 1)
-
-
 def matched_quantity(
     chosen: Sequence[Expectation], of: ValueOrGradient, claimed: str
 ) -> QuantityMatch | None:

@@ -76,18 +76,14 @@ class LogRatios:
         sees_tokens = self.convention.sees == "tokens"
         return "log p - log q" if sees_tokens else "the difference of two tokens' log-odds"
 
-    @property
-    def lowest(self) -> float:
-        """The log ratio from which on a zone covers everything; two equal distributions have no gradient."""
-        return -REACH if self.convention.sees == "tokens" else 0.01
-
     def reportable_zones(self, kind: ZoneKind) -> list[ZoneRow]:
         """Without zones that cover everything (a constant has its own finding) and those that overflow causes."""
+        lowest = -REACH if self.convention.sees == "tokens" else 0.01  # equal distributions have no gradient
         return [
             zone
             for zone in self.zones
             if zone.kind == kind
-            and not (zone.low <= self.lowest and zone.high == inf)
+            and not (zone.low <= lowest and zone.high == inf)
             and not (zone.low > OVERFLOW or zone.high < -OVERFLOW)
         ]
 

@@ -4,7 +4,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
@@ -43,20 +43,8 @@ IMPURITY_SENTENCES: Mapping[str, str] = MappingProxyType(
 """Kind of finding -> its sentence, with a detail."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Purity:
-    """What repeated calls show, and the result of the first one."""
-
-    first: Tensor
-    noise: str = ""
-    """What a random result depends on; "" if the result is not random."""
-    state: str = ""
-    """How earlier calls changed the result of a later one; "" if they did not."""
-    findings: tuple[Finding, ...] = ()
-
-
-def check_purity(audited: AuditedFunction) -> Purity:
-    """Call the function repeatedly, with tensors that are used again, and compare what a call may overwrite.
+def check_purity(audited: AuditedFunction) -> tuple[Tensor, list[Finding]]:
+    """The result of the first call, and the impurities that repeated calls and reused tensors show.
 
     Raises:
         CannotRunError, ShapeError: if the first call fails.
@@ -75,7 +63,7 @@ def check_purity(audited: AuditedFunction) -> Purity:
         changes_settings=", ".join(changed),
         random=noise,
     )
-    return Purity(first=first, noise=noise, state=state, findings=tuple(findings))
+    return first, findings
 
 
 def impurities(**details: str) -> list[Finding]:
@@ -91,15 +79,13 @@ def impurities(**details: str) -> list[Finding]:
     ]
 
 
-def check_final_call(audited: AuditedFunction, purity: Purity) -> list[Finding]:
-    """Repeat the first call at the end of the audit, unless impurity was found before."""
-    if purity.noise or purity.state:
-        return []
+def check_final_call(audited: AuditedFunction, first: Tensor) -> list[Finding]:
+    """Repeat the first call at the end of the audit."""
     try:
         inputs = _far_inputs(audited)
         for _ in range(FINAL_CALLS):
             audited.call(inputs)
-        difference = _difference(purity.first, _result(audited))
+        difference = _difference(first, _result(audited))
     except KleashError as error:
         difference = f"a later call fails: {error}"
     return impurities(stateful=f"at the end of the audit {difference}" if difference else "")
@@ -128,7 +114,10 @@ def _difference(before: Tensor, after: Tensor) -> str:
 
 
 def _repeated_calls(audited: AuditedFunction, first: Tensor) -> tuple[str, str]:
-    """``noise`` and ``state`` of the same call repeated with the same seed, and if nothing changes with others."""
+    """What a random result depends on, or how earlier calls changed a later one, each "" if it is not so.
+
+    The same call is repeated with the same seed, and if nothing changes with others.
+    """
     differences = [_difference(first, _result(audited)) for _ in range(CALLS)]
     if not any(differences):
         by_seed = (_result(audited, SEED + offset) for offset in range(1, 5))
