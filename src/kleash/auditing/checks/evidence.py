@@ -110,7 +110,8 @@ class Evidence:
     audited: AuditedFunction
     claimed: str
     """The label of the claimed divergence."""
-    expectations: tuple[Expectation, ...]
+    is_detached: bool
+    """Whether it is no metric and no gradient reaches the policy."""
     value_rows: tuple[ValueRow, ...]
     gradient_rows: tuple[GradientRow, ...]
     value: Matched
@@ -118,12 +119,6 @@ class Evidence:
     log_ratios: LogRatios
     estimator_level: Level
     """Whether for several tokens its estimator is that of each, or of the response's summed log ratio."""
-
-    @property
-    def is_detached(self) -> bool:
-        """Whether it is no metric and no gradient reaches the policy."""
-        is_metric = self.audited.convention.place == "metric"
-        return not is_metric and any(e.gradient is None for e in self.expectations)
 
 
 def gather_evidence(audited: AuditedFunction) -> Evidence:
@@ -155,7 +150,7 @@ def gather_evidence(audited: AuditedFunction) -> Evidence:
     return Evidence(
         audited=audited,
         claimed=claimed,
-        expectations=expectations,
+        is_detached=audited.convention.place != "metric" and any(e.gradient is None for e in expectations),
         value_rows=value_rows(expectations, claimed),
         gradient_rows=gradient_rows(expectations),
         value=matched(
@@ -210,8 +205,9 @@ def _value_by_position(
     exact_levels = [exact("value", toy, e.sampling, match.quantity) for toy in toys]
     targets = [match.factor * levels["token"].item() for levels in exact_levels]
     try:
-        means = [expectation(audited, toy, e.sampling).mean for toy in toys] if level == "neither" else []
-        means = means or e.position_means.tolist()
+        means = e.position_means.tolist()
+        if level == "neither":
+            means = [expectation(audited, toy, e.sampling).mean for toy in toys]
         factors = tuple(mean / value for mean, value in zip(means, targets, strict=True))
     except (KleashError, ZeroDivisionError):  # the function refuses p = q, or the quantity is 0
         return PositionMatch(level=level)

@@ -163,7 +163,7 @@ def two_token_logp(token_logp: Tensor) -> Tensor:
     return torch.stack([token_logp, torch.log1p(-token_logp.exp())], dim=-1).unsqueeze(1)
 
 
-def value_and_gradients(
+def of_first_token(
     audited: AuditedFunction, dtype: torch.dtype, *logits: Float64[Tensor, "points 1 vocab"]
 ) -> tuple[
     Float64[Tensor, " points"], Float64[Tensor, " points"] | None, Float64[Tensor, "points vocab"] | None
@@ -198,7 +198,7 @@ def _of_one_token(
 ) -> tuple[Tensor, Tensor | None]:
     """Values, and gradients in the token's log-probability, for its log-probabilities under p, q and the behaviour."""
     logits = [two_token_logp(logp) for logp in token_logps]
-    values, in_token, in_logits = value_and_gradients(audited, dtype, *logits)
+    values, in_token, in_logits = of_first_token(audited, dtype, *logits)
     if in_token is None and in_logits is not None:  # it computes the log-probability itself, from the logits
         in_token = in_logits[:, 0] / logits[0][:, 0, 1].exp()
     return values, in_token
@@ -216,7 +216,7 @@ def _scan_distributions(audited: AuditedFunction, log_odds: Tensor) -> Scan:
     skewed = torch.stack([log_odds / 2, -log_odds / 2], dim=-1).unsqueeze(1)
     uniform = torch.zeros_like(skewed)
     logits_p, logits_q = (skewed, uniform) if claims == "reverse_kl" else (uniform, skewed)
-    values, _, gradients = value_and_gradients(audited, torch.float32, logits_p, logits_q)
+    values, _, gradients = of_first_token(audited, torch.float32, logits_p, logits_q)
     logits_p.requires_grad_()
     claimed = divergence(claims, logits_p.log_softmax(-1), logits_q.log_softmax(-1)).squeeze(-1)
     (claimed_gradients,) = torch.autograd.grad(claimed.sum(), logits_p)
