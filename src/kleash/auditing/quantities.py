@@ -305,8 +305,8 @@ def _factors(
         rounding = ROUNDING * factors.abs().clamp(max=1).unsqueeze(-1)
     allowed = TOLERANCE * expected.norm(dim=-1) + rounding + slack
     is_close = ((measured - expected).norm(dim=-1) <= allowed).all(-1)
-    if relation != "itself":  # noise as large as the value would leave room for any factor
-        is_close &= (slack <= expected.norm(dim=-1) / 4).all(-1)
+    if relation != "itself":  # noise larger than the value leaves room for any factor
+        is_close &= (slack <= expected.norm(dim=-1)).all(-1)
     return factors, is_close & ((factors.abs() > NEGLIGIBLE) | torch.tensor(relation == "shifted"))
 
 
