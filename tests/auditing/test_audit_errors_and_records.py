@@ -37,7 +37,7 @@ def goes_backward(p, q):
         (lambda p, q: (p - q).to("meta"), "loss", CannotRunError, ["torch.float64 on meta"]),
         (lambda p, q: 3.0, "loss", CannotRunError, ["returned float", "tensor of floating-point"]),
         (lambda p, q: (p - q).long(), "loss", CannotRunError, ["torch.int64"]),
-        (lambda p, q: None, "loss", CannotRunError, ["NoneType"]),
+        (partial(nnf.kl_div, reduction="sum"), "kl_div", ShapeError, ["that fits it, bind its reduction"]),
         (lambda p, q: (p - q).mean(), "loss", ShapeError, ["returned ()", "(8, 1)", "reduction"]),
         (lambda p, q: p - q, "mean_loss", ShapeError, ["returned (1, 1)", "()"]),
         (

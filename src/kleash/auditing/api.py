@@ -4,7 +4,6 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -118,20 +117,23 @@ def _advice(audited: AuditedFunction) -> str:
     convention = audited.convention
     if fits(convention):
         return ""
-    takes = attrgetter("takes_mask", "takes_behaviour")
-    alike = [
-        other
+    call = _call_of(convention)
+    fitting = ", ".join(
+        other.name
         for other in CONVENTIONS.values()
-        if (other.place, other.sees) == (convention.place, convention.sees)
-        and (
-            takes(other) == takes(convention) or takes(other)[::-1] != takes(convention)
-        )  # no mask for a behaviour
-    ]
-    fitting = ", ".join(other.name for other in alike if fits(other))
+        if other.place == convention.place
+        and (call.startswith(_call_of(other)) or _call_of(other).startswith(call))
+        and fits(other)
+    )
     return (
         f"; choose the convention that fits it{f' ({fitting})' if fitting else ''}, bind its reduction or other "
         "arguments, or wrap it in a function that fits"
     )
+
+
+def _call_of(convention: Convention) -> str:
+    """The call without its closing bracket: it is the beginning of one with further arguments."""
+    return convention.summary.partition(" -> ")[0].rstrip(")")
 
 
 def audits_of(cases: Sequence[Case]) -> Iterator[Audit]:

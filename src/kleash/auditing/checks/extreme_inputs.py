@@ -192,9 +192,6 @@ def nan_input_findings(audited: AuditedFunction) -> Iterator[Finding]:
         return audited.values(replace(inputs, **{field: changed})).detach()
 
     for field in (*P_FIELDS, *Q_FIELDS):
-        is_per_token = getattr(inputs, field).dim() == 2
-        if is_per_token and audited.convention.sees != "tokens" and field != "token_logp":
-            continue
         with suppress(KleashError):  # the function refuses NaN
             before, after, of_nan = (values_with(field, factor) for factor in (1.0, 0.9, nan))
             if not torch.equal(before, after) and not isnan(of_nan[0].sum().item()):
