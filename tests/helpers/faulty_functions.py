@@ -320,9 +320,7 @@ def batches() -> dict[str, FaultyFunction]:
         "batch norm of logits": faulty(normalised, "logits", batch),
         "gradient of the neighbour": faulty(neighbours_gradient, "loss", batch),
         "mask off by one": faulty(off_by_one, "loss_with_mask", "padding_counts", *GRADIENT),
-        "NaN where it is masked": faulty(
-            lambda p, q, m: masked(p, q, m) / m, "loss_with_mask", "nan_from_padding"
-        ),
+        "0 / 0 if masked": faulty(lambda p, q, m: masked(p, q, m) / m, "loss_with_mask", "nan_from_padding"),
         "mask inverted": faulty(
             lambda p, q, m: masked(p, q, ~m), "loss_with_mask", "padding_counts", "other_divergence"
         ),

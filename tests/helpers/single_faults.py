@@ -180,8 +180,9 @@ FAULTS: dict[str, Planted] = {
     "cross-entropy": Planted(
         lambda p, q: -(up(p).exp() * up(q)).sum(-1), WHOLE, {"cross_entropy", "wrong_gradient", "nan_value"}
     ),
-    "mean over the vocabulary": Planted(
-        lambda p, q: textbook(p, q) / p.shape[-1], WHOLE, {"wrong_scale", "wrong_gradient", "nan_value"}
+    "mean without the first token, which may be the only one": Planted(
+        lambda p, q, mask: masked(p, q, mask)[:, 1:].sum() / mask[:, 1:].sum(),
+        *("mean_loss_with_mask", {"biased_value", "zero_gradient", "nan_value"}),
     ),
     "detached weights of the sum": Planted(
         lambda p, q: (up(p).exp().detach() * u_of(p, q)).sum(-1), WHOLE, {"zero_gradient", "nan_value"}

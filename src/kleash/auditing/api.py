@@ -189,7 +189,7 @@ def _audit_of(audited: AuditedFunction, first: Tensor, impurities: list[Finding]
     edges, of_edges = check_extreme_inputs(audited, is_claimed=is_claimed, is_random=is_random)
     accuracy = () if is_random else accuracy_rows(audited, log_ratios.estimator, is_claimed)
     masks, of_padding = ((), []) if is_random else check_padding(audited)
-    ignores_padding = not (masks and masks[0].problem)
+    ignores_padding = bool(masks) and not masks[0].problem
     of_batch = (
         [] if is_impure else batch_findings(audited, evidence.gradient, ignores_padding=ignores_padding)
     )
