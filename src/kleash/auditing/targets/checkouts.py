@@ -43,8 +43,6 @@ class Statement(NamedTuple):
     """A statement of a module, with the names of the module that it binds and that it uses."""
 
     node: ast.stmt
-    imports: str
-    """What an import of one name binds: "torch", "ray.util" or "..losses.masked_mean"; "" if it is none."""
     binds: frozenset[str]
     uses: frozenset[str]
 
@@ -104,7 +102,7 @@ def load_function(source: Path, target: str) -> LoadedFunction:
     with _being_loaded(module), quiet():
         for statement in needed:
             _execute(statement, module, source, where)
-    definitions = (part for part in needed if not part.imports)
+    definitions = (part for part in needed if not isinstance(part.node, ast.Import | ast.ImportFrom))
     companions = dict.fromkeys(word for part in definitions for word in sorted(part.binds - {name}))
     absent = [value.path for value in vars(module).values() if isinstance(value, NotLoaded)]
     notes = [f"runs `{name}` of `{where}`{', with its ' if companions else ''}{', '.join(companions)}"]
@@ -167,8 +165,7 @@ def _statements_of(file: Path, where: str) -> Iterator[Statement]:
 def _statement(node: ast.stmt) -> Statement:
     table = symtable(STRING_ANNOTATIONS + ast.unparse(node), "", "exec")
     binds = {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported()}
-    uses = frozenset(_names_used(table))
-    return Statement(node, _path_of_import(node), frozenset(binds - {"annotations"}), uses)
+    return Statement(node, frozenset(binds - {"annotations"}), frozenset(_names_used(table)))
 
 
 def _names_used(table: SymbolTable) -> set[str]:
@@ -220,30 +217,30 @@ def _execute(statement: Statement, module: ModuleType, source: Path, where: str)
     node, flags = statement.node, __future__.annotations.compiler_flag
     code = compile(ast.Module([node], []), str(source / where), "exec", flags, dont_inherit=True)
     try:
-        if statement.imports and _is_in_checkout(statement.imports, source):
+        if _imports_from(node, source):
             raise ImportError("one file of a checkout is loaded alone")
         exec(code, vars(module))
     except (KleashError, KeyboardInterrupt):
         raise
     except BaseException as error:  # foreign code may raise anything
         message = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        if not statement.imports:
+        if not isinstance(node, ast.Import | ast.ImportFrom):
             raise CannotRunError(f"{where}, line {node.lineno}, raises {message}") from error
-        stand_in = NotLoaded(statement.imports, f"it cannot be imported ({message})")
+        stand_in = NotLoaded(_path_of_import(node), f"it cannot be imported ({message})")
         vars(module).update(dict.fromkeys(statement.binds, stand_in))
 
 
-def _is_in_checkout(path: str, source: Path) -> bool:
-    """Whether an import is of the checkout, which may also be installed, in another version."""
-    top = path.partition(".")[0]
+def _imports_from(node: ast.stmt, source: Path) -> bool:
+    """Whether a statement imports from the checkout, which may also be installed, in another version."""
+    if not isinstance(node, ast.Import | ast.ImportFrom):
+        return False
+    top = _path_of_import(node).partition(".")[0]
     names = (top, f"{top}.py", f"src/{top}")
     return not top or any((source / name).exists() for name in names)
 
 
-def _path_of_import(node: ast.stmt) -> str:
-    """``Statement.imports`` of a statement."""
-    if not isinstance(node, ast.Import | ast.ImportFrom):
-        return ""
+def _path_of_import(node: ast.Import | ast.ImportFrom) -> str:
+    """What an import of one name binds: "torch", "ray.util" or "..losses.masked_mean"."""
     (alias,) = node.names
     if isinstance(node, ast.Import):
         return alias.name if alias.asname else alias.name.partition(".")[0]
