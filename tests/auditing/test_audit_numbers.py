@@ -11,12 +11,7 @@ from single_faults import clamped_before, k3, rho, right, u_of
 
 from kleash.auditing import audit
 from kleash.auditing.checks.precision import KL_LEVELS, pair_with_kl
-from kleash.auditing.quantities import (
-    UNBOUNDED,
-    exact_gradient,
-    quantity_gradients,
-    quantity_values,
-)
+from kleash.auditing.quantities import UNBOUNDED, candidates, exact
 from kleash.auditing.toy_distributions import one_token_distributions, toy_distributions
 from kleash.divergences import DIVERGENCES, divergence
 from kleash.estimators import ESTIMATORS
@@ -135,7 +130,7 @@ def test_sequence_kl_by_enumeration():
 
 def test_sequence_gradient_by_finite_differences():
     world = toy_distributions()["sequences"]
-    found = exact_gradient("sequences", "on-policy", "KL(p ‖ q)", "sequence")
+    found = exact("gradient", world, "on-policy", "KL(p ‖ q)")["sequence"]
     logq, step = enumerated(world.logits_q), 1e-5
 
     def kl(logits):
@@ -158,20 +153,21 @@ def test_token_gradient_holds_the_prefixes_fixed():
     rows = p * (u - (p * u).sum(-1, keepdims=True))
     for sampling, drawn in (("on-policy", p), ("off-policy", behaviour)):
         reached = np.concatenate([[1.0], drawn[0], (drawn[0][:, None] * drawn[1:4]).ravel()])
-        found = exact_gradient("sequences", sampling, "KL(p ‖ q)").numpy()
+        found = exact("gradient", world, sampling, "KL(p ‖ q)")["token"].numpy()
         assert found == pytest.approx(reached[:, None] * rows, abs=1e-12)
 
 
 def test_gradient_candidates_are_distinct():
     """Else one could be taken for the other."""
-    for one, other in combinations(quantity_gradients("on-policy"), 2):
-        ours, theirs = (exact_gradient("far", "on-policy", quantity) for quantity in (one, other))
+    far = toy_distributions()["far"]
+    for one, other in combinations(candidates("gradient", "on-policy"), 2):
+        ours, theirs = (exact("gradient", far, "on-policy", label)["token"] for label in (one, other))
         assert not torch.allclose(ours, theirs, rtol=1e-2), SAME_QUANTITY.format(one, other)
 
 
 def test_quantity_values_are_distinct():
     """Within what float32 may blur, on all pairs, or on the moderate pairs for the divergences."""
-    found = list(quantity_values().items())
+    found = list(candidates("value", "on-policy").items())
     for (one, ours), (other, theirs) in combinations(found, 2):
         assert not np.allclose(ours, theirs, rtol=2e-3, atol=2e-6), SAME_QUANTITY.format(one, other)
 

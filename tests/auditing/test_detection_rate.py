@@ -82,6 +82,8 @@ def test_a_clamped_value_is_unbiased_only_inside_its_range(audits):
     found = audits["k1 clamped at 10"]
     assert found.value_range == found.gradient_range == "as long as log p - log q is between -10 and 10"
     assert found.verdict[0].startswith(f"Its value is an unbiased estimate of KL(p ‖ q), {found.value_range}")
+    assert ", where no log ratio is large, not" in audits["log ratio clamped at 3"].verdict[0]
+    assert audits["mean over responses and words"].value.endswith(" divided by the size of the vocabulary")
 
 
 def test_a_truncated_ratio_is_reported_with_its_bound(audits):

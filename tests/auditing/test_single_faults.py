@@ -37,6 +37,8 @@ def test_top_k_values_are_labelled_with_their_remainder(audits):
 def test_a_value_of_the_wrong_sign_is_not_reported_as_negative(audits):
     assert not audits["wrong sign"].failing({"negative_values"})
     assert audits["k1 in the loss"].failing({"negative_values"})
+    (note,) = audits["score function with a biased value"].failing({"negative_values"})
+    assert "only the mean cannot" not in note.sentence
 
 
 def test_every_finding_is_in_the_verdict(audits):
@@ -46,6 +48,7 @@ def test_every_finding_is_in_the_verdict(audits):
         assert severities == sorted(severities), "the worst come first"
         assert all(finding.remedy for finding in found.findings)
         assert ("No fault was found." in found.verdict) is (not found.faults)
+        assert "choose the convention" not in " ".join(found.verdict), "another would not help"
         assert all(sentence[0].isupper() and sentence.endswith(".") for sentence in found.verdict)
 
 
@@ -68,20 +71,17 @@ def test_kl_loss_with_future_kl_loss_follows_the_sequence_kl():
     assert found.verdict[2] == "Off-policy its value is KL(p ‖ q) between whole responses."
 
 
-def test_the_mean_over_a_batch_is_noted():
-    def of_all(p, q, mask):
-        return masked(p, q, mask).sum() / mask.sum()
-
-    def of_means(p, q, mask):
-        return (masked(p, q, mask).sum(-1) / mask.sum(-1)).mean()
-
-    def of_longest(p, q, mask):
-        return masked(p, q, mask).sum() / mask.sum(-1).max()
-
-    notes = [audit(function, "mean_loss_with_mask").notes for function in (of_all, of_means, of_longest)]
-    assert "over all unmasked tokens" in notes[0][0]
-    assert "mean of the responses' means" in notes[1][0]
-    assert "neither" in notes[2][0]
+@pytest.mark.parametrize(
+    ("mean", "words"),
+    [
+        (lambda sums, lengths: sums.sum() / lengths.sum(), "the mean over all unmasked tokens"),
+        (lambda sums, lengths: (sums / lengths).mean(), "the mean of the responses' means"),
+        (lambda sums, lengths: sums.sum() / lengths.max(), "neither"),
+    ],
+)
+def test_the_mean_over_a_batch_is_noted(mean, words):
+    found = audit(lambda p, q, mask: mean(masked(p, q, mask).sum(-1), mask.sum(-1)), "mean_loss_with_mask")
+    assert words in found.notes[0]
 
 
 def test_the_sign_of_the_convention_is_removed():

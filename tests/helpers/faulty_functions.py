@@ -320,6 +320,7 @@ def batches() -> dict[str, FaultyFunction]:
         "batch norm of logits": faulty(normalised, "logits", batch),
         "gradient of the neighbour": faulty(neighbours_gradient, "loss", batch),
         "mask off by one": faulty(off_by_one, "loss_with_mask", "padding_counts", *GRADIENT),
+        "0 / 0 if masked": faulty(lambda p, q, m: masked(p, q, m) / m, "loss_with_mask", "nan_from_padding"),
         "mask inverted": faulty(
             lambda p, q, m: masked(p, q, ~m), "loss_with_mask", "padding_counts", "other_divergence"
         ),
@@ -350,6 +351,9 @@ def ratios() -> dict[str, FaultyFunction]:
         "weights outside 0.2 to 6 dropped": faulty(window, straight, truncated, gradient),
         "weight without the token's own": faulty(
             weighed(lambda r: (r.cumsum(-1) - r).exp()), straight, gradient, "off_policy_value"
+        ),
+        "weights normalised over the batch": faulty(
+            weighed(lambda r: r.exp() / r.exp().mean()), straight, "batch_dependent"
         ),
         "smoothed weight": faulty(weighed(lambda r: (r / 2).exp()), straight, gradient),
     }
@@ -447,7 +451,7 @@ def whole_mistakes() -> dict[str, FaultyFunction]:
             lambda p, q: of_logits(p / 2, q / 2), "logits", biased, *GRADIENT
         ),
         "hidden states of the wrong model": faulty(hidden_of_p, "hidden", biased, other),
-        "k3 of the other direction": faulty(lambda p, q: k3(q, p), "metric", biased, other),
+        "k3 of the other direction": faulty(lambda p, q: k3(q, p), "metric", "wrong_direction"),
         "skewed": faulty(skewed, WHOLE, *ANY_VALUE),
         "policy detached": faulty(lambda p, q: kleash.kl(p.detach(), q), WHOLE, "detached"),
         "k3 with the gradient of k1": faulty(gradient_of_k1, "loss", "zero_gradient"),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import kl_div
+from torch.nn.functional import dropout, kl_div
 
 import kleash
 from kleash.auditing import CONVENTIONS, Convention
@@ -153,6 +153,9 @@ FAULTS: dict[str, Planted] = {
     "k1 in the loss": Planted(u_of, "loss", {"zero_gradient"}, {"negative_values"}),
     "k3 in the loss": Planted(k3, "loss", {"wrong_gradient"}),
     "k2 in the loss": Planted(lambda p, q: u_of(p, q).square() / 2, "loss", set(), {"biased_value"}),
+    "score function with a biased value": Planted(
+        lambda p, q: u_of(p, q).detach() * up(p), "loss", set(), {"biased_value", "negative_values"}
+    ),
     "k3 as a reward": Planted(k3, "reward", {"wrong_gradient"}),
     "k2 with the ratio attached": Planted(
         lambda p, q, b: rho(p, b) * u_of(p, q).square() / 2,
@@ -176,6 +179,17 @@ FAULTS: dict[str, Planted] = {
     ),
     "cross-entropy": Planted(
         lambda p, q: -(up(p).exp() * up(q)).sum(-1), WHOLE, {"cross_entropy", "wrong_gradient", "nan_value"}
+    ),
+    "mean without the first token, which may be the only one": Planted(
+        lambda p, q, mask: masked(p, q, mask)[:, 1:].sum() / mask[:, 1:].sum(),
+        *("mean_loss_with_mask", {"biased_value", "zero_gradient", "nan_value"}),
+    ),
+    "detached weights of the sum": Planted(
+        lambda p, q: (up(p).exp().detach() * u_of(p, q)).sum(-1), WHOLE, {"zero_gradient", "nan_value"}
+    ),
+    "dropout of the logits": Planted(
+        lambda p, q: kleash.kl(dropout(up(p), 0.1).log_softmax(-1), up(q).log_softmax(-1)),
+        *("logits", {"biased_value", "wrong_gradient", "nan_value"}, {"random"}),
     ),
     "exp(t)(t - l)": Planted(textbook, WHOLE, NAN_AT_ZEROS, {"cancellation"}),
     "probability twice": Planted(lambda p, q: up(p).exp() * u_of(p, q), "metric", {"weighted_twice"}),

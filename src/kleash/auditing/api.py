@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kleash.auditing.audited_function import AuditedFunction
 from kleash.auditing.checks.batches import batch_findings, batch_mean, check_padding
@@ -20,7 +21,6 @@ from kleash.auditing.checks.log_ratios import (
 )
 from kleash.auditing.checks.precision import accuracy_rows, precision_findings
 from kleash.auditing.checks.purity import (
-    Purity,
     check_final_call,
     check_purity,
     restored_process_settings,
@@ -30,7 +30,8 @@ from kleash.auditing.finding_kinds import remedy_of
 from kleash.auditing.quantities import is_quantity
 from kleash.auditing.targets.cases import Case
 from kleash.auditing.targets.packages import version_of
-from kleash.errors import CannotRunError, ShapeError
+from kleash.auditing.toy_distributions import SEQUENCES, leaf_inputs
+from kleash.errors import CannotRunError, KleashError, ShapeError
 from kleash.registry import look_up
 from kleash.store.audit import FAULTS, Audit, Finding, Severity
 from kleash.version import __version__
@@ -91,13 +92,48 @@ def audit(
         arguments=dict(arguments or {}),
     )
     with restored_process_settings():
-        purity = check_purity(audited)
         try:
-            return _audit_of(audited, purity)
+            first, impurities = check_purity(audited)
+            try:
+                return _audit_of(audited, first, impurities)
+            except (CannotRunError, ShapeError) as error:
+                if not any(finding.kind == "stateful" for finding in impurities):
+                    raise
+                return _record(audited, impurities, last=f"Nothing else could be determined: {error}.")
         except (CannotRunError, ShapeError) as error:
-            if not purity.state:
-                raise
-            return _record(audited, purity.findings, last=f"Nothing else could be determined: {error}.")
+            raise type(error)(f"{error}{_advice(audited)}") from error
+
+
+def _advice(audited: AuditedFunction) -> str:
+    """How a function can be audited that cannot be called by its convention; "" if it can."""
+
+    def fits(convention: Convention) -> bool:
+        try:
+            replace(audited, convention=convention).call(leaf_inputs(SEQUENCES))
+        except KleashError:
+            return False
+        return True
+
+    convention = audited.convention
+    if fits(convention):
+        return ""
+    call = _call_of(convention)
+    fitting = ", ".join(
+        other.name
+        for other in CONVENTIONS.values()
+        if other.place == convention.place
+        and (call.startswith(_call_of(other)) or _call_of(other).startswith(call))
+        and fits(other)
+    )
+    return (
+        f"; choose the convention that fits it{f' ({fitting})' if fitting else ''}, bind its reduction or other "
+        "arguments, or wrap it in a function that fits"
+    )
+
+
+def _call_of(convention: Convention) -> str:
+    """The call without its closing bracket: it is the beginning of one with further arguments."""
+    return convention.summary.partition(" -> ")[0].rstrip(")")
 
 
 def audits_of(cases: Sequence[Case]) -> Iterator[Audit]:
@@ -138,25 +174,30 @@ def audits_of(cases: Sequence[Case]) -> Iterator[Audit]:
         )
 
 
-def _audit_of(audited: AuditedFunction, purity: Purity) -> Audit:
-    """The audit of a function whose purity has been checked; a random one is averaged and has fewer checks.
+def _audit_of(audited: AuditedFunction, first: Tensor, impurities: list[Finding]) -> Audit:
+    """The audit of a function after ``check_purity``; a random one is averaged and has fewer checks.
 
     Raises:
         CannotRunError, ShapeError: if a call fails that all functions must allow.
     """
-    is_random, is_impure = bool(purity.noise), bool(purity.noise or purity.state)
+    kinds = {finding.kind for finding in impurities}
+    is_random, is_impure = "random" in kinds, not kinds.isdisjoint(("random", "stateful"))
     audited = replace(audited, repeats=REPEATS if is_random else 1)
     evidence = gather_evidence(audited)
     log_ratios = evidence.log_ratios
     is_claimed = is_quantity(evidence.value.on_policy, evidence.claimed, everywhere=False)
     edges, of_edges = check_extreme_inputs(audited, is_claimed=is_claimed, is_random=is_random)
-    truncated = truncated_ratio_zones(audited)
     accuracy = () if is_random else accuracy_rows(audited, log_ratios.estimator, is_claimed)
     masks, of_padding = ((), []) if is_random else check_padding(audited)
-    ignores_padding = not (masks and masks[0].problem)
+    ignores_padding = bool(masks) and not masks[0].problem
+    of_batch = (
+        [] if is_impure else batch_findings(audited, evidence.gradient, ignores_padding=ignores_padding)
+    )
+    is_separable = not any(finding.kind == "batch_dependent" for finding in of_batch)
+    truncated = truncated_ratio_zones(audited) if is_separable else []
     findings = [
-        *purity.findings,
-        *(() if is_impure else batch_findings(audited, evidence.gradient, ignores_padding=ignores_padding)),
+        *impurities,
+        *of_batch,
         *(() if is_impure else nan_input_findings(audited)),
         *value_findings(evidence),
         *gradient_findings(evidence),
@@ -165,7 +206,7 @@ def _audit_of(audited: AuditedFunction, purity: Purity) -> Audit:
         *truncated_ratio_findings(truncated),
         *of_padding,
         *(() if is_random else precision_findings(audited, accuracy)),
-        *check_final_call(audited, purity),
+        *(() if is_impure else check_final_call(audited, first)),
     ]
     return replace(
         _record(audited, findings, estimate_sentences(evidence)),
@@ -201,12 +242,7 @@ def _record(
 ) -> Audit:
     """An audit that has findings and a verdict only: sentences before and after those of the findings."""
     convention = audited.convention
-    ordered = _by_severity(
-        [
-            replace(f, remedy=f.remedy or remedy_of(f.kind, convention.sees, convention.claims))
-            for f in findings
-        ]
-    )
+    ordered = _by_severity([replace(f, remedy=f.remedy or remedy_of(f.kind, convention)) for f in findings])
     no_fault = "" if any(finding.severity in FAULTS for finding in ordered) else NO_FAULT
     sentences = (*first, *(finding.sentence for finding in ordered), last or no_fault)
     return Audit(

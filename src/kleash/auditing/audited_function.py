@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.auditing.conventions import CONVENTIONS, Convention
-from kleash.auditing.toy_distributions import AuditInputs
+from kleash.auditing.conventions import Convention
+from kleash.auditing.toy_distributions import P_FIELDS, AuditInputs
 from kleash.errors import CannotRunError, MissingExtraError, ShapeError
 
 RESULT_AXES: Mapping[str, int] = MappingProxyType({"vocabulary": 3, "token": 2, "sequence": 1, "mean": 0})
@@ -48,10 +48,9 @@ class AuditedFunction:
             raise CannotRunError(f"{self.name} cannot be called: {error}") from error
         except (Exception, SystemExit) as error:
             lines = str(error).strip().splitlines()
-            message = f": {lines[0][:300]}" if lines else ""
+            message = f": {lines[0][:300].rstrip('.')}" if lines else ""
             raise CannotRunError(
-                f"{self.name} raised {type(error).__name__}{message} when called by {description}; "
-                f"{self._choice(inputs)}, or bind the arguments it needs"
+                f"{self.name} raised {type(error).__name__}{message} when called by {description}"
             ) from error
         is_usable = isinstance(result, Tensor) and result.is_floating_point() and result.device.type == "cpu"
         if not is_usable:
@@ -59,33 +58,17 @@ class AuditedFunction:
                 f"{result.dtype} on {result.device}" if isinstance(result, Tensor) else type(result).__name__
             )
             raise CannotRunError(
-                f"{self.name} returned {kind} when called by {description}; audit a function that returns a tensor of "
-                "floating-point numbers on the CPU"
+                f"{self.name} returned {kind} when called by {description}, and not a tensor of floating-point numbers "
+                "on the CPU"
             )
         expected_shape = inputs.logp.shape[: RESULT_AXES[self.convention.gives]]
         if result.shape != expected_shape:
             sequences, steps = inputs.tokens.shape
             raise ShapeError(
                 f"{self.name} returned {tuple(result.shape)} for {sequences} sequences of {steps} steps, and "
-                f"{description} means {tuple(expected_shape)}; {self._choice(inputs)}, or bind its reduction"
+                f"{description} means {tuple(expected_shape)}"
             )
         return result
-
-    def _choice(self, inputs: AuditInputs) -> str:
-        """Advice to choose another convention, with those of the same place and arguments that fit the function."""
-        like = (self.convention.place, self.convention.sees)
-        alternatives = [other for other in CONVENTIONS.values() if (other.place, other.sees) == like]
-        fitting = ", ".join(other.name for other in alternatives if self._fits(other, inputs))
-        return "choose the convention that fits it" + (f" ({fitting})" if fitting else "")
-
-    def _fits(self, convention: Convention, inputs: AuditInputs) -> bool:
-        """Whether the function, called by ``convention``, returns the shape that it means."""
-        try:
-            result = convention.call(partial(self.function, **self.arguments), inputs.clone())
-        except (Exception, SystemExit):
-            return False
-        expected_shape = inputs.logp.shape[: RESULT_AXES[convention.gives]]
-        return isinstance(result, Tensor) and result.shape == expected_shape
 
     def gradients(self, value: Tensor, leaves: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """The gradient of ``value``, a scalar made of the result of a loss, in each of ``leaves``.
@@ -106,6 +89,17 @@ class AuditedFunction:
                 f"the result of {self.name} cannot be differentiated ({message}); remove the backward pass from "
                 "the function, or choose a convention with place 'reward' or 'metric'"
             ) from error
+
+    def values_and_gradients(self, inputs: AuditInputs, leaves: AuditInputs) -> tuple[Tensor, Tensor]:
+        """The values, and the gradients of their unmasked sum in all tensors of p in ``leaves``, in one flat tensor.
+
+        Zeros where no gradient flows.
+        """
+        values, tensors = self.values(inputs), [getattr(leaves, name) for name in P_FIELDS]
+        unmasked = torch.where(inputs.mask, values, 0.0) if values.shape == inputs.mask.shape else values
+        pairs = zip(tensors, self.gradients(unmasked.sum(), tensors), strict=True)
+        gradients = [(torch.zeros_like(x) if g is None else g).flatten() for x, g in pairs]
+        return values.detach(), torch.cat(gradients)
 
     def values(self, inputs: AuditInputs) -> Float[Tensor, "sequences parts"]:
         """The function's value for each token, or for each sequence if it gives only that; with the sign of +KL.

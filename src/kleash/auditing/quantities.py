@@ -18,13 +18,13 @@ from kleash.auditing.toy_distributions import (
     ToyDistributions,
     one_token_distributions,
     response_logp,
-    toy_distributions,
 )
 from kleash.divergences import DIVERGENCES, cross_entropy, divergence, entropy, phi
 
 DistributionFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """A function of ``logp`` and ``logq`` [prefixes, vocab] with one number per prefix."""
 
+ValueOrGradient = Literal["value", "gradient"]
 LABELS: Mapping[str, str] = MappingProxyType(
     {
         "kl": "KL(p ‖ q)",
@@ -45,11 +45,6 @@ UNBOUNDED = tuple(
 """Divergences that are infinite where one distribution has no mass and the other some."""
 
 
-def divergence_label(name: str) -> str:
-    """The label of a divergence in an audit."""
-    return LABELS.get(name, f"{name}(p ‖ q)")
-
-
 @dataclass(frozen=True, kw_only=True)
 class KnownQuantity:
     """A quantity that the expected value of a KL function may turn out to be."""
@@ -62,6 +57,10 @@ class KnownQuantity:
 def _expectation(of_log_ratio: Callable[[Tensor], Tensor], weight: int = 1) -> DistributionFunction:
     """The sum over the vocabulary of a function of the log ratio times p to the power of ``weight``."""
     return lambda logp, logq: ((weight * logp).exp() * of_log_ratio(logp - logq)).sum(-1)
+
+
+def _mean_over_vocabulary(name: str, logp: Tensor, logq: Tensor) -> Tensor:
+    return divergence(name, logp, logq) / logp.shape[-1]
 
 
 def _exchanged(function: DistributionFunction) -> DistributionFunction:
@@ -97,7 +96,7 @@ def known_quantities() -> Mapping[str, KnownQuantity]:
     """Label -> quantity: the divergences of the table, and what KL code computes by mistake."""
     by_kind: dict[str, dict[str, DistributionFunction]] = {
         "other_divergence": {
-            **{divergence_label(name): partial(divergence, name) for name in DIVERGENCES},
+            **{LABELS[name]: partial(divergence, name) for name in DIVERGENCES},
             "chi-squared(q ‖ p)": _exchanged(partial(divergence, "chi_squared")),
             "zero": lambda p, q: torch.zeros(len(p), dtype=p.dtype),
             "sum |p - q|": lambda p, q: 2 * divergence("total_variation", p, q),
@@ -108,6 +107,11 @@ def known_quantities() -> Mapping[str, KnownQuantity]:
             "the cross-entropy of p under q": _exchanged(cross_entropy),
             "the entropy of p": lambda p, q: entropy(p),
             "the entropy of q": lambda p, q: entropy(q),
+        },
+        "wrong_direction": {"chi-squared(p ‖ q) - KL(p ‖ q)": _expectation(lambda u: phi(-u))},
+        "wrong_scale": {
+            f"{LABELS[name]} divided by the size of the vocabulary": partial(_mean_over_vocabulary, name)
+            for name in ("kl", "reverse_kl")
         },
         "biased_value": {
             "E_p (log p - log q)^2 / 2": _expectation(lambda u: u.square() / 2),
@@ -129,35 +133,11 @@ def known_quantities() -> Mapping[str, KnownQuantity]:
     )
 
 
-@cache
-def quantity_values() -> Mapping[str, Float64[Tensor, "pairs 1"]]:
-    """Label -> the quantity on each of the one-token distributions."""
-    pairs = [
-        (toy.logits_p.log_softmax(-1), toy.logits_q.log_softmax(-1)) for toy in one_token_distributions()
-    ]
-    return MappingProxyType(
-        {
-            label: torch.stack([quantity.function(p, q) for p, q in pairs])
-            for label, quantity in known_quantities().items()
-        }
-    )
-
-
-GRADIENT_EXCLUDED = ("zero", "the entropy of q", "the cross-entropy of p under q")
-"""Quantities whose gradient in p is zero, or that of KL(q || p)."""
-
-
-@cache
-def quantity_gradients(sampling: Sampling) -> Mapping[str, Float64[Tensor, "pairs vocab"]]:
-    """Label -> the gradient of each candidate on each of the one-token distributions."""
-    names = [toy.name for toy in one_token_distributions()]
-    return MappingProxyType(
-        {
-            label: torch.cat([exact_gradient(name, sampling, label) for name in names])
-            for label, quantity in known_quantities().items()
-            if quantity.kind not in ("truncated", "weighted_twice") and label not in GRADIENT_EXCLUDED
-        }
-    )
+VALUES_ONLY = (
+    *("truncated", "weighted_twice"),
+    *("zero", "the entropy of q", "the cross-entropy of p under q"),
+)
+"""Kinds of quantities that no gradient is compared with, and those whose gradient is zero or that of KL(q || p)."""
 
 
 @cache
@@ -168,35 +148,40 @@ def prefix_probabilities(toy: ToyDistributions, sampling: Sampling) -> Float64[T
     return sums.index_add(0, rows.flatten(), probabilities.unsqueeze(-1).expand_as(rows).flatten())
 
 
-def _by_level(
-    toy: ToyDistributions, sampling: Sampling, label: str, logits_p: Float64[Tensor, "prefixes vocab"]
-) -> dict[str, Tensor]:
-    """Level -> a quantity, p given by ``logits_p``: "token" summed over the sampled prefixes, and of responses of
-    several tokens "sequence", that of the distributions over whole responses."""
-    function = known_quantities()[label].function
-    by_prefix = function(logits_p.log_softmax(-1), toy.logits_q.log_softmax(-1))
+@cache
+def exact(
+    of: ValueOrGradient, toy: ToyDistributions, sampling: Sampling, label: str
+) -> Mapping[str, Float64[Tensor, "*prefixes_vocab"]]:
+    """Level -> a quantity, or its gradient in the policy's logits.
+
+    Level "token" is the sum over the sampled prefixes, which the gradient holds as sampled; for responses of several
+    tokens "sequence" is the quantity of the distributions over whole responses.
+    """
+    function, logits = known_quantities()[label].function, toy.logits_p.clone().requires_grad_()
+    by_prefix = function(logits.log_softmax(-1), toy.logits_q.log_softmax(-1))
     values = {"token": (prefix_probabilities(toy, sampling) * by_prefix).sum()}
     if toy.steps > 1:
-        p, q = (response_logp(toy, logits).unsqueeze(0) for logits in (logits_p, toy.logits_q))
+        p, q = (response_logp(toy, side).unsqueeze(0) for side in (logits, toy.logits_q))
         values["sequence"] = function(p, q).squeeze(0)
-    return values
+    if of == "value":
+        return {level: value.detach() for level, value in values.items()}
+    return {
+        level: torch.autograd.grad(value, logits, retain_graph=True)[0] for level, value in values.items()
+    }
 
 
 @cache
-def exact_values(toy: ToyDistributions, sampling: Sampling, label: str) -> Mapping[str, float]:
-    """Level -> the quantity."""
-    return {level: x.item() for level, x in _by_level(toy, sampling, label, toy.logits_p).items()}
-
-
-@cache
-def exact_gradient(
-    toy_name: str, sampling: Sampling, label: str, level: str = "token"
-) -> Float64[Tensor, "prefixes vocab"]:
-    """The gradient in the policy's logits of a quantity of a level; for "token", prefixes are held as sampled."""
-    toy = toy_distributions()[toy_name]
-    logits = toy.logits_p.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(_by_level(toy, sampling, label, logits)[level], logits)
-    return gradient
+def candidates(of: ValueOrGradient, sampling: Sampling) -> Mapping[str, Float64[Tensor, "pairs entries"]]:
+    """Label -> each quantity that a value or a gradient may be, on each of the one-token distributions."""
+    return MappingProxyType(
+        {
+            label: torch.stack(
+                [exact(of, toy, sampling, label)["token"].flatten() for toy in one_token_distributions()]
+            )
+            for label, quantity in known_quantities().items()
+            if of == "value" or (quantity.kind not in VALUES_ONLY and label not in VALUES_ONLY)
+        }
+    )
 
 
 TOLERANCE = 1e-3
@@ -228,6 +213,11 @@ class QuantityMatch:
     """The multiple, or for "shifted" the constant that is added."""
     everywhere: bool = True
     """False if it matches only on the pairs without large log ratios."""
+
+    @property
+    def restriction(self) -> str:
+        """Where it is true, as the end of a clause; "" everywhere."""
+        return "" if self.everywhere else ", where no log ratio is large"
 
     def __str__(self) -> str:
         """The label with the factor or the constant."""
@@ -315,6 +305,8 @@ def _factors(
         rounding = ROUNDING * factors.abs().clamp(max=1).unsqueeze(-1)
     allowed = TOLERANCE * expected.norm(dim=-1) + rounding + slack
     is_close = ((measured - expected).norm(dim=-1) <= allowed).all(-1)
+    if relation != "itself":  # noise larger than the value leaves room for any factor
+        is_close &= (slack <= expected.norm(dim=-1)).all(-1)
     return factors, is_close & ((factors.abs() > NEGLIGIBLE) | torch.tensor(relation == "shifted"))
 
 

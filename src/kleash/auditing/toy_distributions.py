@@ -1,7 +1,7 @@
 """The inputs of an audited function, and toy p, q and behaviour distributions over short responses that make them."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from itertools import product
 from types import MappingProxyType
@@ -39,30 +39,30 @@ class AuditInputs:
     head_p: Float[Tensor, "vocab dim"]
     head_q: Float[Tensor, "vocab dim"]
 
+    def mapped(self, change: Callable[[str, Tensor], Tensor]) -> "AuditInputs":
+        """Each tensor changed by a function of its name and itself."""
+        return AuditInputs(
+            **{field.name: change(field.name, getattr(self, field.name)) for field in fields(self)}
+        )
+
     def clone(self) -> "AuditInputs":
         """Copies of all tensors, which may be changed in place and pass gradients on."""
-        return AuditInputs(**{field.name: getattr(self, field.name).clone() for field in fields(self)})
+        return self.mapped(lambda _, x: x.clone())
 
     def select(self, sequences: slice | list[int], steps: slice = slice(None)) -> "AuditInputs":
         """Some of the sequences, or of the steps of each."""
-        parts = {
-            field.name: getattr(self, field.name)[sequences, steps]
-            for field in fields(self)
-            if not field.name.startswith("head_")
-        }
-        return replace(self, **parts)
+        return self.mapped(lambda name, x: x if name in HEADS else x[sequences, steps])
 
     def to(self, dtype: torch.dtype) -> "AuditInputs":
         """These inputs with all floating-point tensors in another precision."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: x.to(dtype) for name, x in tensors.items() if x.is_floating_point()})
+        return self.mapped(lambda _, x: x.to(dtype) if x.is_floating_point() else x)
 
     def as_leaves(self) -> "AuditInputs":
         """These numbers with p's tensors as leaves, so that no call can free a graph that another one needs."""
-        leaves = {name: getattr(self, name).detach().clone().requires_grad_() for name in P_FIELDS}
-        return replace(self, **leaves)
+        return self.mapped(lambda name, x: x.detach().clone().requires_grad_() if name in P_FIELDS else x)
 
 
+HEADS = ("head_p", "head_q")
 P_FIELDS = ("token_logp", "logp", "probs_p", "logits_p", "hidden_p")
 Q_FIELDS = ("token_logq", "behaviour_logp", "logq", "probs_q", "logits_q", "hidden_q")
 
@@ -171,10 +171,10 @@ class ToyDistributions:
 
 
 @cache
-def leaf_inputs(toy_name: str) -> AuditInputs:
-    """Every response once, on-policy; p's tensors are leaves. Calls get copies, so that audits can share them."""
+def leaf_inputs(toy_name: str, sampling: Sampling = "on-policy") -> AuditInputs:
+    """Every response once; p's tensors are leaves. Calls get copies, so that audits can share them."""
     toy = toy_distributions()[toy_name]
-    return toy.inputs(toy.logits_p, "on-policy").as_leaves()
+    return toy.inputs(toy.logits_p, sampling).as_leaves()
 
 
 def response_logp(

@@ -76,8 +76,7 @@ def print_audit(audit: Audit, output: TextIO) -> None:
     lines += [
         f"  {label}: {', '.join(kinds)}" for label, kinds in (("faults", faults), ("notes", notes)) if kinds
     ]
-    remedies = {finding.kind: finding.remedy for finding in audit.faults if finding.remedy}
-    lines += [f"  change {kind}: {remedy}" for kind, remedy in remedies.items()]
+    lines += dict.fromkeys(f"  change {finding.kind}: {finding.remedy}" for finding in audit.faults)
     print("\n".join(lines), file=output)
 
 

@@ -1,19 +1,20 @@
 """Several responses in one call: whether they affect each other, and whether what is masked reaches the result."""
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from math import inf, isfinite, nan
 from types import MappingProxyType
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kleash.auditing.audited_function import AuditedFunction
 from kleash.auditing.checks.evidence import Matched
-from kleash.auditing.toy_distributions import P_FIELDS, Q_FIELDS, SEQUENCES, AuditInputs, leaf_inputs
+from kleash.auditing.toy_distributions import HEADS, P_FIELDS, Q_FIELDS, SEQUENCES, AuditInputs, leaf_inputs
 from kleash.errors import KleashError
-from kleash.store.audit import Finding, MaskRow, Severity
+from kleash.store.audit import Finding, MaskRow
 
 ROWS = [3, 14, 22]
 """The responses of the batches."""
@@ -31,6 +32,7 @@ FILLS: Mapping[str, tuple[float, float]] = MappingProxyType(
     }
 )
 """Name -> the numbers written into the padding of p's tensors, and of q's."""
+SHIFTED = ("token_logq", "logits_q", "hidden_q")
 ORDINARY = ("equal numbers", "other numbers")
 """The fills that the padding of any batch may hold."""
 PADDING_SENTENCES: Mapping[str, str] = MappingProxyType(
@@ -52,31 +54,34 @@ def batch_findings(audited: AuditedFunction, gradient: Matched, *, ignores_paddi
         gradient: what its gradient is; a reward that is given late is no fault if its gradient is right.
         ignores_padding: whether padding has no effect; only then is a mean over unequal lengths judged.
     """
-    reduction = dependence = credit = ""
+    convention = audited.convention
     try:
-        if audited.convention.gives == "mean":
-            reduction = _wrong_reduction(audited, ignores_padding)
-        else:
-            dependence, credit = _dependence(audited), _misplaced_values(audited)
+        faults = (
+            [("wrong_reduction", "It is not a mean", _wrong_reduction(audited, ignores_padding))]
+            if convention.gives == "mean"
+            else [
+                ("batch_dependent", "The result for a response depends on its batch", _dependence(audited)),
+                ("wrong_credit", "Values are at the wrong tokens", _misplaced_values(audited)),
+            ]
+        )
     except KleashError:
         return []
-    is_right = gradient.is_right and gradient.positions.level != "neither"
-    credit_severity: Severity = "note" if audited.convention.place == "reward" and is_right else "wrong"
-    faults: tuple[tuple[str, Severity, str, str, str], ...] = (
-        ("wrong_reduction", "wrong", "It is not a mean", reduction, "batch"),
-        ("batch_dependent", "wrong", "The result for a response depends on its batch", dependence, "batch"),
-        ("wrong_credit", credit_severity, "Values are at the wrong tokens", credit, "sequences"),
-    )
+    is_late = convention.place == "reward" and gradient.is_right and gradient.positions.level != "neither"
     return [
-        Finding(kind=kind, severity=severity, sentence=f"{statement}: {fault}.", where=where)
-        for kind, severity, statement, fault, where in faults
+        Finding(
+            kind=kind,
+            severity="note" if kind == "wrong_credit" and is_late else "wrong",
+            sentence=f"{statement}: {fault}.",
+            where="sequences" if kind == "wrong_credit" else "batch",
+        )
+        for kind, statement, fault in faults
         if fault
     ]
 
 
 def _batch_inputs(rows: list[int] = ROWS) -> AuditInputs:
-    """The responses ``rows`` of the toy named ``SEQUENCES``; p's tensors are leaves of the graph."""
-    return leaf_inputs(SEQUENCES).select(rows)
+    """The responses ``rows`` of the toy named ``SEQUENCES``, off-policy; p's tensors are leaves of the graph."""
+    return leaf_inputs(SEQUENCES, "off-policy").select(rows)
 
 
 def _wrong_reduction(audited: AuditedFunction, ignores_padding: bool) -> str:
@@ -132,15 +137,15 @@ def _misplaced_values(audited: AuditedFunction) -> str:
 
 def _with_step_of(inputs: AuditInputs, other: AuditInputs, step: int) -> AuditInputs:
     """All tensors at one step replaced by those of another response, q's shifted by 0.3 nats."""
-    changed: dict[str, Tensor] = {}
-    for field in fields(AuditInputs):
-        tensor = getattr(inputs, field.name)
-        if tensor.is_floating_point() and not field.name.startswith("head_"):
-            tensor = tensor.detach().clone()
-            shift = 0.3 if field.name in ("token_logq", "logits_q", "hidden_q") else 0.0
-            tensor[:, step] = getattr(other, field.name)[:, step].detach() - shift
-            changed[field.name] = tensor
-    return replace(inputs, **changed)
+
+    def changed(name: str, x: Tensor) -> Tensor:
+        if name in HEADS or not x.is_floating_point():
+            return x
+        x = x.detach().clone()
+        x[:, step] = getattr(other, name)[:, step].detach() - 0.3 * (name in SHIFTED)
+        return x
+
+    return inputs.mapped(changed)
 
 
 def batch_mean(audited: AuditedFunction) -> Literal["", "tokens", "responses", "neither"]:
@@ -173,10 +178,6 @@ def padded_inputs(fill: str | None) -> AuditInputs:
     return replace(inputs, mask=mask).as_leaves()
 
 
-Result = tuple[Tensor, list[Tensor]]
-"""Values [sequences, parts], and the gradients of their unmasked sum in each of ``P_FIELDS``."""
-
-
 def check_padding(audited: AuditedFunction) -> tuple[tuple[MaskRow, ...], list[Finding]]:
     """The changes of value and gradient for each fill, against responses cut to their lengths; none without a mask.
 
@@ -184,13 +185,15 @@ def check_padding(audited: AuditedFunction) -> tuple[tuple[MaskRow, ...], list[F
     """
     if not audited.convention.takes_mask:
         return (), []
-    cut = [_of_cut_response(audited, i, length) for i, length in enumerate(LENGTHS)]
-    rows = [_padding_row(audited, fill, cut) for fill in FILLS]
+    expected = _expected_with_padding(audited)
+    if not all(bool(part.isfinite().all()) for part in expected):  # without any padding
+        return (), []
+    rows = [_padding_row(audited, fill, expected) for fill in FILLS]
     findings: list[Finding] = []
     for kind, statement in PADDING_SENTENCES.items():
         bad = [row for kind_of_row, row in rows if kind_of_row == kind]
         cases = ", ".join(f"{row.case} ({row.problem})" for row in bad)
-        is_wrong = kind != "nan_from_padding" and any(row.case in ORDINARY for row in bad)
+        is_wrong = any(row.case in ORDINARY for row in bad)
         severity = "note" if kind == "cannot_be_called" else "wrong" if is_wrong else "fragile"
         if bad:
             end = "" if kind == "padding_in_denominator" else f" if they hold: {cases}"
@@ -198,51 +201,45 @@ def check_padding(audited: AuditedFunction) -> tuple[tuple[MaskRow, ...], list[F
     return tuple(row for _, row in rows), findings
 
 
-def _result(audited: AuditedFunction, inputs: AuditInputs, leaves: AuditInputs) -> Result:
-    """Values and gradients of one call, in the tensors of ``leaves``."""
-    values, tensors = audited.values(inputs), [getattr(leaves, name) for name in P_FIELDS]
-    unmasked = torch.where(inputs.mask, values, 0.0) if values.shape == inputs.mask.shape else values
-    gradients = zip(tensors, audited.gradients(unmasked.sum(), tensors), strict=True)
-    return values.detach(), [torch.zeros_like(x) if g is None else g for x, g in gradients]
-
-
-def _of_cut_response(audited: AuditedFunction, i: int, length: int) -> Result:
-    """The result for one response without its padding."""
+def _expected_with_padding(audited: AuditedFunction) -> tuple[Tensor, Tensor]:
+    """Values and gradients of the responses cut to their lengths, with zeros in the padding."""
     inputs = padded_inputs(None)
-    values, gradients = _result(audited, inputs.select(slice(i, i + 1), slice(length)), inputs)
-    return values[0], [g[i, :length] for g in gradients]
+    values, gradients = zip(
+        *(
+            audited.values_and_gradients(inputs.select(slice(i, i + 1), slice(length)), inputs)
+            for i, length in enumerate(LENGTHS)
+        ),
+        strict=True,
+    )
+    return pad_sequence([of_one[0] for of_one in values], batch_first=True), torch.stack(gradients).sum(0)
 
 
-def _padding_row(audited: AuditedFunction, fill: str, cut: list[Result]) -> tuple[str, MaskRow]:
+def _padding_row(audited: AuditedFunction, fill: str, expected: tuple[Tensor, Tensor]) -> tuple[str, MaskRow]:
     """The kind of finding, or "", and the row of a padded call compared with those of the cut responses."""
     inputs = padded_inputs(fill)
     try:
-        values, gradients = _result(audited, inputs, inputs)
+        results = audited.values_and_gradients(inputs, inputs)
     except KleashError as error:
         row = MaskRow(case=fill, value_change=nan, gradient_change=nan, problem=str(error))
         return "cannot_be_called", row
-    value_changes, gradient_changes = list[Tensor](), list[Tensor]()
-    counts_padding = audited.convention.gives == "mean"
-    for i, (length, (expected, expected_gradients)) in enumerate(zip(LENGTHS, cut, strict=True)):
-        row, parts = values[i], len(expected)
-        value_changes += [row[:parts] - expected, row[parts:]]
-        counts_padding = counts_padding and torch.allclose(row * 3, expected * length, rtol=1e-4, atol=1e-7)
-        for g, expected_g in zip(gradients, expected_gradients, strict=True):
-            gradient_changes += [g[i, :length] - expected_g, g[i, length:]]
     value_change, gradient_change = (
-        torch.cat([x.flatten() for x in changes]).abs().max().item()  # NaN if any is
-        for changes in (value_changes, gradient_changes)
+        (after - before).abs().max().item()  # NaN if any is
+        for after, before in zip(results, expected, strict=True)
     )
-    kind, problem = _padding_fault(value_change, gradient_change, counts_padding=counts_padding)
+    over_padding = expected[0] * torch.tensor(LENGTHS).unsqueeze(-1) / max(LENGTHS)
+    is_over_padding = audited.convention.gives == "mean" and torch.allclose(
+        results[0], over_padding, 1e-4, 1e-7
+    )
+    kind, problem = _padding_fault(value_change, gradient_change, is_over_padding=is_over_padding)
     return kind, MaskRow(
         case=fill, value_change=value_change, gradient_change=gradient_change, problem=problem
     )
 
 
-def _padding_fault(value_change: float, gradient_change: float, *, counts_padding: bool) -> tuple[str, str]:
+def _padding_fault(value_change: float, gradient_change: float, *, is_over_padding: bool) -> tuple[str, str]:
     """The kind of finding and what is wrong, in words; two empty strings if nothing is."""
     changes = {"value": value_change, "gradient": gradient_change}
-    faults = [("padding_in_denominator", "value")] if counts_padding and value_change > 1e-6 else []
+    faults = [("padding_in_denominator", "value")] if is_over_padding and value_change > 1e-6 else []
     faults += [("nan_from_padding", of) for of, change in changes.items() if not isfinite(change)]
     faults += [
         ("padding_counts", f"{of} changes by {change:.3g}") for of, change in changes.items() if change > 1e-5

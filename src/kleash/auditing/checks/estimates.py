@@ -1,19 +1,21 @@
 """What the expected value and the expected gradient are, in sentences and findings."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import inf, isclose, isnan
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, TypeVar
 
 from kleash.auditing.checks.evidence import LEVELS, Evidence, Level, Matched
+from kleash.auditing.conventions import Convention
+from kleash.auditing.finding_kinds import remedy_of
 from kleash.auditing.quantities import (
     TOLERANCE,
-    exact_gradient,
+    exact,
     is_quantity,
     known_quantities,
 )
-from kleash.auditing.toy_distributions import SEQUENCES, Sampling
-from kleash.store.audit import Finding, ValueRow
+from kleash.auditing.toy_distributions import SEQUENCES, Sampling, toy_distributions
+from kleash.store.audit import Finding, GradientRow, ValueRow
 
 REVERSED = {
     "KL(p ‖ q)": "KL(q ‖ p)",
@@ -42,6 +44,8 @@ POSITION_REMEDY = (
     "give every token the same weight (token by token), or credit each with the divergence from it on "
     "(between whole responses: kleash.kl_loss with kleash.future_kl_loss)"
 )
+K1_REMEDY = "leave it in a reward, in which k1 has the right gradient and k3 has not"
+Row = TypeVar("Row", ValueRow, GradientRow)
 ON_SEQUENCES = "sequences, on-policy"
 
 
@@ -62,6 +66,7 @@ def value_findings(evidence: Evidence) -> Iterator[Finding]:
             severity="note" if kind == "biased_value" and evidence.gradient.is_right else "wrong",
             sentence=_value_sentence(evidence),
             where=where,
+            remedy=_mismatch_remedy(value, evidence.audited.convention),
         )
     if value.positions.level == "neither":
         is_only_logged = evidence.gradient.is_right and evidence.gradient.positions.level != "neither"
@@ -74,14 +79,15 @@ def value_findings(evidence: Evidence) -> Iterator[Finding]:
     on, off = value.on_policy, value.off_policy
     is_same = on is None or (off is not None and (on.quantity, on.relation) == (off.quantity, off.relation))
     yield from _off_policy_findings(evidence, "value", is_same, _worst_value(evidence, "off-policy"))
-    row = min(_rows_of_one_token(evidence, "on-policy"), key=lambda row: row.lowest)
+    row = min(_of_one_token(evidence.value_rows, "on-policy"), key=lambda row: row.lowest)
     if row.lowest < -1e-5 and not (on is not None and on.factor < 0):
         yield Finding(
             kind="negative_values",
             severity="note",
-            sentence=f"The value of a single token can be negative (down to {row.lowest:.4g} on the {row.pair} pair); "
-            "only the mean cannot.",
+            sentence=f"The value of a single token can be negative (down to {row.lowest:.4g} on the {row.pair} pair)"
+            f"{'; only the mean cannot' if value.is_right else ''}.",
             where=row.pair,
+            remedy=K1_REMEDY if evidence.audited.convention.place == "reward" else "",
         )
 
 
@@ -131,20 +137,31 @@ def _mismatch_kind(value: Matched) -> str:
     return known_quantities()[match.quantity].kind
 
 
+def _mismatch_remedy(matched: Matched, convention: Convention) -> str:
+    """What to change in a value or gradient that is not the claimed one: of a sample, not the order of arguments."""
+    kind, match = _mismatch_kind(matched), matched.on_policy
+    is_exact_reverse = match is not None and match.quantity == REVERSED.get(matched.claimed)
+    if is_exact_reverse and convention.sees == "tokens":
+        kind = "biased_value"
+    return remedy_of(kind, convention)
+
+
 def _value_sentence(evidence: Evidence) -> str:
     """The expected value in a sentence."""
     match, claimed, level = evidence.value.on_policy, evidence.claimed, evidence.value.positions.level
     estimator = ESTIMATOR_LEVELS[evidence.estimator_level].format(evidence.log_ratios.estimator)
     of_several = LEVELS[level] if level == "sequence" or (level == "token" and not estimator) else ""
     if evidence.value.is_right:
-        deviation = max(row.standard_deviation for row in _rows_of_one_token(evidence, "on-policy"))
+        deviation = max(row.standard_deviation for row in _of_one_token(evidence.value_rows, "on-policy"))
         accuracy = "an unbiased estimate of" if deviation > 1e-3 else "exactly"
         if level == "neither":
             of_several = " for a single token, but not for several"
         unclamped = evidence.log_ratios.unclamped_range("value")
         return f"Its value is {accuracy} {claimed}{of_several}{', ' + unclamped if unclamped else ''}{estimator}."
     if match is not None and not is_quantity(match, claimed, everywhere=False):
-        return f"Its value is in expectation {match}{of_several}, not {claimed}{estimator}."
+        return (
+            f"Its value is in expectation {match}{of_several}{match.restriction}, not {claimed}{estimator}."
+        )
     what = "estimates no divergence of the table"
     if match is not None:
         what = f"is {claimed} only where no log ratio is large"
@@ -154,16 +171,16 @@ def _value_sentence(evidence: Evidence) -> str:
 def _worst_value(evidence: Evidence, sampling: Sampling) -> tuple[str, str]:
     """The pair with the largest relative bias, and its mean there, in words."""
     row = max(
-        _rows_of_one_token(evidence, sampling),
+        _of_one_token(evidence.value_rows, sampling),
         key=lambda row: inf if isnan(row.expected) else abs(row.expected / row.exact - 1),
     )
     words = f"its mean is {row.expected:.4g}, and {evidence.claimed} {row.exact:.4g}"
     return row.pair, f"on the {row.pair} pair {words}"
 
 
-def _rows_of_one_token(evidence: Evidence, sampling: Sampling) -> list[ValueRow]:
-    """The rows of values over a single token."""
-    return [row for row in evidence.value_rows if row.sampling == sampling and row.pair != SEQUENCES]
+def _of_one_token(rows: Sequence[Row], sampling: Sampling) -> list[Row]:
+    """The rows over a single token."""
+    return [row for row in rows if row.sampling == sampling and row.pair != SEQUENCES]
 
 
 def _describe_positions(evidence: Evidence) -> str:
@@ -195,7 +212,15 @@ def gradient_findings(evidence: Evidence) -> Iterator[Finding]:
     if not gradient.is_right:
         is_zero = gradient.on_policy is not None and gradient.on_policy.quantity == "zero"
         kind = "zero_gradient" if is_zero else "wrong_gradient"
-        yield Finding(kind=kind, severity="wrong", sentence=sentence, where="on-policy")
+        cause = _mismatch_kind(gradient)
+        is_same = cause in ("wrong_sign", "wrong_scale", _mismatch_kind(evidence.value)) and not is_zero
+        yield Finding(
+            kind=kind,
+            severity="wrong",
+            sentence=sentence,
+            where="on-policy",
+            remedy=_mismatch_remedy(gradient, convention) if is_same else "",
+        )
         return
     if convention.place == "loss" or convention.takes_behaviour:  # the trainer weights a plain reward
         is_same = is_quantity(gradient.off_policy, evidence.claimed)
@@ -214,9 +239,8 @@ def gradient_findings(evidence: Evidence) -> Iterator[Finding]:
             remedy=POSITION_REMEDY,
         )
     elif positions.level == "token" or positions.factors_of == "token":
-        by_token, by_sequence = (
-            exact_gradient(SEQUENCES, "on-policy", evidence.claimed, level) for level in ("token", "sequence")
-        )
+        toy = toy_distributions()[SEQUENCES]
+        by_token, by_sequence = exact("gradient", toy, "on-policy", evidence.claimed).values()
         share = ((by_sequence - by_token).norm() / by_sequence.norm()).item()
         yield Finding(
             kind="token_gradient",
@@ -253,21 +277,18 @@ def _gradient_sentence(evidence: Evidence) -> str:
     if is_quantity(match, claimed, everywhere=False):
         what = f"{claimed} only where no log ratio is large"
     elif match is not None:
-        restriction = "" if match.everywhere else ", where no log ratio is large"
-        what = f"{match}{LEVELS[positions.level]}{restriction}, not {claimed}"
+        what = f"{match}{LEVELS[positions.level]}{match.restriction}, not {claimed}"
     end = f"; for several tokens {of_several}" if positions.level == "neither" else ""
     return f"{usage} it follows {what}: {_worst_gradient(evidence, 'on-policy')[1]}{end}."
 
 
 def _worst_gradient(evidence: Evidence, sampling: Sampling) -> tuple[str, str]:
     """The pair on which the gradient differs most from that of the claimed divergence, and how, in words."""
-    rows = [
-        row
-        for row in evidence.gradient_rows
-        if (row.target, row.sampling) == (evidence.claimed, sampling) and row.pair != SEQUENCES
-    ]
-    row = max(rows, key=lambda row: inf if isnan(row.relative_error) else row.relative_error)
-    if isnan(row.cosine):
-        return row.pair, f"on the {row.pair} pair it is zero"
+    row = max(
+        (row for row in _of_one_token(evidence.gradient_rows, sampling) if row.target == evidence.claimed),
+        key=lambda row: inf if isnan(row.relative_error) else row.relative_error,
+    )
     words = f"their cosine is {row.cosine:.3g}, its size {row.relative_size:.3g} times"
+    if isnan(row.cosine):
+        words = "it is zero" if row.relative_size < 1 else "it is NaN or infinite"
     return row.pair, f"on the {row.pair} pair {words}"

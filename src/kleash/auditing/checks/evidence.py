@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, TypeGuard
+from typing import Literal, TypeGuard, get_args
 
 import torch
 from jaxtyping import Bool
@@ -14,21 +14,18 @@ from kleash.auditing.checks.expectations import (
     Expectation,
     expectation,
     gradient_rows,
-    matched_gradient,
-    matched_value,
-    one_token,
-    several_tokens,
+    matched_quantity,
     value_rows,
 )
 from kleash.auditing.checks.log_ratios import LogRatios, scan_log_ratios
 from kleash.auditing.quantities import (
+    LABELS,
     MAX_STANDARD_ERRORS,
     TOLERANCE,
     QuantityMatch,
+    ValueOrGradient,
     cosine_similarities,
-    divergence_label,
-    exact_gradient,
-    exact_values,
+    exact,
     is_quantity,
     known_quantities,
 )
@@ -102,9 +99,8 @@ class Matched:
         """The quantity that it was matched with."""
         if self.on_policy is None:
             return "none of the table"
-        if not self.on_policy.everywhere:
-            return f"{self.on_policy}, where no log ratio is large"
-        return f"{self.on_policy}{LEVELS['neither'] if self.positions.level == 'neither' else ''}"
+        of_one = LEVELS["neither"] if self.positions.level == "neither" else ""
+        return f"{self.on_policy}{self.on_policy.restriction or of_one}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -114,7 +110,8 @@ class Evidence:
     audited: AuditedFunction
     claimed: str
     """The label of the claimed divergence."""
-    expectations: tuple[Expectation, ...]
+    is_detached: bool
+    """Whether it is no metric and no gradient reaches the policy."""
     value_rows: tuple[ValueRow, ...]
     gradient_rows: tuple[GradientRow, ...]
     value: Matched
@@ -123,20 +120,18 @@ class Evidence:
     estimator_level: Level
     """Whether for several tokens its estimator is that of each, or of the response's summed log ratio."""
 
-    @property
-    def is_detached(self) -> bool:
-        """Whether it is no metric and no gradient reaches the policy."""
-        is_metric = self.audited.convention.place == "metric"
-        return not is_metric and any(e.gradient is None for e in self.expectations)
-
 
 def gather_evidence(audited: AuditedFunction) -> Evidence:
     """Determine what the value and the gradient of a function are."""
-    claimed, toys = divergence_label(audited.convention.claims), toy_distributions().values()
+    claimed, toys = LABELS[audited.convention.claims], toy_distributions().values()
     expectations = tuple(expectation(audited, toy, sampling) for toy in toys for sampling in SAMPLINGS)
-    of_one = [one_token(expectations, sampling) for sampling in SAMPLINGS]
-    on_policy, off_policy = (several_tokens(expectations, sampling) for sampling in SAMPLINGS)
-    values, gradients = ([match(e, claimed) for e in of_one] for match in (matched_value, matched_gradient))
+    of_one = [
+        [e for e in expectations if e.sampling == sampling and e.toy.steps == 1] for sampling in SAMPLINGS
+    ]
+    on_policy, off_policy = (e for e in expectations if e.toy.steps > 1)
+    values, gradients = (
+        [matched_quantity(e, of, claimed) for e in of_one] for of in get_args(ValueOrGradient)
+    )
     log_ratios = scan_log_ratios(audited)
 
     def matched(
@@ -155,14 +150,14 @@ def gather_evidence(audited: AuditedFunction) -> Evidence:
     return Evidence(
         audited=audited,
         claimed=claimed,
-        expectations=expectations,
+        is_detached=audited.convention.place != "metric" and any(e.gradient is None for e in expectations),
         value_rows=value_rows(expectations, claimed),
         gradient_rows=gradient_rows(expectations),
         value=matched(
-            values, _value_by_position(audited, on_policy, values[0]), _value_level(off_policy, claimed)
+            values, _value_by_position(audited, on_policy, values[0]), _level(off_policy, "value", claimed)
         ),
         gradient=matched(
-            gradients, _gradient_by_position(on_policy, gradients[0]), _gradient_level(off_policy, claimed)
+            gradients, _gradient_by_position(on_policy, gradients[0]), _level(off_policy, "gradient", claimed)
         ),
         log_ratios=log_ratios,
         estimator_level=_estimator_level(audited, log_ratios.estimator),
@@ -180,23 +175,17 @@ def _level_of(measured: Tensor, by_token: Tensor, by_sequence: Tensor, error: fl
     return "sequence" if is_sequence else "neither"
 
 
-def _value_level(e: Expectation, label: str, factor: float = 1.0) -> Level:
-    """The level at which the expected value of a response is ``factor`` times a quantity."""
-    exact = exact_values(e.toy, e.sampling, label)
-    mean, *levels = torch.tensor([e.mean / factor, exact["token"], exact["sequence"]], dtype=torch.float64)
-    return _level_of(mean, *levels, error=e.mean_error / abs(factor))
+def _level(e: Expectation, of: ValueOrGradient, label: str, factor: float = 1.0) -> Level:
+    """The level at which value or gradient of a response are ``factor`` times a quantity, or its gradient.
 
-
-def _gradient_level(e: Expectation, label: str, factor: float = 1.0) -> Level:
-    """The level at which the expected gradient of a response is that of ``factor`` times a quantity.
-
-    Off-policy, token by token means along the prefixes of the policy or of the behaviour.
+    Off-policy, a gradient token by token is one along the prefixes of the policy or of the behaviour.
     """
-    if e.gradient is None:
+    measured, error = e.measured(of)
+    if measured is None:
         return ""
-    for sampling in (e.sampling, SAMPLINGS[0]):
-        levels = (exact_gradient(SEQUENCES, sampling, label, level) for level in ("token", "sequence"))
-        level = _level_of(e.gradient / factor, *levels, error=e.gradient_error / abs(factor))
+    for sampling in dict.fromkeys((e.sampling, "on-policy" if of == "gradient" else e.sampling)):
+        levels = exact(of, e.toy, sampling, label)
+        level = _level_of(measured / factor, levels["token"], levels["sequence"], error / abs(factor))
         if level != "neither":
             return level
     return "neither"
@@ -208,25 +197,27 @@ def _value_by_position(
     """Compare the expected value of a response with the quantity that it is for one token."""
     if not _has_levels(match):
         return PositionMatch(level="")
-    level = _value_level(e, match.quantity, match.factor)
+    level = _level(e, "value", match.quantity, match.factor)
     gives_each = audited.convention.place == "metric" and audited.convention.gives in ("token", "vocabulary")
     if level != "neither" and not gives_each:
         return PositionMatch(level=level)
     toys = single_position_distributions()
-    exact = [match.factor * exact_values(toy, e.sampling, match.quantity)["token"] for toy in toys]
+    exact_levels = [exact("value", toy, e.sampling, match.quantity) for toy in toys]
+    targets = [match.factor * levels["token"].item() for levels in exact_levels]
     try:
-        means = [expectation(audited, toy, e.sampling).mean for toy in toys] if level == "neither" else []
-        means = means or e.position_means.tolist()
-        factors = tuple(mean / value for mean, value in zip(means, exact, strict=True))
+        means = e.position_means.tolist()
+        if level == "neither":
+            means = [expectation(audited, toy, e.sampling).mean for toy in toys]
+        factors = tuple(mean / value for mean, value in zip(means, targets, strict=True))
     except (KleashError, ZeroDivisionError):  # the function refuses p = q, or the quantity is 0
         return PositionMatch(level=level)
     of_token = PositionMatch(level="neither", factors=factors, factors_of="token")
     if level != "neither":
-        slack = TOLERANCE + MAX_STANDARD_ERRORS * e.mean_error / min(map(abs, exact))
+        slack = TOLERANCE + MAX_STANDARD_ERRORS * e.mean_error / min(map(abs, targets))
         return PositionMatch(level=level) if all(abs(f - 1) <= slack for f in factors) else of_token
     scaled: Level = "token"
     if of_token.is_uniform:
-        scaled = _value_level(e, match.quantity, match.factor * factors[0])
+        scaled = _level(e, "value", match.quantity, match.factor * factors[0])
     if scaled == "neither":  # a factor of each token alone, and another of several
         return PositionMatch(level=level)
     return replace(of_token, factors_of="sequence" if scaled == "sequence" else "token")
@@ -246,13 +237,10 @@ def _gradient_by_position(e: Expectation, match: QuantityMatch | None) -> Positi
     """Compare the expected gradient of a response with the quantity whose gradient it is for one token."""
     if e.gradient is None or not _has_levels(match) or not match.everywhere:
         return PositionMatch(level="")
-    level = _gradient_level(e, match.quantity, match.factor)
+    level = _level(e, "gradient", match.quantity, match.factor)
     if level != "neither":
         return PositionMatch(level=level)
-    targets = [
-        match.factor * exact_gradient(SEQUENCES, e.sampling, match.quantity, of)
-        for of in ("token", "sequence")
-    ]
+    targets = [match.factor * of for of in exact("gradient", e.toy, e.sampling, match.quantity).values()]
     of_token, of_sequence = (_gradient_factors(e, e.gradient, target) for target in targets)
     cosines = cosine_similarities(e.gradient.flatten(), torch.stack(targets).flatten(1))
     return PositionMatch(

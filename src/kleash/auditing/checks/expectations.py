@@ -10,17 +10,15 @@ from torch import Tensor
 
 from kleash.auditing.audited_function import AuditedFunction
 from kleash.auditing.quantities import (
+    LABELS,
     QuantityMatch,
+    ValueOrGradient,
+    candidates,
     cosine_similarities,
-    divergence_label,
-    exact_gradient,
-    exact_values,
+    exact,
     match_quantity,
-    quantity_gradients,
-    quantity_values,
 )
 from kleash.auditing.toy_distributions import (
-    SEQUENCES,
     AuditInputs,
     Sampling,
     ToyDistributions,
@@ -56,6 +54,12 @@ class Expectation:
         """The standard deviation of the value of one sampled response."""
         squares = (self.totals - self.mean).square()
         return (self.toy.probabilities(self.sampling) * squares).sum().sqrt().item()
+
+    def measured(self, of: ValueOrGradient) -> tuple[Tensor | None, float]:
+        """The expected value or gradient, and its standard error as a norm."""
+        if of == "gradient":
+            return self.gradient, self.gradient_error
+        return torch.tensor(self.mean, dtype=torch.float64), self.mean_error
 
 
 GROUPS = 12
@@ -111,31 +115,16 @@ def _expectation_of_one_pass(
     )
 
 
-def one_token(expectations: Sequence[Expectation], sampling: Sampling) -> list[Expectation]:
-    """The expectations over a single token."""
-    return [e for e in expectations if e.sampling == sampling and e.toy.steps == 1]
-
-
-def several_tokens(expectations: Sequence[Expectation], sampling: Sampling) -> Expectation:
-    """The expectation over responses of three tokens."""
-    return next(e for e in expectations if e.sampling == sampling and e.toy.steps > 1)
-
-
-def matched_value(chosen: Sequence[Expectation], claimed: str) -> QuantityMatch | None:
-    """The known quantity that the expected value over a single token is."""
-    means = torch.tensor([[e.mean] for e in chosen], dtype=torch.float64)
-    errors = torch.tensor([e.mean_error for e in chosen], dtype=torch.float64)
-    return match_quantity(means, quantity_values(), [e.toy.name for e in chosen], claimed, errors)
-
-
-def matched_gradient(chosen: Sequence[Expectation], claimed: str) -> QuantityMatch | None:
-    """The known quantity whose gradient the expected gradient over a single token is; None without a gradient."""
-    gradients = [e.gradient for e in chosen if e.gradient is not None]
-    if len(gradients) < len(chosen):
+def matched_quantity(
+    chosen: Sequence[Expectation], of: ValueOrGradient, claimed: str
+) -> QuantityMatch | None:
+    """The known quantity that value or gradient over a single token are; None for none, and without a gradient."""
+    measured = [e.measured(of) for e in chosen]
+    flat = [part.flatten() for part, _ in measured if part is not None]
+    if len(flat) < len(chosen):
         return None
-    errors = torch.tensor([e.gradient_error for e in chosen], dtype=torch.float64)
-    candidates, pairs = quantity_gradients(chosen[0].sampling), [e.toy.name for e in chosen]
-    return match_quantity(torch.cat(gradients), candidates, pairs, claimed, errors)
+    pairs, errors = [e.toy.name for e in chosen], torch.tensor([error for _, error in measured]).double()
+    return match_quantity(torch.stack(flat), candidates(of, chosen[0].sampling), pairs, claimed, errors)
 
 
 def value_rows(expectations: Sequence[Expectation], claimed: str) -> tuple[ValueRow, ...]:
@@ -145,14 +134,14 @@ def value_rows(expectations: Sequence[Expectation], claimed: str) -> tuple[Value
             pair=e.toy.name,
             sampling=e.sampling,
             level=level,
-            exact=exact,
+            exact=value.item(),
             expected=e.mean,
-            bias=e.mean - exact,
+            bias=e.mean - value.item(),
             standard_deviation=e.standard_deviation,
             lowest=e.totals.min().item(),
         )
         for e in expectations
-        for level, exact in exact_values(e.toy, e.sampling, claimed).items()
+        for level, value in exact("value", e.toy, e.sampling, claimed).items()
     )
 
 
@@ -161,7 +150,7 @@ def gradient_rows(expectations: Sequence[Expectation]) -> tuple[GradientRow, ...
     rows: list[GradientRow] = []
     for e in expectations:
         if e.gradient is not None:
-            gradient, (labels, targets) = e.gradient.flatten(), _target_gradients(e.toy.name, e.sampling)
+            gradient, (labels, targets) = e.gradient.flatten(), _target_gradients(e.toy, e.sampling)
             sizes = targets.norm(dim=-1)
             errors = (gradient - targets).norm(dim=-1) / sizes
             columns = torch.stack([cosine_similarities(gradient, targets), gradient.norm() / sizes, errors])
@@ -181,13 +170,14 @@ def gradient_rows(expectations: Sequence[Expectation]) -> tuple[GradientRow, ...
 
 @cache
 def _target_gradients(
-    toy_name: str, sampling: Sampling
+    toy: ToyDistributions, sampling: Sampling
 ) -> tuple[tuple[str, ...], Float64[Tensor, "labels entries"]]:
     """The labels and gradients of every divergence, over several tokens also of that between whole responses."""
-    labels = [divergence_label(name) for name in DIVERGENCES]
-    targets = {label: exact_gradient(toy_name, sampling, label) for label in labels}
-    if toy_name == SEQUENCES:
-        targets |= {
-            f"sequence {label}": exact_gradient(toy_name, sampling, label, "sequence") for label in labels
-        }
+    labels = [LABELS[name] for name in DIVERGENCES]
+    levels = {"token": "", "sequence": "sequence "} if toy.steps > 1 else {"token": ""}
+    targets = {
+        f"{prefix}{label}": exact("gradient", toy, sampling, label)[level]
+        for level, prefix in levels.items()
+        for label in labels
+    }
     return tuple(targets), torch.stack([*targets.values()]).flatten(1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kleash.auditing.audited_function import AuditedFunction
-from kleash.auditing.checks.log_ratios import two_token_logp, value_and_gradients
+from kleash.auditing.checks.log_ratios import of_first_token, two_token_logp
 from kleash.auditing.toy_distributions import (
     P_FIELDS,
     Q_FIELDS,
@@ -154,7 +154,7 @@ def _row(audited: AuditedFunction, case: ExtremeCase) -> EdgeRow:
     else:
         p, q = p.reshape(1, 1, -1), q.reshape(1, 1, -1)
         exact = divergence(audited.convention.claims, p.log_softmax(-1), q.log_softmax(-1)).item()
-    values, in_token, in_logits = value_and_gradients(audited, case.dtype, p, q)
+    values, in_token, in_logits = of_first_token(audited, case.dtype, p, q)
     entries = in_logits[p.squeeze(1).isfinite()] if in_token is None and in_logits is not None else in_token
     gradient = nan if entries is None else entries[entries.abs().nan_to_num(nan=inf).argmax()].item()
     return EdgeRow(
@@ -192,9 +192,6 @@ def nan_input_findings(audited: AuditedFunction) -> Iterator[Finding]:
         return audited.values(replace(inputs, **{field: changed})).detach()
 
     for field in (*P_FIELDS, *Q_FIELDS):
-        is_per_token = getattr(inputs, field).dim() == 2
-        if is_per_token and audited.convention.sees != "tokens" and field != "token_logp":
-            continue
         with suppress(KleashError):  # the function refuses NaN
             before, after, of_nan = (values_with(field, factor) for factor in (1.0, 0.9, nan))
             if not torch.equal(before, after) and not isnan(of_nan[0].sum().item()):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kleash.auditing.audited_function import AuditedFunction
 from kleash.auditing.conventions import Convention
-from kleash.auditing.quantities import UNBOUNDED, divergence_label
+from kleash.auditing.quantities import LABELS, UNBOUNDED
 from kleash.auditing.toy_distributions import make_inputs
 from kleash.divergences import divergence
 from kleash.errors import KleashError
@@ -45,8 +45,10 @@ class Scan(NamedTuple):
     values: Float64[Tensor, " points"]
     gradients: Float64[Tensor, " points"] | None
     """In the policy's log-probability of the token, or in its first logit; None for a value only."""
+    claimed_values: Float64[Tensor, " points"] | None = None
+    """The claimed divergence, for whole distributions; None for sampled tokens."""
     claimed_gradients: Float64[Tensor, " points"] | None = None
-    """Of the claimed divergence in the policy's first logit, for whole distributions; None for sampled tokens."""
+    """Of the claimed divergence in the policy's first logit."""
 
 
 Probe = Callable[[Tensor], Scan]
@@ -76,11 +78,12 @@ class LogRatios:
 
     def reportable_zones(self, kind: ZoneKind) -> list[ZoneRow]:
         """Without zones that cover everything (a constant has its own finding) and those that overflow causes."""
+        lowest = -REACH if self.convention.sees == "tokens" else 0.01  # equal distributions have no gradient
         return [
             zone
             for zone in self.zones
             if zone.kind == kind
-            and not (zone.low in (-inf, 0.0) and zone.high == inf)
+            and not (zone.low <= lowest and zone.high == inf)
             and not (zone.low > OVERFLOW or zone.high < -OVERFLOW)
         ]
 
@@ -147,10 +150,12 @@ def _matching_estimator(scan: Scan) -> str:
     """The name of the estimator that the function computes for each sampled token, or ""."""
     is_chosen = scan.log_ratios.abs() < SAMPLED_REACH
     log_ratios, values = scan.log_ratios[is_chosen], scan.values[is_chosen]
-    for name, estimator in ESTIMATORS.items():
-        if torch.allclose(values, estimator.of(log_ratios), rtol=1e-4, atol=1e-5):
-            return name
-    return ""
+    matching = (
+        name
+        for name, estimator in ESTIMATORS.items()
+        if torch.allclose(values, estimator.of(log_ratios), rtol=1e-4, atol=1e-5)
+    )
+    return next(matching, "")
 
 
 def two_token_logp(token_logp: Tensor) -> Tensor:
@@ -158,7 +163,7 @@ def two_token_logp(token_logp: Tensor) -> Tensor:
     return torch.stack([token_logp, torch.log1p(-token_logp.exp())], dim=-1).unsqueeze(1)
 
 
-def value_and_gradients(
+def of_first_token(
     audited: AuditedFunction, dtype: torch.dtype, *logits: Float64[Tensor, "points 1 vocab"]
 ) -> tuple[
     Float64[Tensor, " points"], Float64[Tensor, " points"] | None, Float64[Tensor, "points vocab"] | None
@@ -193,7 +198,7 @@ def _of_one_token(
 ) -> tuple[Tensor, Tensor | None]:
     """Values, and gradients in the token's log-probability, for its log-probabilities under p, q and the behaviour."""
     logits = [two_token_logp(logp) for logp in token_logps]
-    values, in_token, in_logits = value_and_gradients(audited, dtype, *logits)
+    values, in_token, in_logits = of_first_token(audited, dtype, *logits)
     if in_token is None and in_logits is not None:  # it computes the log-probability itself, from the logits
         in_token = in_logits[:, 0] / logits[0][:, 0, 1].exp()
     return values, in_token
@@ -205,22 +210,18 @@ def _scan_tokens(audited: AuditedFunction, log_ratios: Tensor) -> Scan:
     return Scan(log_ratios, *_of_one_token(audited, torch.float32, p, q))
 
 
-def _uniform_and_skewed(log_odds: Tensor, claims: str) -> tuple[Tensor, Tensor]:
-    """Logits [points, 2] of p and q: uniform on the side that is averaged over, skewed on the other."""
-    skewed_logits = torch.stack([log_odds / 2, -log_odds / 2], dim=-1)
-    uniform_logits = torch.zeros_like(skewed_logits)
-    return (skewed_logits, uniform_logits) if claims == "reverse_kl" else (uniform_logits, skewed_logits)
-
-
 def _scan_distributions(audited: AuditedFunction, log_odds: Tensor) -> Scan:
-    """A uniform distribution over two tokens against one with these log-odds."""
+    """A distribution over two tokens with these log-odds against a uniform one, over which the average is taken."""
     claims = audited.convention.claims
-    logits_p, logits_q = (side.unsqueeze(1) for side in _uniform_and_skewed(log_odds, claims))
-    values, _, gradients = value_and_gradients(audited, torch.float32, logits_p, logits_q)
+    skewed = torch.stack([log_odds / 2, -log_odds / 2], dim=-1).unsqueeze(1)
+    uniform = torch.zeros_like(skewed)
+    logits_p, logits_q = (skewed, uniform) if claims == "reverse_kl" else (uniform, skewed)
+    values, _, gradients = of_first_token(audited, torch.float32, logits_p, logits_q)
     logits_p.requires_grad_()
-    claimed = divergence(claims, logits_p.log_softmax(-1), logits_q.log_softmax(-1)).sum()
-    (claimed_gradients,) = torch.autograd.grad(claimed, logits_p)
-    return Scan(log_odds, values, None if gradients is None else gradients[:, 0], claimed_gradients[:, 0, 0])
+    claimed = divergence(claims, logits_p.log_softmax(-1), logits_q.log_softmax(-1)).squeeze(-1)
+    (claimed_gradients,) = torch.autograd.grad(claimed.sum(), logits_p)
+    first = None if gradients is None else gradients[:, 0]
+    return Scan(log_odds, values, first, claimed.detach(), claimed_gradients[:, 0, 0])
 
 
 def _gradients(scan: Scan) -> Float64[Tensor, " points"]:
@@ -270,7 +271,7 @@ def _zones(
 ) -> list[ZoneRow]:
     """The ranges of at least two points that are inside; ``is_inside`` at other points locates their ends.
 
-    ``on_grid`` says which points of the scan are inside, if they can be told without ``is_inside``.
+    ``on_grid`` says which points of the scan are inside, if neighbours tell it more coarsely.
     """
     on_grid = is_inside(scan) if on_grid is None else on_grid
     sections = 2 if audited.convention.gives == "mean" else 16  # a mean needs a call for each point
@@ -307,22 +308,16 @@ def _curve(convention: Convention, scan: Scan, estimator: str) -> tuple[tuple[Cu
     sampled token's log-probability is the log ratio, up to a constant, which does not change the expectation. For
     sampled tokens there are rows only if KL(p || q) is claimed.
     """
-    u = scan.log_ratios
-    if convention.sees == "tokens":
+    u, right_values, right_gradients = scan.log_ratios, scan.claimed_values, scan.claimed_gradients
+    name = LABELS[convention.claims]
+    if right_values is None or right_gradients is None:
         if convention.claims != "kl":
             return (), ""
         name = estimator or ("k1" if convention.place == "reward" else "k3")
-        right_values = ESTIMATORS[name].of(u)
-    else:
-        name = divergence_label(convention.claims)
-        p, q = (side.log_softmax(-1) for side in _uniform_and_skewed(u, convention.claims))
-        right_values = divergence(convention.claims, p, q)
-    gradients = right_gradients = torch.full_like(u, torch.nan)
-    if scan.gradients is not None:
-        gradients, right_gradients = (
-            scan.gradients,
-            u if scan.claimed_gradients is None else scan.claimed_gradients,
-        )
+        right_values, right_gradients = ESTIMATORS[name].of(u), u
+    gradients = scan.gradients
+    if gradients is None:
+        gradients = right_gradients = torch.full_like(u, torch.nan)
     columns = torch.stack([u, scan.values, right_values, gradients, right_gradients], dim=-1)
     names = ("log_ratio", "value", "right_value", "gradient", "right_gradient")
     rows = columns[u.abs() <= CURVE_REACH].tolist()
@@ -351,6 +346,9 @@ def log_ratio_findings(log_ratios: LogRatios, is_claimed: bool, gradient_is_righ
             severity="note" if is_note else _severity(zones, ORDINARY_LOG_RATIO),
             sentence=f"{statement} where {log_ratios.name} is {' or '.join(zone.span for zone in zones)}.",
             where="float32",
+            remedy="leave it: the divergence itself is bounded"
+            if is_bounded and kind != "nan_gradient"
+            else "",
         )
         for kind, zones, statement, is_note in (
             ("dead_gradient", dead, "Its gradient is exactly zero", is_bounded),
@@ -381,19 +379,24 @@ def truncated_ratio_zones(audited: AuditedFunction) -> list[ZoneRow]:
         logps = (token_logp, token_logp - LOG_RATIO, token_logp - log_weights)
         return Scan(log_weights, *_of_one_token(audited, torch.float64, *logps))
 
-    def constant_zones(kind: ZoneKind, of: Callable[[Scan], Tensor]) -> list[ZoneRow]:
-        def is_constant(scan: Scan) -> Tensor:
-            return (of(scan) - of(_farther(scan, probe))).abs() <= 1e-4 * of(scan).abs()
+    def is_constant(of: Callable[[Scan], Tensor], scan: Scan) -> Tensor:
+        return (of(scan) - of(_farther(scan, probe))).abs() <= 1e-4 * of(scan).abs()
 
-        on_grid = is_constant(scan)
-        return [] if on_grid.all() else _zones(audited, probe, scan, kind, is_constant, on_grid=on_grid)
-
+    kinds: dict[ZoneKind, Callable[[Scan], Tensor]] = {
+        "value along the importance ratio": lambda part: part.values,
+        "gradient along the importance ratio": _gradients,
+    }
     try:
         scan = probe(_grid(audited, 0, WEIGHT_REACH, WEIGHT_REACH))
-        of_value = constant_zones("value along the importance ratio", lambda part: part.values)
-        return of_value or constant_zones("gradient along the importance ratio", _gradients)
+        zones = [
+            zone
+            for kind, of in kinds.items()
+            for zone in _zones(audited, probe, scan, kind, partial(is_constant, of))
+            if not (isinf(zone.low) and isinf(zone.high))
+        ]
     except KleashError:  # the function refuses such large ratios
         return []
+    return [zone for zone in zones if zone.kind == zones[0].kind]
 
 
 def truncated_ratio_findings(zones: Sequence[ZoneRow]) -> list[Finding]:

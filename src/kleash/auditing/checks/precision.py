@@ -61,8 +61,9 @@ def precision_findings(audited: AuditedFunction, rows: Sequence[AccuracyRow]) ->
             where="float32",
         )
         return
-    if in_float32 := [row for row in rows if row.dtype == "float32" and _is_avoidable(row, CANCELLATION)]:
-        worst = max(in_float32, key=lambda row: row.kl)
+    in_float32 = [row for row in rows if row.dtype == "float32" and _is_avoidable(row, CANCELLATION)]
+    worst = max(in_float32, key=lambda row: row.kl, default=None)
+    if worst and worst.kl < KL_LEVELS[-1] / 2:  # an error at every level is another quantity
         yield Finding(
             kind="cancellation",
             severity="note",

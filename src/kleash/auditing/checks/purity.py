@@ -4,7 +4,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor
 from kleash.auditing.audited_function import AuditedFunction
 from kleash.auditing.checks.batches import padded_inputs
 from kleash.auditing.toy_distributions import (
-    P_FIELDS,
     VOCAB_SIZE,
     AuditInputs,
     leaf_inputs,
@@ -44,20 +43,8 @@ IMPURITY_SENTENCES: Mapping[str, str] = MappingProxyType(
 """Kind of finding -> its sentence, with a detail."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Purity:
-    """What repeated calls show, and the result of the first one."""
-
-    first: Tensor
-    noise: str = ""
-    """What a random result depends on; "" if the result is not random."""
-    state: str = ""
-    """How earlier calls changed the result of a later one; "" if they did not."""
-    findings: tuple[Finding, ...] = ()
-
-
-def check_purity(audited: AuditedFunction) -> Purity:
-    """Call the function repeatedly, with tensors that are used again, and compare what a call may overwrite.
+def check_purity(audited: AuditedFunction) -> tuple[Tensor, list[Finding]]:
+    """The result of the first call, and the impurities that repeated calls and reused tensors show.
 
     Raises:
         CannotRunError, ShapeError: if the first call fails.
@@ -76,7 +63,7 @@ def check_purity(audited: AuditedFunction) -> Purity:
         changes_settings=", ".join(changed),
         random=noise,
     )
-    return Purity(first=first, noise=noise, state=state, findings=tuple(findings))
+    return first, findings
 
 
 def impurities(**details: str) -> list[Finding]:
@@ -92,15 +79,13 @@ def impurities(**details: str) -> list[Finding]:
     ]
 
 
-def check_final_call(audited: AuditedFunction, purity: Purity) -> list[Finding]:
-    """Repeat the first call at the end of the audit, unless impurity was found before."""
-    if purity.noise or purity.state:
-        return []
+def check_final_call(audited: AuditedFunction, first: Tensor) -> list[Finding]:
+    """Repeat the first call at the end of the audit."""
     try:
         inputs = _far_inputs(audited)
         for _ in range(FINAL_CALLS):
             audited.call(inputs)
-        difference = _difference(purity.first, _result(audited))
+        difference = _difference(first, _result(audited))
     except KleashError as error:
         difference = f"a later call fails: {error}"
     return impurities(stateful=f"at the end of the audit {difference}" if difference else "")
@@ -110,12 +95,8 @@ def _result(audited: AuditedFunction, seed: int = SEED) -> Tensor:
     """Value and gradient of a call on the far pair in one flat tensor."""
     seed_generators(seed)
     inputs = _far_inputs(audited)
-    result = audited.call(inputs)
-    parts = [
-        result.detach(),
-        *audited.gradients(result.sum(), [getattr(inputs, name) for name in P_FIELDS]),
-    ]
-    return torch.cat([part.double().flatten() for part in parts if part is not None])
+    values, gradients = audited.values_and_gradients(inputs, inputs)
+    return torch.cat([values.flatten(), gradients]).double()
 
 
 def _far_inputs(audited: AuditedFunction) -> AuditInputs:
@@ -126,8 +107,6 @@ def _far_inputs(audited: AuditedFunction) -> AuditInputs:
 
 def _difference(before: Tensor, after: Tensor) -> str:
     """The difference of two results that should be the same, at the entry that changed most; "" up to rounding."""
-    if before.shape != after.shape:
-        return "the result has another shape: a gradient appears or disappears"
     if torch.allclose(before, after, rtol=1e-6, atol=1e-9, equal_nan=True):
         return ""
     entry = int((after - before).abs().nan_to_num(nan=torch.inf).argmax())
@@ -135,7 +114,10 @@ def _difference(before: Tensor, after: Tensor) -> str:
 
 
 def _repeated_calls(audited: AuditedFunction, first: Tensor) -> tuple[str, str]:
-    """``noise`` and ``state`` of the same call repeated with the same seed, and if nothing changes with others."""
+    """What a random result depends on, or how earlier calls changed a later one, each "" if it is not so.
+
+    The same call is repeated with the same seed, and if nothing changes with others.
+    """
     differences = [_difference(first, _result(audited)) for _ in range(CALLS)]
     if not any(differences):
         by_seed = (_result(audited, SEED + offset) for offset in range(1, 5))
@@ -151,8 +133,6 @@ def _is_unordered(results: Sequence[Tensor]) -> bool:
 
     About one random series in 400 is autocorrelated by chance; state shows in a second series as well.
     """
-    if any(result.shape != results[0].shape for result in results):
-        return False
     weights = torch.linspace(0.5, 1.5, len(results[0]), dtype=torch.float64)
     series = torch.stack(list(results)).nan_to_num() @ weights
     steps, rounding = series.diff(), 1e-9 * series.abs().max()
@@ -184,8 +164,7 @@ def _reused_tensors(audited: AuditedFunction) -> str:
     with suppress(KleashError):  # overwritten arguments have their own check
         mean(reused)
         with torch.no_grad():
-            for field in fields(AuditInputs):
-                getattr(reused, field.name).copy_(getattr(new, field.name))
+            reused.mapped(lambda name, x: x.copy_(getattr(new, name)))
         difference = _difference(before, mean(reused))
         if difference and not _difference(before, between):
             return f"new numbers in the same tensors: {difference}"

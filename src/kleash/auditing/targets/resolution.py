@@ -1,12 +1,11 @@
 """Resolving the argument of ``kleash audit`` to cases: a target, one of its cases, or ``package.module:function``."""
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from kleash import dotted
@@ -20,28 +19,13 @@ from kleash.auditing.targets.repositories import REPOSITORIES
 from kleash.auditing.targets.trl import TRL
 from kleash.auditing.targets.verl import VERL
 from kleash.errors import OptionError, UnknownNameError
-from kleash.registry import look_up
+from kleash.registry import grouped, look_up
 
 ENTRY_POINT_GROUP = "kleash.audit_targets"
 """A package registers a ``Target`` by an entry point of this group, whose name is that of the target.
 
 kleash's own target is one, since it audits code of higher layers than this one."""
 BUILT_IN = {target.name: target for target in (TRL, VERL, OPENRLHF, LIGER, *REPOSITORIES)}
-
-COMMON_CONVENTIONS: Mapping[str, str] = MappingProxyType(
-    {
-        "loss": "f(token_logp, token_logq), log-probabilities of sampled tokens, one value a token, differentiated",
-        "reward": "the same, detached and subtracted from a reward",
-        "metric": "the same, only logged",
-        "mean_loss_with_mask": "f(token_logp, token_logq, mask), one mean over the mask, differentiated",
-        "loss_with_behaviour": "f(token_logp, token_logq, behaviour_logp), with importance weights",
-        "log_probabilities": "f(logp, logq) of whole distributions, the vocabulary on the last axis",
-        "logits": "f(logits_p, logits_q)",
-        "distillation": "f(student_logits, teacher_logits), KL(teacher ‖ student)",
-        "kl_div": "f(logq, p), the order of torch's F.kl_div",
-    }
-)
-"""Convention -> the call and the meaning of its result, for the error without a convention."""
 
 
 def target_names() -> tuple[str, ...]:
@@ -97,9 +81,13 @@ def cases_of(
     loaded = None if source is None else load_function(source, target)
     function = loaded.function if loaded else dotted.resolve_function(target, "a target", INSTALL_COMMANDS)
     if convention is None:
-        names = ", ".join({**COMMON_CONVENTIONS, **CONVENTIONS})
-        common = "; ".join(f"{name} is {meaning}" for name, meaning in COMMON_CONVENTIONS.items())
-        raise OptionError(f"how is {target} called? give --convention, one of {names}. {common}")
+        calls = grouped((record.summary.partition(" -> ")[0], record.name) for record in CONVENTIONS.values())
+        listed = "".join(f"\n{call}: {', '.join(names)}" for call, names in calls.items())
+        raise OptionError(
+            f"how is {target} called? give --convention, the name after the call:{listed}\n"
+            "p is the policy, q the reference; token_logp are log-probabilities of sampled tokens, logp those of the "
+            "whole vocabulary. A loss is differentiated, a reward detached, a metric only logged"
+        )
     return (
         Case(
             name=target,
