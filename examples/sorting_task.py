@@ -23,9 +23,9 @@ import numpy as np
 import pandas as pd
 import torch
 
+import kleash
 from kleash.extras import import_extra
-from kleash.jobs import GRPOJob, MeasureJob
-from kleash.measuring import measure
+from kleash.jobs import GRPOJob
 from kleash.shipped import shipped_folder
 from kleash.store import read_steps
 from kleash.training import train
@@ -33,6 +33,9 @@ from kleash.uncertainty import clustered_mean
 
 LETTERS, LONGEST = "abcdefghjklmnopr", 12
 """Letters that are one token each, and the most tokens of a response."""
+LISTS = {"seeds": [0, 1, 2], "target-nats": [0.7, 2.0], "beta": [0.3, 0.05]}
+NUMBERS = {"steps": 100, "warm-up": 100, "prompts": 256, "held-out": 128, "letters": 8}
+"""The options; a beta at first for each target, in nats per response."""
 KINDS, NO_LEASH, TRL = ("exact", "k3"), "no leash", "TRL, beta .04"
 """The KL terms that a controller keeps at a target, and the other runs."""
 
@@ -48,21 +51,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("sorting"))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    pairs = (
-        ("target-nats", [0.7, 2.0], "nats per response"),
-        ("beta", [0.3, 0.05], "at first, for each target"),
-    )
-    for name, values, meaning in pairs:
-        parser.add_argument(f"--{name}", type=float, nargs="+", default=values, help=f"{meaning}; {values}")
-    for name, default in (
-        ("steps", 100),
-        ("warm-up", 100),
-        ("prompts", 256),
-        ("held-out", 128),
-        ("letters", 8),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{default} if not given")
+    for name, default in (LISTS | NUMBERS).items():
+        kind, nargs = (type(default[0]), "+") if isinstance(default, list) else (int, None)
+        parser.add_argument(f"--{name}", type=kind, nargs=nargs, default=default, help="%(default)s")
     args = parser.parse_args()
     runs: dict[str, dict[str, Any]] = {
         f"{kind}, {target:g} nats": {"kl": kind, "target_nats": target, "beta": beta, "controller": "pid"}
@@ -114,12 +105,8 @@ def task(source: random.Random, letters: int) -> dict[str, str]:
 def write_prompts(root: Path, seed: int, args: argparse.Namespace) -> None:
     """Write prompts to train on and others that are held out, with their answers, to ``root``."""
     source = random.Random(seed)
-    rows = list(
-        {
-            row["prompt"]: row
-            for row in (task(source, args.letters) for _ in range(2 * (args.prompts + args.held_out)))
-        }.values()
-    )
+    drawn = (task(source, args.letters) for _ in range(2 * (args.prompts + args.held_out)))
+    rows = list({row["prompt"]: row for row in drawn}.values())
     parts = {"train": rows[: args.prompts], "held_out": rows[args.prompts : args.prompts + args.held_out]}
     for name, part in parts.items():
         (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
@@ -187,9 +174,7 @@ def by_trl(out: Path, seed: int, args: argparse.Namespace) -> None:
         model=str(out.parent / "reference"),
         reward_funcs=lambda prompts, completions, answer, **_: sorted_right(prompts, completions, answer),
         args=config,
-        train_dataset=datasets.load_dataset(
-            "json", data_files=str(out.parent / "train.jsonl"), split="train"
-        ),
+        train_dataset=datasets.Dataset.from_json(str(out.parent / "train.jsonl")),
     )
     trainer.train()
     trainer.save_model(str(out / "policy"))
@@ -200,20 +185,14 @@ def answered(policy: Path, root: Path, name: str) -> np.ndarray:
     from transformers import AutoTokenizer
 
     out, prompts = root / f"measured-{name}", root / "held_out.jsonl"
-    options = {
-        "samples_per_prompt": SAMPLES,
-        "max_new_tokens": LONGEST,
-        "quiet": True,
-        "resume": out.exists(),
-    }
-    measure(
-        MeasureJob(
-            policy=str(policy),
-            reference=str(root / "reference"),
-            prompts=str(prompts),
-            out=str(out),
-            **options,
-        )
+    kleash.measure(
+        policy=str(policy),
+        reference=str(root / "reference"),
+        prompts=str(prompts),
+        samples_per_prompt=SAMPLES,
+        max_new_tokens=LONGEST,
+        out=str(out),
+        resume=out.exists(),
     )
     key = ["prompt_id", "sample_id"]
     kl = pd.read_parquet(out / "tokens").groupby(key)["kl_policy_reference"].sum()

@@ -22,14 +22,11 @@ pytestmark = [
 ]
 
 
-def test_the_answer_is_the_sorted_prompt_and_held_out_prompts_are_others(tmp_path):
+def test_answers_are_sorted_prompts_and_kl_of_training_is_that_of_the_second_half(tmp_path):
     rows = [example.task(random.Random(seed), 8) for seed in range(20)]
     assert all(sorted(row["prompt"].removesuffix(" :").split()) == row["answer"].split() for row in rows)
     responses = [" " + rows[0]["answer"], rows[0]["prompt"], ""]
     assert example.sorted_right([], responses, [rows[0]["answer"]] * 3) == [1, 0, 0]
-
-
-def test_kl_of_training_is_that_of_the_second_half_of_the_steps(tmp_path):
     for step, kl in enumerate([9.0, 8.0, 2.0, 5.0], 1):
         append_step(tmp_path, StepRecord(step=step, metrics={"kl/exact_per_sequence": kl}), [], None)
     assert example.second_half(tmp_path) == 3.5
@@ -45,17 +42,14 @@ def test_every_leash_is_trained_and_measured(tmp_path, monkeypatch, capsys):
     assert rows["reference"][2:] == [0, 0] and all(0 <= row[0] <= 1 for row in rows.values())
     assert [len(row) for row in rows.values()] == [4, 5, 5, 4, 4]
     root = tmp_path / "seed-0"
-    drawn = (
-        pd.read_parquet(root / "measured-reference" / "sequences").groupby("prompt_id")["response"].first()
+    train, held_out = (
+        [json.loads(line)["prompt"] for line in (root / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "held_out")
     )
-    prompts = [json.loads(line)["prompt"] for line in (root / "held_out.jsonl").read_text().splitlines()]
-    answers = drawn.str.removesuffix("</s>").str.strip()
-    rows = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, answers, strict=True)]
-    (root / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert len({*train}) == 4 and len({*held_out}) == 3 and not {*train} & {*held_out}
+    answers = pd.read_parquet(root / "measured-reference" / "sequences").groupby("prompt_id")["response"]
+    answers = answers.first().str.removesuffix("</s>").str.strip()
+    lines = map(json.dumps, ({"prompt": x, "answer": y} for x, y in zip(held_out, answers, strict=True)))
+    (root / "held_out.jsonl").write_text("\n".join(lines))
     right, _ = example.answered(root / "reference", root, "again")
     assert right.reshape(3, example.SAMPLES)[:, 0].all()
-    files = (tmp_path / "seed-0" / f"{name}.jsonl" for name in ("train", "held_out"))
-    train, held_out = (
-        {json.loads(line)["prompt"] for line in file.read_text().splitlines()} for file in files
-    )
-    assert len(train) == 4 and len(held_out) == 3 and not train & held_out

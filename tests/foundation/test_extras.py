@@ -88,10 +88,6 @@ def test_missing_attributes_and_arguments_are_named(package, place, arguments, n
     assert named in str(raised.value) and "Trainer.beta" not in str(raised.value)
 
 
-def test_import_extra_returns_the_module():
-    assert import_extra("os.path", "models").join("a", "b") == "a/b"
-
-
 @pytest.mark.parametrize("module", ["kleash_absent_package", "kleash_absent_package.part"])
 def test_import_extra_of_a_missing_package_names_the_extra(module):
     with pytest.raises(MissingExtraError) as caught:

@@ -6,12 +6,7 @@ import pytest
 
 from kleash.errors import KleashError, OptionError
 from kleash.jobs.algorithms import PPOJob
-from kleash.jobs.option_groups import SHIPPED_PROMPTS
 from kleash.records import CacheJob, MeasureJob
-
-
-def test_without_arguments_it_is_the_shipped_pair():
-    assert MeasureJob().source == ("prompts", SHIPPED_PROMPTS)
 
 
 @pytest.mark.parametrize(

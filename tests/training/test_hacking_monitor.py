@@ -227,15 +227,15 @@ def test_growing_kl_below_target_is_not_runaway() -> None:
     assert [kind for _, kind in said(history, HackingMonitor())] == ["runaway"]
 
 
-def test_missing_metric_raises_no_alert() -> None:
+def test_missing_metrics_raise_no_alert() -> None:
     history = bent(healthy(44), 40, lambda at, now: {"kl/exact_per_sequence": 30.0})
     holes = [
-        replace(record, metrics={name: x for name, x in record.metrics.items() if "sequence" not in name})
-        if record.step % 2
-        else record
-        for record in history
+        replace(each, metrics={k: x for k, x in each.metrics.items() if each.step % 2 or "sequence" not in k})
+        for each in history
     ]
-    assert said(history) and said(holes) == []
+    bare = [replace(record, metrics={"pairs/accuracy": 0.5}) for record in history]
+    nothing = [replace(record, metrics=dict.fromkeys(record.metrics, math.nan)) for record in history]
+    assert said(history) and said(holes) == said(bare) == said(nothing) == []
 
 
 def test_fallen_entropy_is_noticed_though_the_first_step_has_none() -> None:
@@ -243,15 +243,6 @@ def test_fallen_entropy_is_noticed_though_the_first_step_has_none() -> None:
         return {"policy/entropy": math.nan if at == 1 else 2.0 if at < 31 else 0.5, "reward/score": 0.4}
 
     assert (33, "entropy_collapse") in said(bent(healthy(40), 0, fall))
-
-
-def test_absent_metrics_raise_no_alert() -> None:
-    bare = [StepRecord(step=at, metrics={"pairs/accuracy": 0.5}) for at in range(1, 30)]
-    assert said(bare) == []
-    nothing = [
-        StepRecord(step=at, metrics=dict.fromkeys(healthy(1)[0].metrics, math.nan)) for at in range(1, 30)
-    ]
-    assert said(nothing) == []
 
 
 def test_repetition_is_share_of_repeated_trigrams() -> None:
