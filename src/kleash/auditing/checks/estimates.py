@@ -211,15 +211,13 @@ def gradient_findings(evidence: Evidence) -> Iterator[Finding]:
     sentence = _gradient_sentence(evidence)
     if not gradient.is_right:
         is_zero = gradient.on_policy is not None and gradient.on_policy.quantity == "zero"
-        kind = "zero_gradient" if is_zero else "wrong_gradient"
-        cause = _mismatch_kind(gradient)
-        is_same = cause in ("wrong_sign", "wrong_scale", _mismatch_kind(evidence.value)) and not is_zero
+        is_same = _mismatch_kind(gradient) in ("wrong_sign", "wrong_scale", _mismatch_kind(evidence.value))
         yield Finding(
-            kind=kind,
+            kind="zero_gradient" if is_zero else "wrong_gradient",
             severity="wrong",
             sentence=sentence,
             where="on-policy",
-            remedy=_mismatch_remedy(gradient, convention) if is_same else "",
+            remedy=_mismatch_remedy(gradient, convention) if is_same and not is_zero else "",
         )
         return
     if convention.place == "loss" or convention.takes_behaviour:  # the trainer weights a plain reward
@@ -239,8 +237,8 @@ def gradient_findings(evidence: Evidence) -> Iterator[Finding]:
             remedy=POSITION_REMEDY,
         )
     elif positions.level == "token" or positions.factors_of == "token":
-        toy = toy_distributions()[SEQUENCES]
-        by_token, by_sequence = exact("gradient", toy, "on-policy", evidence.claimed).values()
+        levels = exact("gradient", toy_distributions()[SEQUENCES], "on-policy", evidence.claimed)
+        by_token, by_sequence = levels.values()
         share = ((by_sequence - by_token).norm() / by_sequence.norm()).item()
         yield Finding(
             kind="token_gradient",
