@@ -17,7 +17,7 @@ from kleash.records import CacheJob, MeasureJob
         ({"temperature": float("nan")}, "--temperature must be a number of 0 or more; it is nan"),
         ({"top_p": 0.0}, "--top-p must be above 0 and at most 1; it is 0.0"),
         ({"top_k": 0}, "--top-k must be at least 1; it is 0"),
-        ({"max_new_tokens": -3}, "--max-new-tokens must be at least 1; it is -3"),
+        ({"resume": True}, "--resume continues the run in a folder; give the folder as --out"),
         ({"temperature": 0.0, "samples_per_prompt": 3}, "all 3 samples of a prompt would be the same"),
         ({"window": 8, "stride": 9}, "--stride 9 would leave tokens out between windows of 8"),
         ({"dtype": "fp32"}, "--dtype must be one of auto, float32, bfloat16, float16, float64; it is 'fp32'"),

@@ -114,7 +114,7 @@ def test_a_number_is_rounded_to_its_error(number, expected):
 
 
 def test_the_command_has_the_options_that_differ_from_their_defaults():
-    job = MeasureJob(policy="my models/p", reference="r", text="it's.txt", top_p=0.9, resume=True, quiet=True)
+    job = MeasureJob(policy="my models/p", reference="r", text="it's.txt", top_p=0.9, quiet=True)
     words = shlex.split(measure_command({**job.settings(), "resume": True, "quiet": True, "unknown": 3}))
     options = ["--policy", "my models/p", "--reference", "r", "--text", "it's.txt"]
     assert words == ["kleash", "measure", *options, "--top-p", "0.9", "--quiet"]

@@ -360,8 +360,6 @@ def read_words(words: Sequence[str]) -> Command | DryRun:
         actions = parser_of(name).options.values()
         converters = {action.dest: action.type for action in actions if callable(action.type)}
         values = {**options_of_file(config, name, RECORDS[name], converters), **values}
-    if values.get("resume") and values.get("out") is None:
-        raise OptionError("--resume continues the run in a folder; give the folder as --out")
     is_dry = values.pop("dry_run", False)
     job: Any = RECORDS[name](**values)
     return DryRun(job) if is_dry else job

@@ -71,6 +71,8 @@ class Options:
         for field in fields(self):
             value = getattr(self, field.name)
             object.__setattr__(self, field.name, checked_option(field.name, value, field.type))
+        if getattr(self, "resume", False) and getattr(self, "out", None) is None:
+            raise OptionError("--resume continues the run in a folder; give the folder as --out")
         self._check_combinations()
 
     def _check_combinations(self) -> None:
