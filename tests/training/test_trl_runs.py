@@ -36,10 +36,10 @@ SMALL = {
 }
 
 
-def go(train, job, out, monitor=None):
-    """Run a job in a folder: its result, and its steps."""
+def go(train, job, out, monitor=None, **changes):
+    """Run a job in a folder, with other options: its result, and its steps."""
     out.mkdir(exist_ok=True)
-    job = replace(job, out=str(out))
+    job = replace(job, out=str(out), **changes)
     result = train(job, RunLog(out, job, monitor=monitor))
     return result, read_steps(out)
 
@@ -62,7 +62,7 @@ def test_resumed_run_equals_uninterrupted_run(trl, tmp_path):
     )
     result, whole = go(trl.train_online, job, tmp_path / "whole")
     go(trl.train_online, replace(job, steps=2), tmp_path / "parts")
-    again, parts = go(trl.train_online, replace(job, resume=True), tmp_path / "parts")
+    again, parts = go(trl.train_online, job, tmp_path / "parts", resume=True)
     assert [step.step for step in parts] == [1, 2, 3, 4] and again.beta == result.beta != 0.05
     assert all(same(one, other) for one, other in zip(whole, parts, strict=True))
     assert [step.events for step in whole] == [step.events for step in parts]
@@ -80,7 +80,7 @@ def test_resumed_run_equals_uninterrupted_run(trl, tmp_path):
     content[len(content) // 2] ^= 4
     damaged.write_bytes(content)
     with pytest.raises(RunFolderError, match=r"optimizer\.pt is damaged: .*delete the checkpoint"):
-        go(trl.train_online, replace(job, steps=5, resume=True), tmp_path / "parts")
+        go(trl.train_online, job, tmp_path / "parts", steps=5, resume=True)
     (newest / "checksums.jsonl").unlink()
     assert last_checkpoint(tmp_path / "parts").name == "checkpoint-2", "killed before it was sealed"
 
@@ -140,7 +140,7 @@ def test_dpo_learns_its_pairs_and_measures_drift(trl, tmp_path):
     assert drifts[2] > 0 and "kl/exact_per_sequence" in result.metrics, "the last step is always measured"
     weights = tmp_path / "run" / "policy" / "model.safetensors"
     trained = weights.read_bytes()
-    again, same_steps = go(trl.train_dpo, replace(job, resume=True), tmp_path / "run")
+    again, same_steps = go(trl.train_dpo, job, tmp_path / "run", resume=True)
     assert result.beta == 0.1 and again.steps == 3 and same_steps == steps
     assert weights.read_bytes() == trained
 
@@ -288,7 +288,7 @@ def test_advice_after_an_alert_is_applied(trl, tmp_path, on_hacking):
     if on_hacking == "stop":
         assert result.steps == 2 and result.stopped.startswith("the hacking monitor stopped it after step 2")
         assert (tmp_path / "run" / "checkpoints" / "checkpoint-2").is_dir()
-        again, same_steps = go(trl.train_online, replace(job, resume=True), tmp_path / "run")
+        again, same_steps = go(trl.train_online, job, tmp_path / "run", resume=True)
         assert again.stopped == result.stopped and again.steps == 2
         assert [step.step for step in same_steps] == [1, 2]
     elif on_hacking == "halve-lr":
