@@ -48,7 +48,7 @@ def read_measurement(
     if math.isnan(kl_nats) or kl_nats == -math.inf:
         return None, None, f"ignored: the measured KL is {kl_nats}"
     error, event = None, None
-    if error_nats is not None:
+    if error_nats is not None and not math.isnan(error_nats):  # NaN is that of a single prompt: not known
         error = min(error_nats / target_nats, LARGEST_RATIO) if math.isfinite(error_nats) else None
         event = None if error is not None else f"the standard error is {error_nats}: ignored"
     if kl_nats == math.inf:
