@@ -133,11 +133,8 @@ def known_quantities() -> Mapping[str, KnownQuantity]:
     )
 
 
-VALUES_ONLY = (
-    *("truncated", "weighted_twice"),
-    *("zero", "the entropy of q", "the cross-entropy of p under q"),
-)
-"""Kinds of quantities that no gradient is compared with, and those whose gradient is zero or that of KL(q || p)."""
+VALUES_ONLY = ("truncated", "weighted_twice", "zero", "the entropy of q", "the cross-entropy of p under q")
+"""Two kinds of quantities that no gradient is compared with, and three whose gradient is zero or that of KL(q || p)."""
 
 
 @cache
@@ -179,7 +176,7 @@ def candidates(of: ValueOrGradient, sampling: Sampling) -> Mapping[str, Float64[
                 [exact(of, toy, sampling, label)["token"].flatten() for toy in one_token_distributions()]
             )
             for label, quantity in known_quantities().items()
-            if of == "value" or (quantity.kind not in VALUES_ONLY and label not in VALUES_ONLY)
+            if of == "value" or {quantity.kind, label}.isdisjoint(VALUES_ONLY)
         }
     )
 

@@ -63,6 +63,7 @@ class AuditInputs:
 
 
 HEADS = ("head_p", "head_q")
+"""The fields without an axis of sequences."""
 P_FIELDS = ("token_logp", "logp", "probs_p", "logits_p", "hidden_p")
 Q_FIELDS = ("token_logq", "behaviour_logp", "logq", "probs_q", "logits_q", "hidden_q")
 

@@ -1,7 +1,7 @@
 """A checkpoint with what was read of its files, and how a model's name is resolved to one."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -174,13 +174,11 @@ class Checkpoint:
             ModelError: if a file cannot be read.
         """
         files = [file for file in self.input_files() if (file[2].name == GENERATION_CONFIG) == of_generation]
-        digest = sha256()
-        for (role, folder, path), value in zip(
-            files, hash_files([path for _, _, path in files]), strict=True
-        ):
-            line = f"{role} {path.relative_to(folder).as_posix()} {value}\n"
-            digest.update(line.encode("utf-8", "backslashreplace"))
-        return f"{KIND_OF_FINGERPRINT}{digest.hexdigest()[:32]}"
+        values = hash_files([path for _, _, path in files])
+        return fingerprint_of(
+            (role, path.relative_to(folder).as_posix(), value)
+            for (role, folder, path), value in zip(files, values, strict=True)
+        )
 
     def input_files(self) -> list[tuple[str, Path, Path]]:
         """The files that change the model's computation, tokenisation or generation: role, folder and path of each."""
@@ -197,6 +195,12 @@ class Checkpoint:
     def watch(self) -> None:
         """Watch the input files, where ``watching_files`` is active."""
         watch_files(path for _, _, path in self.input_files())
+
+
+def fingerprint_of(files: Iterable[tuple[str, ...]]) -> str:
+    """Hash of what is said of each file, such as its name and the hash of its bytes: "sha256:" and 32 hex digits."""
+    lines = "".join(f"{' '.join(words)}\n" for words in files)
+    return f"{KIND_OF_FINGERPRINT}{sha256(lines.encode('utf-8', 'backslashreplace')).hexdigest()[:32]}"
 
 
 def list_input_files(folder: Path) -> list[Path]:

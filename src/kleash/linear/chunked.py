@@ -280,8 +280,8 @@ def value_and_grad(
     ``needed`` says which of the six tensors need a gradient: none, for the values alone.
     """
     if record == REVERSE_KL:
-        swapped = replace(pair, p=pair.q, q=pair.p), options, KL, weights, (*needed[3:], *needed[:3])
-        result, gradients = value_and_grad(*swapped)
+        swapped = replace(pair, p=pair.q, q=pair.p)
+        result, gradients = value_and_grad(swapped, options, KL, weights, (*needed[3:], *needed[:3]))
         return result, (*gradients[3:], *gradients[:3])
     sums = GradientSums(pair, needed)
     is_compiled = record == KL and should_compile(pair, options)

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ from kleash.checkpoints.gguf.vocabulary import (
     find_difference,
     read_vocabulary,
 )
-from kleash.checkpoints.resolution import Checkpoint, find_checkpoint, list_input_files
+from kleash.checkpoints.resolution import Checkpoint, find_checkpoint, fingerprint_of, list_input_files
 from kleash.errors import ModelError, summarise_error
 from kleash.extras import import_extra
 from kleash.store.file_hashes import hash_files
-from kleash.store.job_folder import KIND_OF_FINGERPRINT
 
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 PROBES = (
@@ -242,8 +240,7 @@ def _hashed_files(folder: Path) -> list[tuple[str, str]]:
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Hash of the files of a loaded tokenizer, as ``Checkpoint.fingerprint``."""
-    files = "\n".join(map(" ".join, _hashed_files(Path(tokenizer.name_or_path))))
-    return f"{KIND_OF_FINGERPRINT}{sha256(files.encode('utf-8', 'backslashreplace')).hexdigest()[:32]}"
+    return fingerprint_of(_hashed_files(Path(tokenizer.name_or_path)))
 
 
 def _find_tokenizer(name: str) -> Checkpoint:

@@ -33,6 +33,7 @@ FILLS: Mapping[str, tuple[float, float]] = MappingProxyType(
 )
 """Name -> the numbers written into the padding of p's tensors, and of q's."""
 SHIFTED = ("token_logq", "logits_q", "hidden_q")
+"""Tensors of q that are shifted where a step is exchanged, so that its log ratio changes."""
 ORDINARY = ("equal numbers", "other numbers")
 """The fills that the padding of any batch may hold."""
 PADDING_SENTENCES: Mapping[str, str] = MappingProxyType(
