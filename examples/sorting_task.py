@@ -1,6 +1,6 @@
-"""A task with a right answer under five leashes: sort eight letters, with the answer in a column of the prompts.
+"""A task with a right answer under several leashes: sort eight letters, with the answer in a column of the prompts.
 
-    python examples/sorting_task.py --seeds 0 1 2 --target-nats 0.7 2 --out sorting/
+    python examples/sorting_task.py --seeds 0 1 2 --target-nats 0.7 1.2 2 --out sorting/
 
 For each seed the shipped model (2 M parameters) first learns some of the task by next-token prediction: that is the
 reference. From it GRPO learns from a reward of 1 for a right answer: for each target with the exact KL, and with k3 in
@@ -33,7 +33,7 @@ from kleash.uncertainty import clustered_mean
 
 LETTERS, LONGEST = "abcdefghjklmnopr", 12
 """Letters that are one token each, and the most tokens of a response."""
-LISTS = {"seeds": [0, 1, 2], "target-nats": [0.7, 2.0], "beta": [0.3, 0.05]}
+LISTS = {"seeds": [0, 1, 2], "target-nats": [0.7, 1.2, 2.0], "beta": [0.3, 0.1, 0.05]}
 NUMBERS = {"steps": 100, "warm-up": 100, "prompts": 256, "held-out": 128, "letters": 8}
 """The options; a beta at first for each target, in nats per response."""
 KINDS, NO_LEASH, TRL = ("exact", "k3"), "no leash", "TRL, beta .04"
