@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from operator import index
 from pathlib import Path, PurePath
 from types import NoneType
-from typing import Annotated, Any, SupportsFloat, SupportsIndex, TypeVar, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, SupportsFloat, SupportsIndex, TypeVar, get_args, get_origin
 
 from kleash.errors import OptionError
 from kleash.registry import look_up
@@ -49,10 +49,13 @@ Limit = Annotated[float, Allowed("a number of nats, at least 0", lambda x: 0 <= 
 Name = Annotated[str, Allowed("a name; give one, or leave it out", bool)]
 
 
-def refuse_if(applies: object, reason: str) -> None:
-    """Raise OptionError with ``reason``, what is wrong and then what to do, if the refused combination ``applies``."""
-    if applies:
-        raise OptionError(reason)
+class Refusal(NamedTuple):
+    """A combination of options that is refused."""
+
+    applies: object
+    """Whether the options are so combined."""
+    reason: str
+    """What is wrong, and then what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +76,14 @@ class Options:
             object.__setattr__(self, field.name, checked_option(field.name, value, field.type))
         if getattr(self, "resume", False) and getattr(self, "out", None) is None:
             raise OptionError("--resume continues the run in a folder; give the folder as --out")
-        self._check_combinations()
+        for group in reversed(type(self).__mro__):
+            for refusal in vars(group).get("_refusals", Options._refusals)(self):
+                if refusal.applies:
+                    raise OptionError(refusal.reason)
 
-    def _check_combinations(self) -> None:
-        """Refuse options that do not go together."""
+    def _refusals(self) -> Iterable[Refusal]:
+        """The combinations that a group or job refuses by itself, in order; those of its bases are refused before."""
+        return ()
 
 
 @dataclass(frozen=True, kw_only=True)
