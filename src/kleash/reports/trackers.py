@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from kleash.errors import CannotRunError, MissingExtraError
+from kleash.errors import CannotRunError, MissingExtraError, summarise_error
 from kleash.extras import import_extra, require_installed
 from kleash.store.measurement import Measurement
 from kleash.store.number_rows import NumberRow, candidate_rows, measurement_rows
@@ -71,7 +71,7 @@ def open_trackers(
             if isinstance(error, MissingExtraError):
                 raise
             raise CannotRunError(
-                f"the tracker {name} cannot be started: {reason_of(error)}; set it up, or leave it out"
+                f"the tracker {name} cannot be started: {summarise_error(error)}; set it up, or leave it out"
             ) from error
     return opened
 
@@ -139,15 +139,10 @@ def send_result(names: Sequence[str], result: Measurement | Sweep, folder: Path)
                     tracker.log(scalars_of_step, step)
         except Exception as error:  # any exception of the tracker's own code: the result is not lost
             failures.append(
-                f"the tracker {name} did not get the {'sweep' if is_sweep else 'measurement'} ({reason_of(error)}), "
+                f"the tracker {name} did not get the {'sweep' if is_sweep else 'measurement'} ({summarise_error(error)}), "
                 f"which is in {folder}; send it with kleash report {folder} --report-to {name}"
             )
     return failures
-
-
-def reason_of(error: Exception) -> str:
-    """The first line of an error of a tracker, or its type if it has no words."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def scalars_of(measurement: Measurement) -> dict[str, float]:
