@@ -17,6 +17,7 @@ from kleash.reports.audit import title_of
 from kleash.reports.formatting import as_sentence, command_line
 from kleash.store import Audit
 from kleash.store.codec import to_json
+from kleash.store.summary import counted
 
 REPEATED = ("source", "convention", "set")
 """Options of the command that makes the page again."""
@@ -84,7 +85,7 @@ def print_audit_counts(audits: Sequence[Audit], page: Path | None) -> None:
     """Print how many functions were audited and have faults, and the path of the page, if there is one."""
     num_faulty = sum(bool(audit.faults) for audit in audits)
     num_wrong = sum(bool(audit.failing({"wrong"})) for audit in audits)
-    functions = f"{len(audits)} function{'s' if len(audits) > 1 else ''} audited"
+    functions = f"{counted(len(audits), 'function')} audited"
     severities = f": {num_wrong} wrong, {num_faulty - num_wrong} only fragile" if num_faulty else ""
     print(f"\n{functions}, {num_faulty} with faults{severities}")
     if page is not None:

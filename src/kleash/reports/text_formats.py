@@ -17,7 +17,7 @@ from kleash.store.measurement import Measurement, describe_storage
 from kleash.store.measurement_summary import all_warnings, headline, headline_name, upper_bound
 from kleash.store.number_rows import NumberRow
 from kleash.store.statistics import ALL_STATISTICS, label_of
-from kleash.store.summary import Name, Summary, SummaryTable, plain_text, summarize, with_interval
+from kleash.store.summary import Name, Summary, SummaryTable, counted, plain_text, summarize, with_interval
 
 CSV_COLUMNS = (
     *("run", "minus", "name", "value", "standard_error", "ci95_low", "ci95_high", "unit"),
@@ -223,8 +223,7 @@ def card_sentence(measurement: Measurement) -> str:
         kl += f" ({escape_text(_with_published_names(storage, measurement))})"
     return (
         f"{policy} was measured against {reference} on {SOURCES[kind]} of {markdown_code(published_name(source))}: "
-        f"{kl}, over {counts.tokens:,} tokens in {counts.clusters:,} independent "
-        f"cluster{'' if counts.clusters == 1 else 's'}."
+        f"{kl}, over {counts.tokens:,} tokens in {counted(counts.clusters, 'independent cluster')}."
     )
 
 

@@ -139,8 +139,9 @@ def send_result(names: Sequence[str], result: Measurement | Sweep, folder: Path)
                     tracker.log(scalars_of_step, step)
         except Exception as error:  # any exception of the tracker's own code: the result is not lost
             failures.append(
-                f"the tracker {name} did not get the {'sweep' if is_sweep else 'measurement'} ({summarise_error(error)}), "
-                f"which is in {folder}; send it with kleash report {folder} --report-to {name}"
+                f"the tracker {name} did not get the {'sweep' if is_sweep else 'measurement'} "
+                f"({summarise_error(error)}), which is in {folder}; send it with kleash report {folder} --report-to "
+                f"{name}"
             )
     return failures
 

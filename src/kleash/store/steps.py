@@ -158,19 +158,18 @@ def append_step(
     Raises:
         RunFolderError: if they cannot be written.
     """
-    files: dict[str, Sequence[LineRecord]] = {}
-    if samples:
-        files[SAMPLES] = [SampleRecord(step=record.step, sample=sample) for sample in samples]
-    if means:
-        files[PROMPTS] = [PromptRecord(step=record.step, means=means)]
-    files[STEPS] = [record]  # last: with its line the step is there
+    records: dict[str, list[LineRecord]] = {
+        SAMPLES: [SampleRecord(step=record.step, sample=sample) for sample in samples],
+        PROMPTS: [PromptRecord(step=record.step, means=means)] if means else [],
+        STEPS: [record],  # last: with its line the step is there
+    }
+    files = {folder / name: each for name, each in records.items() if each}
     try:
-        for name, records in files.items():
+        for path, lines in files.items():
             append_lines(
-                folder / name,
-                [json.dumps(encode(each), allow_nan=False, ensure_ascii=False) for each in records],
+                path, [json.dumps(encode(each), allow_nan=False, ensure_ascii=False) for each in lines]
             )
-        record_checksums(folder, *(folder / name for name in files))
+        record_checksums(folder, *files)
     except OSError as error:
         raise cannot_write(folder / STEPS, error) from error
 
