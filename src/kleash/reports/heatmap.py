@@ -148,13 +148,12 @@ def colour_thresholds(largest: float, first: float) -> tuple[float, ...]:
 
 def read_prompts(folder: RunFolder, keys: Collection[SequenceKey]) -> dict[SequenceKey, str]:
     """The prompts of the sequences ``keys``."""
-    prompts: dict[SequenceKey, str] = {}
-    for part in folder.parts("sequences", ["prompt_id", "sample_id", "prompt"]):
-        for prompt, sample, text in zip(part["prompt_id"], part["sample_id"], part["prompt"], strict=True):
-            key = int(prompt), int(sample)
-            if key in keys:
-                prompts[key] = text or ""
-    return prompts
+    return {
+        key: text or ""
+        for part in folder.parts("sequences", ["prompt_id", "sample_id", "prompt"])
+        for prompt, sample, text in zip(part["prompt_id"], part["sample_id"], part["prompt"], strict=True)
+        if (key := (int(prompt), int(sample))) in keys
+    }
 
 
 def read_alternatives(

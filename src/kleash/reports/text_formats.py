@@ -55,13 +55,22 @@ def to_csv(rows: Iterable[NumberRow]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)
     for row in rows:
-        low, high = (None, None) if row.ci95 is None else row.ci95
-        numbers = map(encode, (row.value, row.standard_error, low, high))
         run, minus, name, warnings = (
             f"'{text}" if text.startswith(FORMULA_STARTS) else text
             for text in (row.run, row.minus, row.name, "; ".join(row.warnings))
         )
-        writer.writerow((run, minus, name, *numbers, row.unit, row.tokens, row.clusters, warnings))
+        writer.writerow(
+            (
+                run,
+                minus,
+                name,
+                *map(encode, row.numbers.values()),
+                row.unit,
+                row.tokens,
+                row.clusters,
+                warnings,
+            )
+        )
     return text.getvalue()
 
 

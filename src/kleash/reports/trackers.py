@@ -180,16 +180,12 @@ def sweep_scalars(sweep: Sweep) -> dict[int, dict[str, float]]:
 
 def _scalars_of_rows(rows: Iterable[NumberRow]) -> dict[str, float]:
     """Numbers, their standard errors and the ends of their intervals by name; what is NaN is left out."""
-    scalars: dict[str, float] = {}
-    for row in rows:
-        low, high = (None, None) if row.ci95 is None else row.ci95
-        for suffix, value in (
-            *(("", row.value), ("_standard_error", row.standard_error)),
-            *(("_ci95_low", low), ("_ci95_high", high)),
-        ):
-            if value is not None and not math.isnan(value):
-                scalars[f"{row.name}{suffix}"] = float(value)
-    return scalars
+    return {
+        f"{row.name}_{kind}".removesuffix("_value"): float(number)
+        for row in rows
+        for kind, number in row.numbers.items()
+        if number is not None and not math.isnan(number)
+    }
 
 
 def _settings_of(result: Measurement | Sweep) -> dict[str, object]:

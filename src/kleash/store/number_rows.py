@@ -34,6 +34,17 @@ class NumberRow:
     """Independent groups of sequences behind the interval."""
     warnings: tuple[str, ...] = ()
 
+    @property
+    def numbers(self) -> dict[str, float | None]:
+        """Value, standard error and ends of the interval, by the names that tables and trackers have for them."""
+        low, high = self.ci95 or (None, None)
+        return {
+            "value": self.value,
+            "standard_error": self.standard_error,
+            "ci95_low": low,
+            "ci95_high": high,
+        }
+
 
 def number_rows(result: NumericResult) -> list[NumberRow]:
     """The numbers of a result, in the order of its JSON."""

@@ -126,16 +126,19 @@ def means_by_prompt(samples: Sequence[Sample], held_out: Sequence[Sample]) -> di
         "eval/reward": [(each.prompt, each.reward) for each in held_out],
         "eval/kl_per_sequence": [(each.prompt, each.kl) for each in held_out],
     }
-    means: dict[str, dict[str, float]] = {}
-    for metric, pairs in numbers.items():
-        values = grouped(
+    by_prompt = {
+        metric: grouped(
             (sha256(prompt.encode("utf-8", "backslashreplace")).hexdigest()[:16], value)
             for prompt, value in pairs
             if not math.isnan(value)
         )
-        if values:
-            means[metric] = {prompt: fmean(each) for prompt, each in values.items()}
-    return means
+        for metric, pairs in numbers.items()
+    }
+    return {
+        metric: {prompt: fmean(each) for prompt, each in values.items()}
+        for metric, values in by_prompt.items()
+        if values
+    }
 
 
 def held_out(history: Sequence[StepRecord]) -> dict[str, float]:
