@@ -50,8 +50,7 @@ def run(command: AuditJob) -> int:
         print(f"kleash: no page was made: {page_error}", file=sys.stderr)
     failures = [(audit, finding) for audit in audits for finding in audit.failing(fail_on)]
     for audit, finding in failures:
-        place = f" ({finding.where})" if finding.where else ""
-        print(f"kleash: {audit.target} fails: {finding.kind}: {finding.sentence}{place}", file=sys.stderr)
+        print(f"kleash: {audit.target} fails: {finding}", file=sys.stderr)
     return 1 if failures else 0
 
 
@@ -70,14 +69,17 @@ def require_consent(statement: str) -> None:
 
 def print_audit(audit: Audit, output: TextIO) -> None:
     """Print the verdict on one function, and the kinds of its findings."""
-    lines = [f"\n{title_of(audit)}", f"{audit.summary}, taken as a {audit.place}"]
-    lines += [f"  - {as_sentence(line)}" for line in audit.verdict]
-    faults = dict.fromkeys(f"{finding.kind} ({finding.severity})" for finding in audit.faults)
-    notes = dict.fromkeys(finding.kind for finding in audit.findings if finding.severity == "note")
-    lines += [
-        f"  {label}: {', '.join(kinds)}" for label, kinds in (("faults", faults), ("notes", notes)) if kinds
+    kinds = {
+        "faults": dict.fromkeys(f"{finding.kind} ({finding.severity})" for finding in audit.faults),
+        "notes": dict.fromkeys(finding.kind for finding in audit.findings if finding.severity == "note"),
+    }
+    lines = [
+        f"\n{title_of(audit)}",
+        f"{audit.summary}, taken as a {audit.place}",
+        *(f"  - {as_sentence(line)}" for line in audit.verdict),
+        *(f"  {label}: {', '.join(names)}" for label, names in kinds.items() if names),
+        *dict.fromkeys(f"  change {finding.kind}: {finding.remedy}" for finding in audit.faults),
     ]
-    lines += dict.fromkeys(f"  change {finding.kind}: {finding.remedy}" for finding in audit.faults)
     print("\n".join(lines), file=output)
 
 
