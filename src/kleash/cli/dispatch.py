@@ -95,9 +95,14 @@ def _sweep(job: SweepJob) -> int:
         return 0
     _print_result(result, job, Path(str(job.out)) / PAGE)
     names = {candidate.number: candidate.name for candidate in result.candidates}
-    attributed = {names[each.candidate]: each.failure for each in result.attributions if each.failure}
-    failures = [f"{each.name} could not be measured: {each.failure}" for each in result.failed]
-    failures += [f"{name} could not be attributed: {failure}" for name, failure in attributed.items()]
+    failures = [
+        *(f"{each.name} could not be measured: {each.failure}" for each in result.failed),
+        *dict.fromkeys(
+            f"{names[each.candidate]} could not be attributed: {each.failure}"
+            for each in result.attributions
+            if each.failure
+        ),
+    ]
     if job.quiet or job.output_format is not None:
         for failure in failures:
             print(f"kleash: {failure}", file=sys.stderr)
