@@ -35,19 +35,18 @@ def run(command: AuditJob) -> int:
             audits.append(audit)
             if not command.quiet and not command.json:
                 print_audit(audit, output)
-    page, page_error = None, ""
+    page = None
     try:
         options = [option for option in fields(AuditJob) if option.name in REPEATED]
         repeating = command_line(("kleash", "audit", shlex.quote(command.target)), options, vars(command))
         page = write_audits(command.out.expanduser(), audits, repeating)
     except MissingExtraError as error:
-        page_error = str(error)
+        if not command.quiet:
+            print(f"kleash: no page was made: {error}", file=sys.stderr)
     if command.json:
         sys.stdout.write(to_json({"audits": audits}))
     elif not command.quiet:
         print_audit_counts(audits, page)
-    if page_error and not command.quiet:
-        print(f"kleash: no page was made: {page_error}", file=sys.stderr)
     failures = [(audit, finding) for audit in audits for finding in audit.failing(fail_on)]
     for audit, finding in failures:
         print(f"kleash: {audit.target} fails: {finding}", file=sys.stderr)

@@ -74,16 +74,19 @@ class Options:
         for field in fields(self):
             value = getattr(self, field.name)
             object.__setattr__(self, field.name, checked_option(field.name, value, field.type))
-        if getattr(self, "resume", False) and getattr(self, "out", None) is None:
-            raise OptionError("--resume continues the run in a folder; give the folder as --out")
         for group in reversed(type(self).__mro__):
-            for refusal in vars(group).get("_refusals", Options._refusals)(self):
+            for refusal in vars(group)["_refusals"](self) if "_refusals" in vars(group) else ():
                 if refusal.applies:
                     raise OptionError(refusal.reason)
 
     def _refusals(self) -> Iterable[Refusal]:
         """The combinations that a group or job refuses by itself, in order; those of its bases are refused before."""
-        return ()
+        return (
+            Refusal(
+                getattr(self, "resume", False) and getattr(self, "out", None) is None,
+                "--resume continues the run in a folder; give the folder as --out",
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

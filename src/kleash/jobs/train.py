@@ -81,9 +81,8 @@ class TrainJob(SeedOption, LoadingOptions, OutputOptions):
 
     def without_effect(self) -> tuple[str, ...]:
         """A sentence for each option that is set and does nothing in this job."""
-        if self.report_to or self.metric_names == "kleash":
-            return ()
-        return ("--metric-names does nothing without --report-to",)
+        has_effect = self.report_to or self.metric_names == "kleash"
+        return () if has_effect else ("--metric-names does nothing without --report-to",)
 
     def settings(self) -> dict[str, object]:
         """The fields that decide the result, ready for JSON: two runs that agree in them can be one."""
