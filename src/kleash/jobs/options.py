@@ -21,6 +21,15 @@ TYPE_NAMES = {
     tuple: "a list of texts",
     Path: "a path",
 }
+CONVERSIONS: Mapping[Any, tuple[tuple[type, ...], tuple[type, ...], Callable[[Any], Any]]] = {
+    str: ((str, PurePath), (), str),
+    Path: ((str, PurePath), (), Path),
+    bool: ((bool,), (), bool),
+    int: ((SupportsIndex,), (bool,), index),
+    float: ((SupportsFloat,), (bool, str), lambda x: x if isinstance(x, int | float) else float(x)),
+    tuple: ((), (), tuple),  # whose parts are converted one by one
+}
+"""Type of an option -> the types of values that it takes, those among them that it does not, and what converts them."""
 MAX_SHOWN = 60
 """Characters of a value in an error."""
 
@@ -132,14 +141,9 @@ def _converted(value: Any, annotation: Any) -> Any:
         return tuple(_converted(part, parts[0]) for part in value)
     if NoneType in parts:
         return None if value is None else _converted(value, parts[0])
-    if kind in (str, Path) and isinstance(value, str | PurePath):
-        return kind(value)
-    if kind is bool and isinstance(value, bool):
-        return value
-    if kind is int and not isinstance(value, bool) and isinstance(value, SupportsIndex):
-        return index(value)
-    if kind is float and not isinstance(value, bool | str) and isinstance(value, SupportsFloat):
-        return value if isinstance(value, int | float) else float(value)
+    taken, refused, convert = CONVERSIONS[kind]
+    if isinstance(value, taken) and not isinstance(value, refused):
+        return convert(value)
     raise ValueError(TYPE_NAMES[kind], value)
 
 

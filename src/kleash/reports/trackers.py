@@ -190,19 +190,24 @@ def _scalars_of_rows(rows: Iterable[NumberRow]) -> dict[str, float]:
 
 def _settings_of(result: Measurement | Sweep) -> dict[str, object]:
     """What decided a result, by name, the verdict of its gate, and what the candidates of a sweep are."""
-    settings: dict[str, object] = {**result.job, "kleash": result.kleash}
-    if result.gate is not None:
-        settings |= {
-            "gate": result.gate.verdict,
-            "at_most": result.gate.at_most,
-            "gate_quantity": result.gate.quantity,
-        }
+    gate = result.gate and {
+        "gate": result.gate.verdict,
+        "at_most": result.gate.at_most,
+        "gate_quantity": result.gate.quantity,
+    }
+    settings: dict[str, object] = {**result.job, "kleash": result.kleash, **(gate or {})}
     if isinstance(result, Measurement):
         fingerprints = {f"fingerprint_{role}": model.fingerprint for role, model in result.models.items()}
         kinds = ("source_sha256", "estimand", "headline")
         return {**settings, **fingerprints, **{name: getattr(result, name) for name in kinds}}
-    settings |= {"tokens": result.tokens, "clusters": result.clusters}
-    for candidate in result.candidates:
-        texts = {"candidate": candidate.name, "letters": candidate.letters, "failure": candidate.failure}
-        settings |= {f"{name}_{candidate.number}": text for name, text in texts.items() if text}
-    return settings
+    of_candidates = {
+        f"{name}_{candidate.number}": text
+        for candidate in result.candidates
+        for name, text in (
+            ("candidate", candidate.name),
+            ("letters", candidate.letters),
+            ("failure", candidate.failure),
+        )
+        if text
+    }
+    return {**settings, "tokens": result.tokens, "clusters": result.clusters, **of_candidates}
