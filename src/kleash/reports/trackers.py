@@ -153,8 +153,8 @@ def scalars_of(measurement: Measurement) -> dict[str, float]:
         "tokens": counts.tokens,
         "sequences": counts.sequences,
         "clusters": counts.clusters,
+        **_scalars_of_rows(measurement_rows(measurement)),
     }
-    scalars |= _scalars_of_rows(measurement_rows(measurement))
     return {f"measurement/{name}": value for name, value in scalars.items()}
 
 

@@ -143,11 +143,11 @@ def means_by_prompt(samples: Sequence[Sample], held_out: Sequence[Sample]) -> di
 
 def held_out(history: Sequence[StepRecord]) -> dict[str, float]:
     """The metrics of the last evaluation on held-out prompts or pairs; empty if there was none."""
-    for record in reversed(history):
-        metrics = {name: value for name, value in record.metrics.items() if name.startswith("eval/")}
-        if metrics:
-            return metrics
-    return {}
+    evaluations = (
+        {name: value for name, value in record.metrics.items() if name.startswith("eval/")}
+        for record in reversed(history)
+    )
+    return next(filter(None, evaluations), dict[str, float]())
 
 
 def append_step(
