@@ -25,14 +25,12 @@ VOCABULARY = "vocab"
 class ArgumentSpec(NamedTuple):
     """The values that a parameter's annotation allows."""
 
-    tensor: bool
-    """Whether a tensor is allowed."""
     number: bool
     """Whether a Python number is allowed."""
     none: bool
     """Whether None is allowed."""
     kinds: tuple[str, ...]
-    """The keys of ``KINDS`` that the dtype of a tensor may have."""
+    """The keys of ``KINDS`` that the dtype of a tensor may have; none where no tensor is allowed."""
     axes: Axes | None
     """The axes of a tensor; None for any shape."""
     classes: tuple[type, ...]
@@ -82,7 +80,6 @@ def argument_spec(parameter: inspect.Parameter) -> ArgumentSpec | None:
         return None
     dtypes = [dtype for x in tensors for dtype in getattr(x, "dtypes", ())]
     return ArgumentSpec(
-        tensor=bool(tensors),
         number=number,
         none=type(None) in options,
         kinds=tuple(kind for kind in KINDS if any(kind in dtype for dtype in dtypes)),
@@ -136,7 +133,7 @@ def check_arguments(
             ]
         elif not isinstance(value, Tensor):
             check_number(name, value, spec)
-        elif spec.tensor:
+        elif spec.kinds:
             check_tensor(name, value, spec)
             if spec.axes is not None:
                 tensors.append((name, value, spec.axes))

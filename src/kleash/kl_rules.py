@@ -100,24 +100,21 @@ def term_spec(
     Scope: "token" in a loss, "sequence" in a reward. Gradient: "score" in a loss (the exact KL: "backpropagated"),
     "none" in a reward. Credit: "own_token" for scope "token", otherwise "response".
     """
-    in_reward = place == "reward"
     scope = default_scope(place) if scope is None else scope
-    if gradient is None:
-        gradient = "none" if in_reward else "backpropagated" if contract is None else "score"
-    if credit is None:
-        credit = "own_token" if scope == "token" else "response"
+    default_gradient = "none" if place == "reward" else "backpropagated" if contract is None else "score"
+    default_credit = "own_token" if scope == "token" else "response"
     return TermSpec(
         estimator=estimator,
         contract=contract,
         place=place,
         scope=scope,
-        gradient=gradient,
+        gradient=default_gradient if gradient is None else gradient,
         ratio=ratio,
         cap=cap,
         aggregation=aggregation,
         sums_sequences=sums_sequences,
         follows=follows,
-        credit=credit,
+        credit=default_credit if credit is None else credit,
     )
 
 

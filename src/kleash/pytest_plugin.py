@@ -53,10 +53,11 @@ def kleash_audit() -> "Callable[..., Audit]":
 
 def _failure_message(result: "Audit", failing: "Collection[Finding]") -> str:
     """Each failing finding with its remedy, then the rest of the verdict."""
-    lines = [f"{result.target}, called as {result.summary}, fails its audit:"]
-    for finding in failing:
-        where = f" ({finding.where})" if finding.where else ""
-        lines.append(f"  {finding.kind}: {finding.sentence}{where}")
-        lines.append(f"    change: {finding.remedy}")
     sentences = {finding.sentence for finding in failing}
-    return "\n".join([*lines, "", *(line for line in result.verdict if line not in sentences)])
+    lines = [
+        f"{result.target}, called as {result.summary}, fails its audit:",
+        *(f"  {finding}\n    change: {finding.remedy}" for finding in failing),
+        "",
+        *(line for line in result.verdict if line not in sentences),
+    ]
+    return "\n".join(lines)

@@ -51,23 +51,24 @@ def require_choice(choices: Sequence[object], **named: object) -> None:
 
 def require_above(least: float | int, **numbers: float | int) -> None:
     """Raise OptionError unless each number is finite and above ``least``."""
-    for name, value in numbers.items():
-        if not least < value < math.inf:
-            raise OptionError(f"{name} is {value}; give a finite number above {least:g}")
+    _require(lambda x: least < x < math.inf, f"give a finite number above {least:g}", numbers)
 
 
 def require_at_least(least: float | int, **numbers: float | int) -> None:
     """Raise OptionError unless each number is finite and at least ``least``."""
-    for name, value in numbers.items():
-        if not least <= value < math.inf:
-            raise OptionError(f"{name} is {value}; give a finite number, at least {least:g}")
+    _require(lambda x: least <= x < math.inf, f"give a finite number, at least {least:g}", numbers)
 
 
 def require_share(**shares: float | int) -> None:
     """Raise OptionError unless each number is from 0 to 1."""
-    for name, value in shares.items():
-        if not 0 <= value <= 1:
-            raise OptionError(f"{name} is {value}; it is a share, from 0 to 1")
+    _require(lambda x: 0 <= x <= 1, "it is a share, from 0 to 1", shares)
+
+
+def _require(holds: Callable[[float], bool], advice: str, numbers: Mapping[str, float]) -> None:
+    """Raise OptionError with ``advice`` unless ``holds`` is true of each number; NaN is not in any range."""
+    for name, value in numbers.items():
+        if not holds(value):
+            raise OptionError(f"{name} is {value}; {advice}")
 
 
 def refuse_former(package: str, former: Mapping[str, str]) -> Callable[[str], Any]:

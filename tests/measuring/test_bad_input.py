@@ -152,7 +152,10 @@ def test_a_tilde_is_expanded_in_every_path_option(pair, tmp_path, monkeypatch):
 
 
 def test_report_and_compare_without_runs_raise(tmp_path, capsys):
-    with pytest.raises(OptionError, match="two or more run folders can be compared, not 1; give a list"):
+    with pytest.raises(OptionError, match="compare takes a list of two or more run folders; 1 was given"):
         compare(str(tmp_path))
     assert main(["compare", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.strip() == "kleash: compare takes two or more run folders; 1 was given"
+    assert (
+        capsys.readouterr().err.strip()
+        == "kleash: compare takes a list of two or more run folders; 1 was given"
+    )

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from kleash.measuring import largest_drift
 from kleash.measuring.largest_drift import MAX_TEXT, MAX_TOKENS, Largest, LargestDrift, shorten_text
 from kleash.records import RunFolder
 from kleash.store.job_folder import RunHeader
@@ -33,7 +34,7 @@ def test_top_entries_do_not_depend_on_the_order():
     assert [(-row.kl, row.prompt_id, row.sample_id) for row in largest.drifted()] == expected
 
 
-def test_largest_tokens_sequences_and_prompts_equal_a_full_sort(tmp_path):
+def test_largest_tokens_sequences_and_prompts_equal_a_full_sort(tmp_path, monkeypatch):
     kl = np.random.default_rng(0).lognormal(-2, 2, (SEQUENCES, LENGTH)).astype(np.float32)
     largest = LargestDrift()
     folder = RunFolder(tmp_path)
@@ -71,6 +72,8 @@ def test_largest_tokens_sequences_and_prompts_equal_a_full_sort(tmp_path):
         [mine.mean(), mine.sum() / 2, mine.max()],
         rtol=1e-6,
     )
+    monkeypatch.setattr(largest_drift, "MAX_PROMPTS", 3)
+    assert largest.worst_prompts(folder, on_text=False) == prompts[:3]
     documents = largest.worst_prompts(folder, on_text=True)
     assert documents[0].prompt == f"prompt {top.prompt_id} read on"
 

@@ -26,17 +26,16 @@ from kleash.auditing.checks.purity import (
     restored_process_settings,
 )
 from kleash.auditing.conventions import CONVENTIONS, Convention
-from kleash.auditing.finding_kinds import remedy_of
+from kleash.auditing.finding_kinds import SEVERITIES, remedy_of
 from kleash.auditing.quantities import is_quantity
 from kleash.auditing.targets.cases import Case
 from kleash.auditing.targets.packages import version_of
 from kleash.auditing.toy_distributions import SEQUENCES, leaf_inputs
 from kleash.errors import CannotRunError, KleashError, ShapeError
 from kleash.registry import look_up
-from kleash.store.audit import FAULTS, Audit, Finding, Severity
+from kleash.store.audit import FAULTS, Audit, Finding
 from kleash.version import __version__
 
-SEVERITY_ORDER: tuple[Severity, ...] = ("wrong", "fragile", "note")
 NO_FAULT = "No fault was found."
 REPEATS = 12
 """Calls that are averaged in each evaluation of a random function."""
@@ -265,7 +264,7 @@ def _record(
 
 def _by_severity(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """The worst findings first."""
-    return tuple(sorted(findings, key=lambda finding: SEVERITY_ORDER.index(finding.severity)))
+    return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 
 def _function_name(function: Callable[..., Any]) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kleash.auditing.conventions import Convention
 from kleash.auditing.toy_distributions import P_FIELDS, AuditInputs
-from kleash.errors import CannotRunError, MissingExtraError, ShapeError
+from kleash.errors import CannotRunError, MissingExtraError, ShapeError, summarise_error
 
 RESULT_AXES: Mapping[str, int] = MappingProxyType({"vocabulary": 3, "token": 2, "sequence": 1, "mean": 0})
 """What a convention gives -> how many of the axes sequences, steps and vocabulary the result has."""
@@ -47,8 +47,7 @@ class AuditedFunction:
         except MissingExtraError as error:  # such as an import of a checkout that was not loaded
             raise CannotRunError(f"{self.name} cannot be called: {error}") from error
         except (Exception, SystemExit) as error:
-            lines = str(error).strip().splitlines()
-            message = f": {lines[0][:300].rstrip('.')}" if lines else ""
+            message = f": {summarise_error(error)}" if str(error).strip() else ""
             raise CannotRunError(
                 f"{self.name} raised {type(error).__name__}{message} when called by {description}"
             ) from error
@@ -84,7 +83,7 @@ class AuditedFunction:
         try:
             return torch.autograd.grad(value, leaves, allow_unused=True, retain_graph=True)
         except (RuntimeError, NotImplementedError) as error:
-            message = str(error).strip().splitlines()[0][:300].partition(". ")[0]
+            message = summarise_error(error).partition(". ")[0]
             raise CannotRunError(
                 f"the result of {self.name} cannot be differentiated ({message}); remove the backward pass from "
                 "the function, or choose a convention with place 'reward' or 'metric'"

@@ -171,7 +171,7 @@ FINDINGS: Mapping[str, FindingKind] = MappingProxyType(
 """``--fail-on`` and ``Audit.failing`` take these and ``SEVERITIES``."""
 
 SEVERITIES = ("wrong", "fragile", "fault", "note")
-"""Names for all findings of a severity; "fault" for wrong and fragile."""
+"""Names for all findings of a severity, the worst first; "fault" for wrong and fragile."""
 
 OF_TOKENS = MappingProxyType(
     {

@@ -59,10 +59,6 @@ def _expectation(of_log_ratio: Callable[[Tensor], Tensor], weight: int = 1) -> D
     return lambda logp, logq: ((weight * logp).exp() * of_log_ratio(logp - logq)).sum(-1)
 
 
-def _mean_over_vocabulary(name: str, logp: Tensor, logq: Tensor) -> Tensor:
-    return divergence(name, logp, logq) / logp.shape[-1]
-
-
 def _exchanged(function: DistributionFunction) -> DistributionFunction:
     return lambda logp, logq: function(logq, logp)
 
@@ -110,8 +106,12 @@ def known_quantities() -> Mapping[str, KnownQuantity]:
         },
         "wrong_direction": {"chi-squared(p ‖ q) - KL(p ‖ q)": _expectation(lambda u: phi(-u))},
         "wrong_scale": {
-            f"{LABELS[name]} divided by the size of the vocabulary": partial(_mean_over_vocabulary, name)
-            for name in ("kl", "reverse_kl")
+            "KL(p ‖ q) divided by the size of the vocabulary": lambda p, q: (
+                divergence("kl", p, q) / p.shape[-1]
+            ),
+            "KL(q ‖ p) divided by the size of the vocabulary": lambda p, q: (
+                divergence("kl", q, p) / p.shape[-1]
+            ),
         },
         "biased_value": {
             "E_p (log p - log q)^2 / 2": _expectation(lambda u: u.square() / 2),

@@ -17,6 +17,7 @@ from kleash.reports.audit import title_of
 from kleash.reports.formatting import as_sentence, command_line
 from kleash.store import Audit
 from kleash.store.codec import to_json
+from kleash.store.summary import counted
 
 REPEATED = ("source", "convention", "set")
 """Options of the command that makes the page again."""
@@ -34,23 +35,21 @@ def run(command: AuditJob) -> int:
             audits.append(audit)
             if not command.quiet and not command.json:
                 print_audit(audit, output)
-    page, page_error = None, ""
+    page = None
     try:
         options = [option for option in fields(AuditJob) if option.name in REPEATED]
         repeating = command_line(("kleash", "audit", shlex.quote(command.target)), options, vars(command))
         page = write_audits(command.out.expanduser(), audits, repeating)
     except MissingExtraError as error:
-        page_error = str(error)
+        if not command.quiet:
+            print(f"kleash: no page was made: {error}", file=sys.stderr)
     if command.json:
         sys.stdout.write(to_json({"audits": audits}))
     elif not command.quiet:
         print_audit_counts(audits, page)
-    if page_error and not command.quiet:
-        print(f"kleash: no page was made: {page_error}", file=sys.stderr)
     failures = [(audit, finding) for audit in audits for finding in audit.failing(fail_on)]
     for audit, finding in failures:
-        place = f" ({finding.where})" if finding.where else ""
-        print(f"kleash: {audit.target} fails: {finding.kind}: {finding.sentence}{place}", file=sys.stderr)
+        print(f"kleash: {audit.target} fails: {finding}", file=sys.stderr)
     return 1 if failures else 0
 
 
@@ -69,14 +68,17 @@ def require_consent(statement: str) -> None:
 
 def print_audit(audit: Audit, output: TextIO) -> None:
     """Print the verdict on one function, and the kinds of its findings."""
-    lines = [f"\n{title_of(audit)}", f"{audit.summary}, taken as a {audit.place}"]
-    lines += [f"  - {as_sentence(line)}" for line in audit.verdict]
-    faults = dict.fromkeys(f"{finding.kind} ({finding.severity})" for finding in audit.faults)
-    notes = dict.fromkeys(finding.kind for finding in audit.findings if finding.severity == "note")
-    lines += [
-        f"  {label}: {', '.join(kinds)}" for label, kinds in (("faults", faults), ("notes", notes)) if kinds
+    kinds = {
+        "faults": dict.fromkeys(f"{finding.kind} ({finding.severity})" for finding in audit.faults),
+        "notes": dict.fromkeys(finding.kind for finding in audit.findings if finding.severity == "note"),
+    }
+    lines = [
+        f"\n{title_of(audit)}",
+        f"{audit.summary}, taken as a {audit.place}",
+        *(f"  - {as_sentence(line)}" for line in audit.verdict),
+        *(f"  {label}: {', '.join(names)}" for label, names in kinds.items() if names),
+        *dict.fromkeys(f"  change {finding.kind}: {finding.remedy}" for finding in audit.faults),
     ]
-    lines += dict.fromkeys(f"  change {finding.kind}: {finding.remedy}" for finding in audit.faults)
     print("\n".join(lines), file=output)
 
 
@@ -84,7 +86,7 @@ def print_audit_counts(audits: Sequence[Audit], page: Path | None) -> None:
     """Print how many functions were audited and have faults, and the path of the page, if there is one."""
     num_faulty = sum(bool(audit.faults) for audit in audits)
     num_wrong = sum(bool(audit.failing({"wrong"})) for audit in audits)
-    functions = f"{len(audits)} function{'s' if len(audits) > 1 else ''} audited"
+    functions = f"{counted(len(audits), 'function')} audited"
     severities = f": {num_wrong} wrong, {num_faulty - num_wrong} only fragile" if num_faulty else ""
     print(f"\n{functions}, {num_faulty} with faults{severities}")
     if page is not None:

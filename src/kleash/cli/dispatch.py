@@ -15,7 +15,7 @@ from kleash.cli.parsing import Command, DryRun
 from kleash.cli.printing import print_formatted, print_gates, print_summary, print_texts
 from kleash.cli.progress import Progress, Steps
 from kleash.cli.terminal import trackers_as_sentences
-from kleash.errors import CannotRunError, OptionError
+from kleash.errors import CannotRunError
 from kleash.jobs import CacheJob, MeasureJob, SweepJob, TrainJob
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE
 from kleash.jobs.reading_jobs import CompareJob, DoctorJob, MismatchJob, ReportJob
@@ -95,9 +95,14 @@ def _sweep(job: SweepJob) -> int:
         return 0
     _print_result(result, job, Path(str(job.out)) / PAGE)
     names = {candidate.number: candidate.name for candidate in result.candidates}
-    attributed = {names[each.candidate]: each.failure for each in result.attributions if each.failure}
-    failures = [f"{each.name} could not be measured: {each.failure}" for each in result.failed]
-    failures += [f"{name} could not be attributed: {failure}" for name, failure in attributed.items()]
+    failures = [
+        *(f"{each.name} could not be measured: {each.failure}" for each in result.failed),
+        *dict.fromkeys(
+            f"{names[each.candidate]} could not be attributed: {each.failure}"
+            for each in result.attributions
+            if each.failure
+        ),
+    ]
     if job.quiet or job.output_format is not None:
         for failure in failures:
             print(f"kleash: {failure}", file=sys.stderr)
@@ -142,8 +147,6 @@ def _compare(job: CompareJob) -> int:
     from kleash.measuring.comparison import compare
     from kleash.reports import write_comparison, write_training_comparison
 
-    if len(job.folders) < 2:
-        raise OptionError(f"compare takes two or more run folders; {len(job.folders)} was given")
     comparison = compare(job.folders, at_most=job.at_most, direction=job.direction)
     page = job.out.expanduser()
     if isinstance(comparison, TrainingComparison):

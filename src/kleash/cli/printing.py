@@ -126,11 +126,9 @@ def formatted(result: NumericResult | TrainingResult, output_format: str) -> str
 def _summary_with_command(result: NumericResult) -> Summary:
     """The summary of a result with the version of kleash and the command that repeats it, where they are recorded."""
     summary = summarize(result)
-    facts = [fact for fact in summary.facts if not fact[0].startswith("gate")]  # sentences follow
-    facts.append(("kleash", result.kleash))
-    if isinstance(result, Measurement):
-        facts.append(("command", Name(measure_command(result.job))))
-    return replace(summary, facts=tuple(facts))
+    facts = (fact for fact in summary.facts if not fact[0].startswith("gate"))  # sentences follow
+    command = (("command", Name(measure_command(result.job))),) if isinstance(result, Measurement) else ()
+    return replace(summary, facts=(*facts, ("kleash", result.kleash), *command))
 
 
 def gate_sentences(result: NumericResult | TrainingResult) -> list[str]:

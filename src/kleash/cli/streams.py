@@ -19,7 +19,6 @@ CONTROLS = re.compile(
     "\\u061c\\u180e\\u200b\\u200e\\u200f\\u202a-\\u202e\\u2060-\\u206f\\ufeff"  # bidirectional and invisible
     "\\u2028\\u2029\\ufff9-\\ufffb\\U000e0000-\\U000e007f]"  # other line breaks, annotations, tags
 )
-STREAMS = {1: "standard output", 2: "standard error"}
 
 
 class OutputError(KleashError, OSError):
@@ -120,7 +119,7 @@ class CommandStream:
         if self._number == 1:
             reason = getattr(error, "strerror", None) or str(error)
             raise OutputError(
-                f"{STREAMS[1]} cannot be written ({reason}); files that were written stay"
+                f"standard output cannot be written ({reason}); files that were written stay"
             ) from error
 
 

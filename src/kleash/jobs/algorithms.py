@@ -1,6 +1,6 @@
 """The jobs of ``kleash train``: one for each way of training."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -10,11 +10,11 @@ from kleash.jobs.options import (
     Count,
     NotNegative,
     Positive,
+    Refusal,
     Share,
     changed_options,
     flag,
     one_of,
-    refuse_if,
 )
 from kleash.jobs.reading import DatasetOptions, SourceKind
 from kleash.jobs.train import OnlineJob, RewardJob, Scope, TrainJob
@@ -66,12 +66,13 @@ class PPOJob(RewardJob):
     early_stop_nats: Positive | None = None
     """A step's updates end once KL(before ‖ now) per token is above it."""
 
-    def _check_combinations(self) -> None:
-        super()._check_combinations()
-        refuse_if(
-            self.minibatches > self.responses_per_step,
-            f"--minibatches {self.minibatches} cannot be made of {self.responses_per_step} responses; draw more, or "
-            "take fewer",
+    def _refusals(self) -> Iterable[Refusal]:
+        return (
+            Refusal(
+                self.minibatches > self.responses_per_step,
+                f"--minibatches {self.minibatches} cannot be made of {self.responses_per_step} responses; draw more, "
+                "or take fewer",
+            ),
         )
 
 
@@ -134,13 +135,14 @@ class DPOJob(TrainJob, DatasetOptions):
     max_tokens: Count = 1024
     """Longer pairs are cut off."""
 
-    def _check_combinations(self) -> None:
-        super()._check_combinations()
-        refuse_if(
-            self.pairs is None,
-            "say what is preferred to what: --pairs, JSONL with prompt, chosen and rejected",
+    def _refusals(self) -> Iterable[Refusal]:
+        return (
+            Refusal(
+                self.pairs is None,
+                "say what is preferred to what: --pairs, JSONL with prompt, chosen and rejected",
+            ),
+            tightening(self),
         )
-        refuse_tightening(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,32 +178,36 @@ class DistillJob(OnlineJob):
     """Tokens that the teacher's lists leave out: bucket, one token with all their probability, a lower bound; or
     sampled, unbiased, for responses that the teacher drew, with its "logprobs" of their tokens."""
 
-    def _check_combinations(self) -> None:
-        super()._check_combinations()
+    def _refusals(self) -> Iterable[Refusal]:
         draws, has_cache = self.responses is None, self.teacher_cache is not None
-        refuse_if(
-            self.teacher is not None and has_cache,
-            "--teacher-cache stands for the teacher, which is not loaded; leave --teacher out",
+        of_draws = changed_options(self, ("prompts", "samples_per_prompt", "max_new_tokens"))
+        return (
+            Refusal(
+                self.teacher is not None and has_cache,
+                "--teacher-cache stands for the teacher, which is not loaded; leave --teacher out",
+            ),
+            Refusal(
+                draws and has_cache,
+                "--teacher-cache holds hidden states of responses that were given, and the policy draws new ones; give "
+                "those as --responses, or a --teacher",
+            ),
+            Refusal(
+                draws and self.teacher is None and self.policy != SHIPPED_REFERENCE,
+                f"say which model {self.policy} learns from: --teacher",
+            ),
+            *(
+                Refusal(
+                    not draws,
+                    f"{flag(name)} is for responses that the policy draws, and --responses are given; leave it out",
+                )
+                for name in of_draws
+            ),
+            Refusal(
+                self.tail == "sampled" and not self.reads_lists,
+                "--tail sampled is for lists of the teacher's likeliest tokens; its distributions are whole here",
+            ),
+            tightening(self),
         )
-        refuse_if(
-            draws and has_cache,
-            "--teacher-cache holds hidden states of responses that were given, and the policy draws new ones; give "
-            "those as --responses, or a --teacher",
-        )
-        refuse_if(
-            draws and self.teacher is None and self.policy != SHIPPED_REFERENCE,
-            f"say which model {self.policy} learns from: --teacher",
-        )
-        for name in changed_options(self, ("prompts", "samples_per_prompt", "max_new_tokens")):
-            refuse_if(
-                not draws,
-                f"{flag(name)} is for responses that the policy draws, and --responses are given; leave it out",
-            )
-        refuse_if(
-            self.tail == "sampled" and not self.reads_lists,
-            "--tail sampled is for lists of the teacher's likeliest tokens; its distributions are whole here",
-        )
-        refuse_tightening(self)
 
     @property
     def given_source(self) -> str | None:
@@ -233,9 +239,9 @@ class DistillJob(OnlineJob):
         return (*sentences, f"--mix does nothing with --divergence {self.divergence}, which has no mixture")
 
 
-def refuse_tightening(job: TrainJob) -> None:
-    """Refuse ``--on-hacking tighten`` for an algorithm that has no beta during training."""
-    refuse_if(
+def tightening(job: TrainJob) -> Refusal:
+    """The refusal of ``--on-hacking tighten`` for an algorithm that has no beta during training."""
+    return Refusal(
         job.on_hacking == "tighten",
         f"{job.algorithm} has no beta that could be tightened during training; take another --on-hacking",
     )

@@ -1,5 +1,6 @@
 """The job of ``kleash cache``."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from kleash.jobs.option_groups import (
     is_endpoint,
     shown_endpoint,
 )
-from kleash.jobs.options import Count, changed_options, flag, one_of, refuse_if, shared_options
+from kleash.jobs.options import Count, Refusal, changed_options, flag, one_of, shared_options
 
 CHUNK_TOKENS = 512
 """Tokens in a chunk of llama-perplexity without -c."""
@@ -49,29 +50,35 @@ class CacheJob(ScoringOptions):
     out: str | None = None
     """Folder for the cache; kleash-caches/<date-time> if not given."""
 
-    def _check_combinations(self) -> None:
-        super()._check_combinations()
-        refuse_if(
-            is_endpoint(self.reference),
-            f"--reference {shown_endpoint(self.reference)} is a server, which gives no hidden states; name the model "
-            "itself",
-        )
-        refuse_if(
-            self.text is None and self.responses is None and self.reference != SHIPPED_REFERENCE,
-            "say what the reference should read: --text or --responses",
-        )
-        refuse_if(
-            self.layers is not None and self.from_hidden_states is None,
-            "--layers says what the files of --from-hidden-states hold; give that folder as well",
+    def _refusals(self) -> Iterator[Refusal]:
+        yield from (
+            Refusal(
+                is_endpoint(self.reference),
+                f"--reference {shown_endpoint(self.reference)} is a server, which gives no hidden states; name the "
+                "model itself",
+            ),
+            Refusal(
+                self.text is None and self.responses is None and self.reference != SHIPPED_REFERENCE,
+                "say what the reference should read: --text or --responses",
+            ),
+            Refusal(
+                self.layers is not None and self.from_hidden_states is None,
+                "--layers says what the files of --from-hidden-states hold; give that folder as well",
+            ),
         )
         self.layer_ids()
         if self.format == "llama.cpp":
-            for name in changed_options(self, ("responses", "stride", "from_hidden_states", "temperature")):
-                refuse_if(True, f"{flag(name)} is not for --format llama.cpp; leave it out")
-            refuse_if(self.out is None, "--format llama.cpp writes one file; give its name as --out")
-            refuse_if(
-                self.chunk_tokens < 4,
-                f"--window must be at least 4 for --format llama.cpp; it is {self.window}",
+            unused = changed_options(self, ("responses", "stride", "from_hidden_states", "temperature"))
+            yield from (
+                *(
+                    Refusal(True, f"{flag(name)} is not for --format llama.cpp; leave it out")
+                    for name in unused
+                ),
+                Refusal(self.out is None, "--format llama.cpp writes one file; give its name as --out"),
+                Refusal(
+                    self.chunk_tokens < 4,
+                    f"--window must be at least 4 for --format llama.cpp; it is {self.window}",
+                ),
             )
         self.measurement()
 

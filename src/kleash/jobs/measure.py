@@ -1,6 +1,7 @@
 """The job of ``kleash measure``."""
 
 import os.path
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from kleash.jobs.option_groups import (
@@ -18,7 +19,7 @@ from kleash.jobs.option_groups import (
     is_gguf,
     shown_endpoint,
 )
-from kleash.jobs.options import Count, Share, changed_options, flag, refuse_if
+from kleash.jobs.options import Count, Refusal, Share, changed_options, flag
 from kleash.jobs.output_options import DIRECTIONS, GateOptions, MeasurementFormatOption, TrackerOption
 from kleash.jobs.reading import SourceKind
 
@@ -84,35 +85,36 @@ class MeasureJob(
             object.__setattr__(self, "text", self.reference_cache)
         super().__post_init__()
 
-    def _check_combinations(self) -> None:
-        super()._check_combinations()
+    def _refusals(self) -> Iterator[Refusal]:
         sources = [name for name in ("prompts", "text", "responses") if getattr(self, name) is not None]
         for name in sources if _is_file(self.reference_cache) else ():
-            refuse_if(
+            yield Refusal(
                 (name, getattr(self, name)) != ("text", self.reference_cache),
                 f"--reference-cache {self.reference_cache} is a file, and so one of base logits, which has its text in "
                 f"it; leave --{name} out, or give the folder of kleash cache",
             )
-        refuse_if(
-            len(sources) > 1,
-            f"give one of --prompts, --text and --responses, not {' and '.join(map(flag, sources))}",
+        yield from (
+            Refusal(
+                len(sources) > 1,
+                f"give one of --prompts, --text and --responses, not {' and '.join(map(flag, sources))}",
+            ),
+            Refusal(
+                not sources and self.policy != SHIPPED_POLICY,
+                "say what the models should read: --prompts, --text or --responses",
+            ),
+            Refusal(
+                self.temperature == 0 and self.samples_per_prompt > 1,
+                f"at --temperature 0 all {self.samples_per_prompt} samples of a prompt would be the same; draw one",
+            ),
         )
-        refuse_if(
-            not sources and self.policy != SHIPPED_POLICY,
-            "say what the models should read: --prompts, --text or --responses",
-        )
-        refuse_if(
-            self.temperature == 0 and self.samples_per_prompt > 1,
-            f"at --temperature 0 all {self.samples_per_prompt} samples of a prompt would be the same; draw one",
-        )
-        self._check_servers()
+        yield from self._refusals_of_servers()
         for is_set, reason in (
             (self.temperature != 1, f"--temperature is {self.temperature:g}, and base logits are of 1"),
             (self.engine != "local", f"--engine {self.engine} has workers, and base logits are read here"),
             (self.device_map in RANK_MAPS, f"--device-map {self.device_map} divides the policy's head"),
             (self.until_relative_error, "--until-relative-error needs the exact KL, which base logits bound"),
         ):
-            refuse_if(
+            yield Refusal(
                 self.has_base_logits and is_set,
                 f"{reason}; leave it out where --reference-cache is a file of base logits",
             )
@@ -122,15 +124,15 @@ class MeasureJob(
             (self.device_map in RANK_MAPS, f"--device-map {self.device_map} divides it over processes"),
             (self.reference_cache is not None, "--reference-cache stands for it"),
         ):
-            refuse_if(
+            yield Refusal(
                 self.show_reference and is_set,
                 f"--show-reference has the reference answer --prompts, and {reason}; leave it out",
             )
 
-    def _check_servers(self) -> None:
-        """Refuse options that do not go together where a model is behind a server, or might be."""
+    def _refusals_of_servers(self) -> Iterator[Refusal]:
+        """Those where a model is behind a server, or might be."""
         for named in ("policy", "reference"):
-            refuse_if(
+            yield Refusal(
                 getattr(self, f"{named}_model") is not None and not is_endpoint(getattr(self, named)),
                 f"--{named}-model is a model's name on a server, and --{named} {getattr(self, named)} is no server; "
                 f"name a model by --{named}",
@@ -138,33 +140,39 @@ class MeasureJob(
         role = self.endpoint_role
         if role is None:
             return
-        refuse_if(
-            is_endpoint(self.policy) and is_endpoint(self.reference),
-            "--policy and --reference are both behind servers, and a bound needs one whole distribution; load one of "
-            "them here",
+        yield from (
+            Refusal(
+                is_endpoint(self.policy) and is_endpoint(self.reference),
+                "--policy and --reference are both behind servers, and a bound needs one whole distribution; load one "
+                "of them here",
+            ),
+            Refusal(
+                self.source[0] == "prompts",
+                f"--{role} {shown_endpoint(getattr(self, role))} is a server, which scores given tokens: draw "
+                "responses with its own client first, keep their token ids, and give them with --responses; or give "
+                "--text",
+            ),
+            Refusal(
+                self.temperature != 1,
+                f"--temperature is {self.temperature:g}, and servers give log-probabilities of prompts at 1; leave it "
+                "out",
+            ),
+            Refusal(
+                self.engine != "local",
+                f"--{role} is a server, which --endpoint-concurrency requests reach at once from one process; leave "
+                f"--engine {self.engine} out",
+            ),
+            Refusal(
+                self.reference_cache is not None,
+                "--reference-cache holds a loaded reference's hidden states; leave it out where "
+                f"--{role} is a server",
+            ),
+            Refusal(
+                self.until_relative_error is not None,
+                "--until-relative-error needs the exact KL, of which a server allows bounds; leave it out where "
+                f"--{role} is a server",
+            ),
         )
-        refuse_if(
-            self.source[0] == "prompts",
-            f"--{role} {shown_endpoint(getattr(self, role))} is a server, which scores given tokens: draw responses "
-            "with its own client first, keep their token ids, and give them with --responses; or give --text",
-        )
-        refuse_if(
-            self.temperature != 1,
-            f"--temperature is {self.temperature:g}, and servers give log-probabilities of prompts at 1; leave it out",
-        )
-        refuse_if(
-            self.engine != "local",
-            f"--{role} is a server, which --endpoint-concurrency requests reach at once from one process; leave "
-            f"--engine {self.engine} out",
-        )
-        for name, reason in (
-            ("reference_cache", "holds a loaded reference's hidden states"),
-            ("until_relative_error", "needs the exact KL, of which a server allows bounds"),
-        ):
-            refuse_if(
-                getattr(self, name) is not None,
-                f"{flag(name)} {reason}; leave it out where --{role} is a server",
-            )
 
     @property
     def has_base_logits(self) -> bool:
@@ -203,22 +211,38 @@ class MeasureJob(
         if self.has_base_logits:
             there = "with a file of base logits"
             unused += changed_options(self, (*WINDOWS, "reference"))
-        sentences = [f"{flag(name)} does nothing {there}" for name in unused]
-        if self.temperature == 0 and kind == "text":
-            sentences.append(f"--temperature 0 decodes greedily, and {there} nothing is decoded")
-        if self.chat_template == "apply" and kind == "text":
-            sentences.append("--chat-template apply does nothing with --text, which is not asked of a model")
-        for role in ("policy", "reference"):
-            name = getattr(self, role)
-            has_no_revision = name.startswith("shipped:") or is_endpoint(name)
-            if getattr(self, f"revision_{role}") is not None and has_no_revision:
-                sentences.append(f"--revision-{role} does nothing for {name}")
-        if self.endpoint_role is None:
-            of_servers = changed_options(self, [option.name for option in fields(EndpointOptions)])
-            sentences += [f"{flag(name)} does nothing without a server" for name in of_servers]
-            if self.tokenizer is not None and not (is_gguf(self.policy) or is_gguf(self.reference)):
-                sentences.append("--tokenizer does nothing without a GGUF file or a server")
-        return tuple(sentences)
+        has_no_server = self.endpoint_role is None
+        models = (
+            ("policy", self.policy, self.revision_policy),
+            ("reference", self.reference, self.revision_reference),
+        )
+        of_servers = changed_options(self, [option.name for option in fields(EndpointOptions)])
+        sentences = (
+            *((True, f"{flag(name)} does nothing {there}") for name in unused),
+            (
+                self.temperature == 0 and kind == "text",
+                f"--temperature 0 decodes greedily, and {there} nothing is decoded",
+            ),
+            (
+                self.chat_template == "apply" and kind == "text",
+                "--chat-template apply does nothing with --text, which is not asked of a model",
+            ),
+            *(
+                (
+                    revision is not None and (name.startswith("shipped:") or is_endpoint(name)),
+                    f"--revision-{role} does nothing for {name}",
+                )
+                for role, name, revision in models
+            ),
+            *((has_no_server, f"{flag(name)} does nothing without a server") for name in of_servers),
+            (
+                has_no_server
+                and self.tokenizer is not None
+                and not (is_gguf(self.policy) or is_gguf(self.reference)),
+                "--tokenizer does nothing without a GGUF file or a server",
+            ),
+        )
+        return tuple(sentence for applies, sentence in sentences if applies)
 
     @property
     def truncates(self) -> bool:

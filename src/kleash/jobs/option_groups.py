@@ -4,7 +4,7 @@ A job is a frozen dataclass composed of these groups. The command line is made f
 the string under its field, and a job that gives an option another default repeats the field alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import Field, dataclass, fields
 from typing import Annotated, Any
 
@@ -17,10 +17,10 @@ from kleash.jobs.options import (
     NotNegative,
     Options,
     Positive,
+    Refusal,
     changed_options,
     flag,
     one_of,
-    refuse_if,
 )
 from kleash.jobs.reading import ReadOptions
 
@@ -124,17 +124,18 @@ class ScoringOptions(LoadingOptions, OutputOptions, ReadOptions):
     stride: Count | None = None
     """Tokens from one window to the next, for --text; less than the window gives each token more context."""
 
-    def _check_combinations(self) -> None:
-        super()._check_combinations()
+    def _refusals(self) -> Iterable[Refusal]:
         tokenizer = self.tokenizer or ""
-        refuse_if(
-            "://" in tokenizer,
-            f"--tokenizer {shown_endpoint(tokenizer)} is an address; give the tokenizer's folder, or its name on the "
-            "hub (owner/name)",
-        )
-        refuse_if(
-            self.stride is not None and self.stride > (self.window or self.stride),
-            f"--stride {self.stride} would leave tokens out between windows of {self.window}",
+        return (
+            Refusal(
+                "://" in tokenizer,
+                f"--tokenizer {shown_endpoint(tokenizer)} is an address; give the tokenizer's folder, or its name on "
+                "the hub (owner/name)",
+            ),
+            Refusal(
+                self.stride is not None and self.stride > (self.window or self.stride),
+                f"--stride {self.stride} would leave tokens out between windows of {self.window}",
+            ),
         )
 
 
@@ -172,10 +173,9 @@ class WorkerOptions(Options):
     """What a worker reserves on its node of the Ray cluster, such as gpu=1 or cpu=8,memory=64e9; gpu=1 if not given
     and there are GPUs, otherwise cpu=1."""
 
-    def _check_combinations(self) -> None:
-        super()._check_combinations()
+    def _refusals(self) -> Iterator[Refusal]:
         for name in changed_options(self, ("address", "workers", "resources_per_worker")):
-            refuse_if(
+            yield Refusal(
                 self.engine != "ray",
                 f"{flag(name)} is for --engine ray; add that, or leave {flag(name)} out",
             )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from operator import index
 from pathlib import Path, PurePath
 from types import NoneType
-from typing import Annotated, Any, SupportsFloat, SupportsIndex, TypeVar, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, SupportsFloat, SupportsIndex, TypeVar, get_args, get_origin
 
 from kleash.errors import OptionError
 from kleash.registry import look_up
@@ -21,6 +21,15 @@ TYPE_NAMES = {
     tuple: "a list of texts",
     Path: "a path",
 }
+CONVERSIONS: Mapping[Any, tuple[tuple[type, ...], tuple[type, ...], Callable[[Any], Any]]] = {
+    str: ((str, PurePath), (), str),
+    Path: ((str, PurePath), (), Path),
+    bool: ((bool,), (), bool),
+    int: ((SupportsIndex,), (bool,), index),
+    float: ((SupportsFloat,), (bool, str), lambda x: x if isinstance(x, int | float) else float(x)),
+    tuple: ((), (), tuple),  # whose parts are converted one by one
+}
+"""Type of an option -> the types of values that it takes, those among them that it does not, and what converts them."""
 MAX_SHOWN = 60
 """Characters of a value in an error."""
 
@@ -49,10 +58,13 @@ Limit = Annotated[float, Allowed("a number of nats, at least 0", lambda x: 0 <= 
 Name = Annotated[str, Allowed("a name; give one, or leave it out", bool)]
 
 
-def refuse_if(applies: object, reason: str) -> None:
-    """Raise OptionError with ``reason``, what is wrong and then what to do, if the refused combination ``applies``."""
-    if applies:
-        raise OptionError(reason)
+class Refusal(NamedTuple):
+    """A combination of options that is refused."""
+
+    applies: object
+    """Whether the options are so combined."""
+    reason: str
+    """What is wrong, and then what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,12 +83,19 @@ class Options:
         for field in fields(self):
             value = getattr(self, field.name)
             object.__setattr__(self, field.name, checked_option(field.name, value, field.type))
-        if getattr(self, "resume", False) and getattr(self, "out", None) is None:
-            raise OptionError("--resume continues the run in a folder; give the folder as --out")
-        self._check_combinations()
+        for group in reversed(type(self).__mro__):
+            for refusal in vars(group)["_refusals"](self) if "_refusals" in vars(group) else ():
+                if refusal.applies:
+                    raise OptionError(refusal.reason)
 
-    def _check_combinations(self) -> None:
-        """Refuse options that do not go together."""
+    def _refusals(self) -> Iterable[Refusal]:
+        """The combinations that a group or job refuses by itself, in order; those of its bases are refused before."""
+        return (
+            Refusal(
+                getattr(self, "resume", False) and getattr(self, "out", None) is None,
+                "--resume continues the run in a folder; give the folder as --out",
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,14 +141,9 @@ def _converted(value: Any, annotation: Any) -> Any:
         return tuple(_converted(part, parts[0]) for part in value)
     if NoneType in parts:
         return None if value is None else _converted(value, parts[0])
-    if kind in (str, Path) and isinstance(value, str | PurePath):
-        return kind(value)
-    if kind is bool and isinstance(value, bool):
-        return value
-    if kind is int and not isinstance(value, bool) and isinstance(value, SupportsIndex):
-        return index(value)
-    if kind is float and not isinstance(value, bool | str) and isinstance(value, SupportsFloat):
-        return value if isinstance(value, int | float) else float(value)
+    taken, refused, convert = CONVERSIONS[kind]
+    if isinstance(value, taken) and not isinstance(value, refused):
+        return convert(value)
     raise ValueError(TYPE_NAMES[kind], value)
 
 

@@ -1,11 +1,11 @@
 """The options of what is done with a result: printed in a format, sent to trackers, held against a limit."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated
 
-from kleash.jobs.options import Allowed, JsonOption, Limit, Options, one_of, refuse_if
+from kleash.jobs.options import Allowed, JsonOption, Limit, Options, Refusal, one_of
 
 FORMATS = ("csv", "markdown")
 """Formats of every result, besides ``--json``."""
@@ -36,11 +36,12 @@ class FormatOption(JsonOption):
     """Print the result in this format instead of a summary: csv, a row for each number; or markdown, tables for
     an issue or a page."""
 
-    def _check_combinations(self) -> None:
-        super()._check_combinations()
-        refuse_if(
-            self.json and self.format is not None,
-            f"--json prints JSON; give it or --format {self.format}, not both",
+    def _refusals(self) -> Iterable[Refusal]:
+        return (
+            Refusal(
+                self.json and self.format is not None,
+                f"--json prints JSON; give it or --format {self.format}, not both",
+            ),
         )
 
     @property
@@ -79,11 +80,12 @@ class GateOptions(Options):
     """The KL that --at-most limits: policy-reference averages over the policy's next tokens, reference-policy over the
     reference's. If not given, that of the headline: reference-policy with --text, otherwise policy-reference."""
 
-    def _check_combinations(self) -> None:
-        super()._check_combinations()
-        refuse_if(
-            self.direction is not None and self.at_most is None,
-            "--direction says which KL --at-most limits; add that, or leave it out",
+    def _refusals(self) -> Iterable[Refusal]:
+        return (
+            Refusal(
+                self.direction is not None and self.at_most is None,
+                "--direction says which KL --at-most limits; add that, or leave it out",
+            ),
         )
 
     @property

@@ -1,11 +1,12 @@
 """The jobs that read finished work: ``report``, ``compare``, ``mismatch``, ``doctor`` and ``audit``."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from kleash.jobs.option_groups import LoadingOptions
-from kleash.jobs.options import Allowed, Count, Limit, Options, one_of, refuse_if
+from kleash.jobs.options import Allowed, Count, Limit, Options, Refusal, one_of
 from kleash.jobs.output_options import (
     PICTURES,
     Direction,
@@ -96,17 +97,21 @@ class DoctorJob(FormatOption, LoadingOptions):
     device_map: str | None = None
     """Spread a model over several devices as transformers does: auto, balanced, sequential."""
 
-    def _check_combinations(self) -> None:
-        super()._check_combinations()
+    def _refusals(self) -> Iterable[Refusal]:
         has_models = self.policy is not None
-        refuse_if(
-            has_models != (self.reference is not None), "give both models, --policy and --reference, or none"
+        return (
+            Refusal(
+                has_models != (self.reference is not None),
+                "give both models, --policy and --reference, or none",
+            ),
+            *(
+                Refusal(
+                    getattr(self, f"revision_{role}") is not None and not has_models,
+                    f"--revision-{role} needs --{role}",
+                )
+                for role in ("policy", "reference")
+            ),
         )
-        for role in ("policy", "reference"):
-            refuse_if(
-                getattr(self, f"revision_{role}") is not None and not has_models,
-                f"--revision-{role} needs --{role}",
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +145,12 @@ class AuditJob(Options):
     quiet: bool = False
     """Print only failures."""
 
-    def _check_combinations(self) -> None:
-        super()._check_combinations()
-        refuse_if(
-            self.trust_source and self.source is None,
-            "--trust-source needs --source, the folder of a checkout",
+    def _refusals(self) -> Iterable[Refusal]:
+        return (
+            Refusal(
+                self.trust_source and self.source is None,
+                "--trust-source needs --source, the folder of a checkout",
+            ),
         )
 
 

@@ -1,6 +1,7 @@
 """The job of ``kleash sweep``."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Annotated
@@ -16,7 +17,7 @@ from kleash.jobs.option_groups import (
     is_endpoint,
     shown_endpoint,
 )
-from kleash.jobs.options import Count, Limit, changed_options, one_of, refuse_if, shared_options
+from kleash.jobs.options import Count, Limit, Refusal, changed_options, one_of, shared_options
 from kleash.jobs.output_options import (
     DIRECTION_OF_SWEEPS,
     DIRECTIONS,
@@ -62,39 +63,47 @@ class SweepJob(FormatOption, TrackerOption, ScoringOptions, WorkerOptions):
     out: str | None = None
     """Folder for the results; kleash-sweeps/<date-time> if not given."""
 
-    def _check_combinations(self) -> None:
-        super()._check_combinations()
-        refuse_if(not self.candidates, "name the models to measure: --candidates q8/ q4/ ...")
-        for name in self.candidates:
-            refuse_if(
-                self.candidates.count(name) > 1,
-                f"--candidates names {name} twice; a model is measured once",
-            )
-        for address in map(shown_endpoint, filter(is_endpoint, self.candidates)):
-            refuse_if(
-                True,
-                f"the candidate {address} is a server, which allows bounds and no exact KL; measure it alone with "
-                f"kleash measure --policy {address}",
-            )
-        refuse_if(
-            self.text is None and self.responses is None and self.reference != SHIPPED_REFERENCE,
-            "say what the models should read: --text or --responses",
-        )
-        for word in self.attribute:
-            refuse_if(self.attribute.count(word) > 1, f"--attribute names {word} twice; name it once")
-        refuse_if(
-            not self.attribute and changed_options(self, ["attribute_tokens"]),
-            "--attribute-tokens is for --attribute; add that, or leave it out",
-        )
-        refuse_if(
-            self.attribute and self.engine != "local",
-            f"--attribute swaps weights in this process, and with --engine {self.engine} the models are in the "
-            "workers; sweep first, and then attribute with --resume and without --engine",
-        )
-        refuse_if(
-            self.attribute and self.device_map in RANK_MAPS,
-            f"--attribute swaps whole modules, which --device-map {self.device_map} divides over processes; leave "
-            "one of them out",
+    def _refusals(self) -> Iterator[Refusal]:
+        servers = map(shown_endpoint, filter(is_endpoint, self.candidates))
+        yield from (
+            Refusal(not self.candidates, "name the models to measure: --candidates q8/ q4/ ..."),
+            *(
+                Refusal(
+                    self.candidates.count(name) > 1,
+                    f"--candidates names {name} twice; a model is measured once",
+                )
+                for name in self.candidates
+            ),
+            *(
+                Refusal(
+                    True,
+                    f"the candidate {address} is a server, which allows bounds and no exact KL; measure it alone with "
+                    f"kleash measure --policy {address}",
+                )
+                for address in servers
+            ),
+            Refusal(
+                self.text is None and self.responses is None and self.reference != SHIPPED_REFERENCE,
+                "say what the models should read: --text or --responses",
+            ),
+            *(
+                Refusal(self.attribute.count(word) > 1, f"--attribute names {word} twice; name it once")
+                for word in self.attribute
+            ),
+            Refusal(
+                not self.attribute and changed_options(self, ["attribute_tokens"]),
+                "--attribute-tokens is for --attribute; add that, or leave it out",
+            ),
+            Refusal(
+                self.attribute and self.engine != "local",
+                f"--attribute swaps weights in this process, and with --engine {self.engine} the models are in the "
+                "workers; sweep first, and then attribute with --resume and without --engine",
+            ),
+            Refusal(
+                self.attribute and self.device_map in RANK_MAPS,
+                f"--attribute swaps whole modules, which --device-map {self.device_map} divides over processes; leave "
+                "one of them out",
+            ),
         )
         self.cache_job(Path())
         self.measure_job(1, Path())

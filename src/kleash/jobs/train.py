@@ -1,5 +1,6 @@
 """Options that the jobs of ``kleash train`` share."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Annotated, ClassVar
 
@@ -18,10 +19,10 @@ from kleash.jobs.options import (
     CountOrZero,
     NotNegative,
     Positive,
+    Refusal,
     changed_options,
     flag,
     one_of,
-    refuse_if,
 )
 from kleash.jobs.output_options import Tracker
 from kleash.jobs.reading import PromptOptions, SourceKind
@@ -80,9 +81,8 @@ class TrainJob(SeedOption, LoadingOptions, OutputOptions):
 
     def without_effect(self) -> tuple[str, ...]:
         """A sentence for each option that is set and does nothing in this job."""
-        if self.report_to or self.metric_names == "kleash":
-            return ()
-        return ("--metric-names does nothing without --report-to",)
+        has_effect = self.report_to or self.metric_names == "kleash"
+        return () if has_effect else ("--metric-names does nothing without --report-to",)
 
     def settings(self) -> dict[str, object]:
         """The fields that decide the result, ready for JSON: two runs that agree in them can be one."""
@@ -102,11 +102,12 @@ class OnlineJob(TrainJob, GenerationOptions, PromptOptions):
     max_new_tokens: Count = 64
     temperature: Temperature = 1.0
 
-    def _check_combinations(self) -> None:
-        super()._check_combinations()
-        refuse_if(
-            self.given_source is None and self.policy != SHIPPED_REFERENCE,
-            f"say what {self.policy} should answer: --prompts",
+    def _refusals(self) -> Iterable[Refusal]:
+        return (
+            Refusal(
+                self.given_source is None and self.policy != SHIPPED_REFERENCE,
+                f"say what {self.policy} should answer: --prompts",
+            ),
         )
 
     @property
@@ -165,8 +166,7 @@ class RewardJob(OnlineJob):
     beta_max: Positive = 10.0
     """No controller goes above."""
 
-    def _check_combinations(self) -> None:
-        super()._check_combinations()
+    def _refusals(self) -> Iterable[Refusal]:
         term = term_spec(
             self.kl,
             CONTRACTS.get(self.kl),
@@ -174,28 +174,29 @@ class RewardJob(OnlineJob):
             scope=self.kl_scope,
             credit=self.reward_credit,
         )
-        reason = refusal(term, command_line)
-        refuse_if(reason, str(reason))
-        refuse_if(
-            self.horizon is not None and self.controller != "ziegler",
-            f"--horizon belongs to --controller ziegler, and the controller is {self.controller}; leave it out",
-        )
-        refuse_if(
-            self.beta == 0 and self.on_hacking == "tighten",
-            "--on-hacking tighten doubles beta, and --beta is 0; give a beta, or another response",
-        )
-        steers = self.controller != "fixed"
-        refuse_if(
-            steers and self.target_nats is None,
-            f"the controller {self.controller} steers to a target; give --target-nats",
-        )
-        refuse_if(
-            steers and not self.beta_min <= self.beta <= self.beta_max,
-            f"--beta {self.beta} does not lie between --beta-min {self.beta_min} and --beta-max {self.beta_max}",
-        )
-        refuse_if(
-            not self.reward and self.policy != SHIPPED_REFERENCE,
-            f"say what {self.policy} is rewarded for: --reward package.module:function or a folder",
+        reason, steers = refusal(term, command_line), self.controller != "fixed"
+        return (
+            Refusal(reason, str(reason)),
+            Refusal(
+                self.horizon is not None and self.controller != "ziegler",
+                f"--horizon belongs to --controller ziegler, and the controller is {self.controller}; leave it out",
+            ),
+            Refusal(
+                self.beta == 0 and self.on_hacking == "tighten",
+                "--on-hacking tighten doubles beta, and --beta is 0; give a beta, or another response",
+            ),
+            Refusal(
+                steers and self.target_nats is None,
+                f"the controller {self.controller} steers to a target; give --target-nats",
+            ),
+            Refusal(
+                steers and not self.beta_min <= self.beta <= self.beta_max,
+                f"--beta {self.beta} does not lie between --beta-min {self.beta_min} and --beta-max {self.beta_max}",
+            ),
+            Refusal(
+                not self.reward and self.policy != SHIPPED_REFERENCE,
+                f"say what {self.policy} is rewarded for: --reward package.module:function or a folder",
+            ),
         )
 
     def settings(self) -> dict[str, object]:
@@ -205,17 +206,21 @@ class RewardJob(OnlineJob):
 
     def without_effect(self) -> tuple[str, ...]:
         """A sentence for each option that is set and does nothing in this job."""
-        sentences = list(super().without_effect())
-        if self.beta == 0:
-            sentences.append("--beta 0 is no KL penalty: the KL is logged and not trained")
-        if self.controller == "fixed":
-            bounds = changed_options(self, ("beta_min", "beta_max"))
-            sentences += [
-                f"{flag(name)} does nothing with a fixed beta; --controller moves it" for name in bounds
-            ]
-        if self.target_nats is None and self.target_per != "sequence":
-            sentences.append("--target-per does nothing without --target-nats")
-        return tuple(sentences)
+        sentences = (
+            (self.beta == 0, "--beta 0 is no KL penalty: the KL is logged and not trained"),
+            *(
+                (
+                    self.controller == "fixed",
+                    f"{flag(name)} does nothing with a fixed beta; --controller moves it",
+                )
+                for name in changed_options(self, ("beta_min", "beta_max"))
+            ),
+            (
+                self.target_nats is None and self.target_per != "sequence",
+                "--target-per does nothing without --target-nats",
+            ),
+        )
+        return (*super().without_effect(), *(sentence for applies, sentence in sentences if applies))
 
     @property
     def rewards(self) -> tuple[str, ...]:

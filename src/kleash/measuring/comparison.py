@@ -69,7 +69,7 @@ def compare(
     """
     if isinstance(folders, str) or len(folders) < 2:
         num_folders = 1 if isinstance(folders, str) else len(folders)
-        raise OptionError(f"two or more run folders can be compared, not {num_folders}; give a list of them")
+        raise OptionError(f"compare takes a list of two or more run folders; {num_folders} was given")
     gate = GateOptions(at_most=at_most, direction=direction)
     paths = [Path(folder).expanduser() for folder in folders]
     names = _short_names(paths)

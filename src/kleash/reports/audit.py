@@ -81,9 +81,10 @@ def curve_charts(number: int, audit: Audit) -> list[Chart]:
     rows = [row for row in audit.curve if abs(row.log_ratio) <= X_LIMIT]
     is_per_token = any(row.log_ratio < 0 for row in rows)
     right = audit.right_value_is
-    correct = {"value": FORMULAS.get(right, right), "gradient": f"gradient of {right}"}
-    if is_per_token:
-        correct["gradient"] = "log p − log q"
+    correct = {
+        "value": FORMULAS.get(right, right),
+        "gradient": "log p − log q" if is_per_token else f"gradient of {right}",
+    }
     return [
         _curve_chart(f"{quantity}-{number}", quantity, rows, audit.zones, correct[quantity], is_per_token)
         for quantity in ("value", "gradient")

@@ -10,11 +10,10 @@ from kleash.reports.training import write_training_report
 from kleash.store.audit import Audit, read_audits
 from kleash.store.job_folder import HEADER
 from kleash.store.measurement import Measurement
+from kleash.store.run_folder import MEASUREMENT
 from kleash.store.steps import STEPS
 from kleash.store.sweep import SWEEP, Sweep
 from kleash.store.training_folder import TrainingFolder, TrainingResult
-
-MEASUREMENT = "measurement.json"
 
 
 def kind_of_folder(folder: Path) -> str:

@@ -10,6 +10,7 @@ from kleash.reports.formatting import format_bytes, format_count, format_value
 from kleash.store import Gate
 from kleash.store.measurement import Measurement, SweepGate
 from kleash.store.measurement_summary import headline
+from kleash.store.summary import counted
 from kleash.store.sweep import Sweep, SweepCandidate
 from kleash.uncertainty.gate_decision import decide_gate
 
@@ -181,8 +182,7 @@ def describe_gate(gate: Gate) -> str:
     if gate.verdict == "failed":
         return f"failed: {label} is above {limit}: {_end(gate, 'lower')}"
     ends = f"{_end(gate, 'lower')}; {_end(gate, 'upper')}"
-    clusters = "1 cluster" if gate.clusters == 1 else f"{gate.clusters} clusters"
-    few = f"; {clusters}, and it takes 30 to pass" if gate.clusters < 30 else ""
+    few = f"; {counted(gate.clusters, 'cluster')}, and it takes 30 to pass" if gate.clusters < 30 else ""
     return f"undecided: whether {label} is at most {limit}: {ends}{few}; {_remedy(gate)}"
 
 

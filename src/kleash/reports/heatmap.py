@@ -13,10 +13,9 @@ from kleash.store import Measurement, RunFolder
 from kleash.store.measurement import Drifted
 from kleash.store.statistics import kl_directions
 
-MAX_SEQUENCES = 50
 MAX_TOKENS_OF_SEQUENCE = 500
 MAX_TOKENS = 5_000
-"""Limits of what is drawn. All tokens are counted in the statistics."""
+"""Limits of what is drawn of a measurement's worst sequences. All tokens are counted in the statistics."""
 MAX_PROMPT = 4000
 NUM_COLOURS = 8
 """Colours beside none."""
@@ -98,7 +97,7 @@ def heat_map(
     for drift in measurement.worst_sequences:
         size = len(tokens[key_of(drift)].texts) if key_of(drift) in tokens else 0
         length = min(size, MAX_TOKENS_OF_SEQUENCE, budget)
-        if length and len(lengths) < MAX_SEQUENCES:
+        if length:
             lengths[key_of(drift)] = length
             budget -= length
     payload = partial(
@@ -148,13 +147,12 @@ def colour_thresholds(largest: float, first: float) -> tuple[float, ...]:
 
 def read_prompts(folder: RunFolder, keys: Collection[SequenceKey]) -> dict[SequenceKey, str]:
     """The prompts of the sequences ``keys``."""
-    prompts: dict[SequenceKey, str] = {}
-    for part in folder.parts("sequences", ["prompt_id", "sample_id", "prompt"]):
-        for prompt, sample, text in zip(part["prompt_id"], part["sample_id"], part["prompt"], strict=True):
-            key = int(prompt), int(sample)
-            if key in keys:
-                prompts[key] = text or ""
-    return prompts
+    return {
+        key: text or ""
+        for part in folder.parts("sequences", ["prompt_id", "sample_id", "prompt"])
+        for prompt, sample, text in zip(part["prompt_id"], part["sample_id"], part["prompt"], strict=True)
+        if (key := (int(prompt), int(sample))) in keys
+    }
 
 
 def read_alternatives(

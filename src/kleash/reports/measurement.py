@@ -33,8 +33,6 @@ from kleash.store.measurement_summary import (
 )
 from kleash.store.statistics import ALL_STATISTICS, kl_directions, label_of
 
-MAX_PROMPTS = 500
-MAX_TOKENS = 50
 CONTEXT_BEFORE, CONTEXT_AFTER = 10, 4
 """Tokens shown around a token with large KL in the table of them."""
 
@@ -71,8 +69,7 @@ def write_report(folder: Path, at_most: float | None = None, statistic: str | No
 
 def report_context(files: RunFolder, measurement: Measurement) -> dict[str, Any]:
     """The variables of the report's template."""
-    worst_tokens = measurement.worst_tokens[:MAX_TOKENS]
-    tokens = read_sequences(files, map(key_of, (*worst_tokens, *measurement.worst_sequences)))
+    tokens = read_sequences(files, map(key_of, (*measurement.worst_tokens, *measurement.worst_sequences)))
     heat = heat_map(files, measurement, tokens)
     shown = {
         (sequence["prompt_id"], sequence["sample_id"], position)
@@ -93,8 +90,8 @@ def report_context(files: RunFolder, measurement: Measurement) -> dict[str, Any]
         ],
         "charts": charts(measurement),
         "heat": heat,
-        "worst_tokens": [token_row(drift, tokens, shown) for drift in worst_tokens],
-        "prompts": measurement.prompts[:MAX_PROMPTS],
+        "worst_tokens": [token_row(drift, tokens, shown) for drift in measurement.worst_tokens],
+        "prompts": measurement.prompts,
         "command": measure_command(measurement.job),
         "warnings": headline_warnings(measurement),
         "gate": None if measurement.gate is None else describe_gate(measurement.gate),

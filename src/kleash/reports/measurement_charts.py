@@ -39,10 +39,18 @@ def means_chart(measurement: Measurement) -> Chart:
     """The KL in both directions, or its bounds, and the one-sample estimators on the same tokens."""
     kls = {name: measurement.per_token[name] for name in _kls(measurement)}
     records = measurement.estimators
-    rows = [(label_of(name), format_with_interval(number), UNKNOWN, UNKNOWN) for name, number in kls.items()]
-    for name, record in records.items():
-        bias = UNKNOWN if record.bias is None else format_with_interval(record.bias)
-        rows.append((name, format_with_interval(record), bias, f"{format_value(record.spread)} nats"))
+    rows = (
+        *((label_of(name), format_with_interval(number), UNKNOWN, UNKNOWN) for name, number in kls.items()),
+        *(
+            (
+                name,
+                format_with_interval(record),
+                UNKNOWN if record.bias is None else format_with_interval(record.bias),
+                f"{format_value(record.spread)} nats",
+            )
+            for name, record in records.items()
+        ),
+    )
     return Chart(
         name="estimators",
         title="KL and one-sample estimators" if records else "KL per token",
@@ -51,7 +59,7 @@ def means_chart(measurement: Measurement) -> Chart:
         description="Means over the tokens with their 95 % intervals."
         + (" The line is the exact KL that the estimators, in grey, estimate." if records else ""),
         header=("Mean", "Value, nats per token", "Bias against exact", "Standard deviation per token"),
-        rows=tuple(rows),
+        rows=rows,
     )
 
 

@@ -17,7 +17,7 @@ from kleash.store.measurement import Measurement, describe_storage
 from kleash.store.measurement_summary import all_warnings, headline, headline_name, upper_bound
 from kleash.store.number_rows import NumberRow
 from kleash.store.statistics import ALL_STATISTICS, label_of
-from kleash.store.summary import Name, Summary, SummaryTable, plain_text, summarize, with_interval
+from kleash.store.summary import Name, Summary, SummaryTable, counted, plain_text, summarize, with_interval
 
 CSV_COLUMNS = (
     *("run", "minus", "name", "value", "standard_error", "ci95_low", "ci95_high", "unit"),
@@ -55,13 +55,22 @@ def to_csv(rows: Iterable[NumberRow]) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(CSV_COLUMNS)
     for row in rows:
-        low, high = (None, None) if row.ci95 is None else row.ci95
-        numbers = map(encode, (row.value, row.standard_error, low, high))
         run, minus, name, warnings = (
             f"'{text}" if text.startswith(FORMULA_STARTS) else text
             for text in (row.run, row.minus, row.name, "; ".join(row.warnings))
         )
-        writer.writerow((run, minus, name, *numbers, row.unit, row.tokens, row.clusters, warnings))
+        writer.writerow(
+            (
+                run,
+                minus,
+                name,
+                *map(encode, row.numbers.values()),
+                row.unit,
+                row.tokens,
+                row.clusters,
+                warnings,
+            )
+        )
     return text.getvalue()
 
 
@@ -223,8 +232,7 @@ def card_sentence(measurement: Measurement) -> str:
         kl += f" ({escape_text(_with_published_names(storage, measurement))})"
     return (
         f"{policy} was measured against {reference} on {SOURCES[kind]} of {markdown_code(published_name(source))}: "
-        f"{kl}, over {counts.tokens:,} tokens in {counts.clusters:,} independent "
-        f"cluster{'' if counts.clusters == 1 else 's'}."
+        f"{kl}, over {counts.tokens:,} tokens in {counted(counts.clusters, 'independent cluster')}."
     )
 
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from kleash.errors import CannotRunError, MissingExtraError
+from kleash.errors import CannotRunError, MissingExtraError, summarise_error
 from kleash.extras import import_extra, require_installed
 from kleash.store.measurement import Measurement
 from kleash.store.number_rows import NumberRow, candidate_rows, measurement_rows
@@ -71,7 +71,7 @@ def open_trackers(
             if isinstance(error, MissingExtraError):
                 raise
             raise CannotRunError(
-                f"the tracker {name} cannot be started: {reason_of(error)}; set it up, or leave it out"
+                f"the tracker {name} cannot be started: {summarise_error(error)}; set it up, or leave it out"
             ) from error
     return opened
 
@@ -139,15 +139,11 @@ def send_result(names: Sequence[str], result: Measurement | Sweep, folder: Path)
                     tracker.log(scalars_of_step, step)
         except Exception as error:  # any exception of the tracker's own code: the result is not lost
             failures.append(
-                f"the tracker {name} did not get the {'sweep' if is_sweep else 'measurement'} ({reason_of(error)}), "
-                f"which is in {folder}; send it with kleash report {folder} --report-to {name}"
+                f"the tracker {name} did not get the {'sweep' if is_sweep else 'measurement'} "
+                f"({summarise_error(error)}), which is in {folder}; send it with kleash report {folder} --report-to "
+                f"{name}"
             )
     return failures
-
-
-def reason_of(error: Exception) -> str:
-    """The first line of an error of a tracker, or its type if it has no words."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def scalars_of(measurement: Measurement) -> dict[str, float]:
@@ -157,8 +153,8 @@ def scalars_of(measurement: Measurement) -> dict[str, float]:
         "tokens": counts.tokens,
         "sequences": counts.sequences,
         "clusters": counts.clusters,
+        **_scalars_of_rows(measurement_rows(measurement)),
     }
-    scalars |= _scalars_of_rows(measurement_rows(measurement))
     return {f"measurement/{name}": value for name, value in scalars.items()}
 
 
@@ -184,33 +180,34 @@ def sweep_scalars(sweep: Sweep) -> dict[int, dict[str, float]]:
 
 def _scalars_of_rows(rows: Iterable[NumberRow]) -> dict[str, float]:
     """Numbers, their standard errors and the ends of their intervals by name; what is NaN is left out."""
-    scalars: dict[str, float] = {}
-    for row in rows:
-        low, high = (None, None) if row.ci95 is None else row.ci95
-        for suffix, value in (
-            *(("", row.value), ("_standard_error", row.standard_error)),
-            *(("_ci95_low", low), ("_ci95_high", high)),
-        ):
-            if value is not None and not math.isnan(value):
-                scalars[f"{row.name}{suffix}"] = float(value)
-    return scalars
+    return {
+        f"{row.name}_{kind}".removesuffix("_value"): float(number)
+        for row in rows
+        for kind, number in row.numbers.items()
+        if number is not None and not math.isnan(number)
+    }
 
 
 def _settings_of(result: Measurement | Sweep) -> dict[str, object]:
     """What decided a result, by name, the verdict of its gate, and what the candidates of a sweep are."""
-    settings: dict[str, object] = {**result.job, "kleash": result.kleash}
-    if result.gate is not None:
-        settings |= {
-            "gate": result.gate.verdict,
-            "at_most": result.gate.at_most,
-            "gate_quantity": result.gate.quantity,
-        }
+    gate = result.gate and {
+        "gate": result.gate.verdict,
+        "at_most": result.gate.at_most,
+        "gate_quantity": result.gate.quantity,
+    }
+    settings: dict[str, object] = {**result.job, "kleash": result.kleash, **(gate or {})}
     if isinstance(result, Measurement):
         fingerprints = {f"fingerprint_{role}": model.fingerprint for role, model in result.models.items()}
         kinds = ("source_sha256", "estimand", "headline")
         return {**settings, **fingerprints, **{name: getattr(result, name) for name in kinds}}
-    settings |= {"tokens": result.tokens, "clusters": result.clusters}
-    for candidate in result.candidates:
-        texts = {"candidate": candidate.name, "letters": candidate.letters, "failure": candidate.failure}
-        settings |= {f"{name}_{candidate.number}": text for name, text in texts.items() if text}
-    return settings
+    of_candidates = {
+        f"{name}_{candidate.number}": text
+        for candidate in result.candidates
+        for name, text in (
+            ("candidate", candidate.name),
+            ("letters", candidate.letters),
+            ("failure", candidate.failure),
+        )
+        if text
+    }
+    return {**settings, "tokens": result.tokens, "clusters": result.clusters, **of_candidates}

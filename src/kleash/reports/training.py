@@ -41,10 +41,9 @@ def write_training_report(folder: Path) -> Path:
     files = TrainingFolder(folder)
     header, history, result = files.header(), files.history(), files.result()
     if not history:
-        has_checkpoints = (folder / "checkpoints").exists()
         raise RunFolderError(
             f"{folder / STEPS} is missing or empty, and the run has checkpoints; copy the whole folder again"
-            if has_checkpoints
+            if (folder / "checkpoints").exists()
             else f"{folder} holds a training run without a step; the report needs at least one"
         )
     events = [(record.step, event) for record in history for event in record.events]

@@ -45,6 +45,10 @@ class Finding:
     remedy: str = ""
     """What to change, in one line."""
 
+    def __str__(self) -> str:
+        """Kind, sentence and where it shows, in a line."""
+        return f"{self.kind}: {self.sentence}{f' ({self.where})' if self.where else ''}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ValueRow:

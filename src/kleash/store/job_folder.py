@@ -119,13 +119,12 @@ def holds_job(root: Path, what: str, marks: Set[str], leftovers: Iterable[str]) 
         RunFolderError: if it is a file, cannot be read, or holds other files.
     """
     try:
-        if root.exists() and not root.is_dir():
-            raise RunFolderError(f"{root} is a file, and a {what} is a folder; give another name")
-        names = sorted(path.name for path in root.iterdir()) if root.exists() else []
-    except RunFolderError:
-        raise
+        is_file = root.exists() and not root.is_dir()
+        names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
     except OSError as error:  # a name that is too long, a folder that may not be read
         raise cannot_write(root, error) from error
+    if is_file:
+        raise RunFolderError(f"{root} is a file, and a {what} is a folder; give another name")
     if not marks.isdisjoint(names):
         return True
     known = (f"{TEMPORARY}*", *leftovers)

@@ -99,10 +99,8 @@ def merge_warnings(numbers: Iterable[tuple[str, Estimate]], reported: Collection
 
 def merge_labelled(warnings: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
     """Labelled warnings that differ only in numerals together, each by its label."""
-    by_pattern: dict[str, dict[str, str]] = {}
-    for label, warning in warnings:
-        by_pattern.setdefault(NUMERAL.sub("#", warning), {})[label] = warning
-    return list(by_pattern.values())
+    by_pattern = grouped((NUMERAL.sub("#", warning), (label, warning)) for label, warning in warnings)
+    return [dict(labelled) for labelled in by_pattern.values()]
 
 
 def joined_labels(labels: list[str]) -> str:

@@ -34,6 +34,17 @@ class NumberRow:
     """Independent groups of sequences behind the interval."""
     warnings: tuple[str, ...] = ()
 
+    @property
+    def numbers(self) -> dict[str, float | None]:
+        """Value, standard error and ends of the interval, by the names that tables and trackers have for them."""
+        low, high = self.ci95 or (None, None)
+        return {
+            "value": self.value,
+            "standard_error": self.standard_error,
+            "ci95_low": low,
+            "ci95_high": high,
+        }
+
 
 def number_rows(result: NumericResult) -> list[NumberRow]:
     """The numbers of a result, in the order of its JSON."""
@@ -56,19 +67,26 @@ def number_rows(result: NumericResult) -> list[NumberRow]:
 def measurement_rows(measurement: Measurement) -> Iterator[NumberRow]:
     """The numbers of a measurement that are over all of its tokens."""
     run, counts, total = measurement.models["policy"].path, measurement.counts, measurement.per_sequence
-    numbers = measurement.statistics()
-    if total is not None:
-        numbers |= {
-            "sequence_kl_policy_reference": total.kl_policy_reference,
-            "sequence_monte_carlo": total.monte_carlo,
-            "sequence_exact_terms": total.exact_terms,
-        }
-    for name, record in measurement.estimators.items():
-        numbers[f"estimator_{name}"] = record
-        if record.bias is not None:
-            numbers[f"estimator_{name}_bias"] = record.bias
-    for column, levels in measurement.quantiles.items():
-        numbers |= {f"{column}_{level}": number for level, number in levels.items()}
+    of_sequences = total and {
+        "sequence_kl_policy_reference": total.kl_policy_reference,
+        "sequence_monte_carlo": total.monte_carlo,
+        "sequence_exact_terms": total.exact_terms,
+    }
+    of_estimators = {
+        name: number
+        for estimator, record in measurement.estimators.items()
+        for name, number in (
+            (f"estimator_{estimator}", record),
+            (f"estimator_{estimator}_bias", record.bias),
+        )
+        if number is not None
+    }
+    of_quantiles = {
+        f"{column}_{level}": number
+        for column, levels in measurement.quantiles.items()
+        for level, number in levels.items()
+    }
+    numbers = {**measurement.statistics(), **(of_sequences or {}), **of_estimators, **of_quantiles}
     for name, number in numbers.items():
         yield _row(run, name, number, tokens=counts.tokens, clusters=counts.clusters)
     for name, number in (("noise_floor", measurement.noise_floor), ("dtype_gap", measurement.dtype_gap)):

@@ -258,8 +258,8 @@ def _(sweep: Sweep) -> Summary:
     )
     limit = () if sweep.gate is None else (f"at most {sweep.gate.at_most:g} nats",)
     return Summary(
-        headline=f"{len(sweep.ranking)} candidate{'' if len(sweep.ranking) == 1 else 's'} by "
-        f"{label_of(sweep.rank_by)} per token; those that share a letter are tied",
+        headline=f"{counted(len(sweep.ranking), 'candidate')} by {label_of(sweep.rank_by)} per token; those that share "
+        "a letter are tied",
         facts=(
             ("reference", Name(sweep.reference)),
             ("sample", f"{counted(sweep.tokens, 'token')}, {counted(sweep.clusters, 'independent cluster')}"),

@@ -126,25 +126,28 @@ def means_by_prompt(samples: Sequence[Sample], held_out: Sequence[Sample]) -> di
         "eval/reward": [(each.prompt, each.reward) for each in held_out],
         "eval/kl_per_sequence": [(each.prompt, each.kl) for each in held_out],
     }
-    means: dict[str, dict[str, float]] = {}
-    for metric, pairs in numbers.items():
-        values = grouped(
+    by_prompt = {
+        metric: grouped(
             (sha256(prompt.encode("utf-8", "backslashreplace")).hexdigest()[:16], value)
             for prompt, value in pairs
             if not math.isnan(value)
         )
-        if values:
-            means[metric] = {prompt: fmean(each) for prompt, each in values.items()}
-    return means
+        for metric, pairs in numbers.items()
+    }
+    return {
+        metric: {prompt: fmean(each) for prompt, each in values.items()}
+        for metric, values in by_prompt.items()
+        if values
+    }
 
 
 def held_out(history: Sequence[StepRecord]) -> dict[str, float]:
     """The metrics of the last evaluation on held-out prompts or pairs; empty if there was none."""
-    for record in reversed(history):
-        metrics = {name: value for name, value in record.metrics.items() if name.startswith("eval/")}
-        if metrics:
-            return metrics
-    return {}
+    evaluations = (
+        {name: value for name, value in record.metrics.items() if name.startswith("eval/")}
+        for record in reversed(history)
+    )
+    return next(filter(None, evaluations), dict[str, float]())
 
 
 def append_step(
@@ -158,19 +161,18 @@ def append_step(
     Raises:
         RunFolderError: if they cannot be written.
     """
-    files: dict[str, Sequence[LineRecord]] = {}
-    if samples:
-        files[SAMPLES] = [SampleRecord(step=record.step, sample=sample) for sample in samples]
-    if means:
-        files[PROMPTS] = [PromptRecord(step=record.step, means=means)]
-    files[STEPS] = [record]  # last: with its line the step is there
+    records: dict[str, list[LineRecord]] = {
+        SAMPLES: [SampleRecord(step=record.step, sample=sample) for sample in samples],
+        PROMPTS: [PromptRecord(step=record.step, means=means)] if means else [],
+        STEPS: [record],  # last: with its line the step is there
+    }
+    files = {folder / name: each for name, each in records.items() if each}
     try:
-        for name, records in files.items():
+        for path, lines in files.items():
             append_lines(
-                folder / name,
-                [json.dumps(encode(each), allow_nan=False, ensure_ascii=False) for each in records],
+                path, [json.dumps(encode(each), allow_nan=False, ensure_ascii=False) for each in lines]
             )
-        record_checksums(folder, *(folder / name for name in files))
+        record_checksums(folder, *files)
     except OSError as error:
         raise cannot_write(folder / STEPS, error) from error
 

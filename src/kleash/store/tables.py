@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kleash.errors import RunFolderError
+from kleash.errors import RunFolderError, summarise_error
 from kleash.extras import import_extra
 
 TOKEN_COLUMNS: Mapping[str, str] = {
@@ -176,7 +176,5 @@ def _reading_parquet(path: Path) -> Generator[tuple[Any, Any]]:
     except RunFolderError:
         raise
     except (OSError, ValueError, LookupError, MemoryError, arrow.ArrowException) as error:
-        reason = (getattr(error, "strerror", None) or str(error)).strip().splitlines() or [
-            type(error).__name__
-        ]
-        raise RunFolderError(f"{path} cannot be read ({reason[0]}); {REMAKE}") from error
+        reason = getattr(error, "strerror", None) or summarise_error(error)
+        raise RunFolderError(f"{path} cannot be read ({reason}); {REMAKE}") from error

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from kleash.errors import RunFolderError, TrackerWarning
+from kleash.errors import RunFolderError, TrackerWarning, summarise_error
 from kleash.jobs import TrainJob
-from kleash.reports.trackers import Tracker, open_trackers, reason_of
+from kleash.reports.trackers import Tracker, open_trackers
 from kleash.reports.training import step_warnings
 from kleash.store import HackingAlert, Sample, StepRecord, TrainingFolder, read_steps
 from kleash.store.file_hashes import require_unchanged_files
@@ -214,7 +214,7 @@ class RunLog:
         except Exception as error:  # any exception of the tracker's own code
             self._trackers.remove(tracker)
             warnings.warn(
-                f"the tracker {tracker.name} {consequence} ({reason_of(error)}); all steps are in "
+                f"the tracker {tracker.name} {consequence} ({summarise_error(error)}); all steps are in "
                 f"{self.folder / STEPS}",
                 TrackerWarning,
                 stacklevel=3,

@@ -74,7 +74,6 @@ def quantiles(
         *([f"{left_out} values are not a number and were left out"] if left_out else []),
         *few_clusters(cluster_count),
     )
-    with_errors = [_quantile(ordered, numbers, labels, level) for level in levels]
     return tuple(
         Estimate(
             value=value,
@@ -84,7 +83,7 @@ def quantiles(
             ci95=clip_interval(interval, value, (lower, upper)),
             warnings=warnings,
         )
-        for value, error, interval in with_errors
+        for value, error, interval in (_quantile(ordered, numbers, labels, level) for level in levels)
     )
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from string import ascii_letters
 
@@ -50,14 +50,8 @@ class SimultaneousPairs:
     """Each ``first`` minus ``second``."""
     critical_value: float
     """The 95 % quantile of the largest |t| of these pairs; NaN if no difference has a standard error."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimultaneousDifferences(SimultaneousPairs):
-    """The differences of all pairs of candidates, in the order (0, 1), (0, 2), ..., (1, 2), ...."""
-
-    letters: tuple[str, ...]
-    """For each candidate, the letters of its groups: two candidates are tied if they share a letter."""
+    letters: tuple[str, ...] = ()
+    """Of all pairs, for each candidate the letters of its groups: two candidates are tied if they share a letter."""
 
 
 def simultaneous_differences(
@@ -67,8 +61,8 @@ def simultaneous_differences(
     unit: str = "nats",
     known_values: Sequence[float | None] | None = None,
     seed: int = 0,
-) -> SimultaneousDifferences:
-    """Compare all pairs of means per token with a simultaneous confidence of 95 %.
+) -> SimultaneousPairs:
+    """Compare all pairs of means per token, (0, 1), (0, 2), ..., (1, 2), ..., with a simultaneous confidence of 95 %.
 
     With u_c the influence of cluster c on a mean, (s_c - r n_c) / sum n, the difference of candidates i and j has
 
@@ -103,7 +97,7 @@ def simultaneous_differences(
     with np.errstate(invalid="ignore", divide="ignore"):
         means = sums.sum(axis=0) / counts.sum(axis=0)
     different = [(pair.first, pair.second) for pair in differences.pairs if not pair.is_tie]
-    return SimultaneousDifferences(**vars(differences), letters=compact_letters(means.tolist(), different))
+    return replace(differences, letters=compact_letters(means.tolist(), different))
 
 
 def differences_from_control(

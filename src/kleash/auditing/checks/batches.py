@@ -240,9 +240,13 @@ def _padding_row(audited: AuditedFunction, fill: str, expected: tuple[Tensor, Te
 def _padding_fault(value_change: float, gradient_change: float, *, is_over_padding: bool) -> tuple[str, str]:
     """The kind of finding and what is wrong, in words; two empty strings if nothing is."""
     changes = {"value": value_change, "gradient": gradient_change}
-    faults = [("padding_in_denominator", "value")] if is_over_padding and value_change > 1e-6 else []
-    faults += [("nan_from_padding", of) for of, change in changes.items() if not isfinite(change)]
-    faults += [
-        ("padding_counts", f"{of} changes by {change:.3g}") for of, change in changes.items() if change > 1e-5
-    ]
+    faults = (
+        *([("padding_in_denominator", "value")] if is_over_padding and value_change > 1e-6 else []),
+        *(("nan_from_padding", of) for of, change in changes.items() if not isfinite(change)),
+        *(
+            ("padding_counts", f"{of} changes by {change:.3g}")
+            for of, change in changes.items()
+            if change > 1e-5
+        ),
+    )
     return next(iter(faults), ("", ""))

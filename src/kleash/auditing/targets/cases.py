@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from kleash.auditing.conventions import CONVENTIONS, Convention, from_fields
@@ -95,7 +96,10 @@ class Target:
         with quiet(), stand_ins(self.stood_in) as missing:
             for module in (self.package, *self.modules):
                 import_target(module)
-            functions = [_loaded(case) for case in self.cases]
+            functions = [
+                resolve_name(case.audits) if case.function is not_loaded else case.function
+                for case in self.cases
+            ]
         notes = tuple(
             f"{name} is not installed: an empty module replaced it while {self.name} was imported"
             for name in missing
@@ -109,12 +113,6 @@ class Target:
             )
             for case, function in zip(self.cases, functions, strict=True)
         )
-
-
-def _loaded(case: Case) -> Function:
-    """The function of a case of an installed package: its own, or that at the dotted path that it audits."""
-    module, _, name = case.audits.rpartition(".")
-    return getattr(import_target(module), name) if case.function is not_loaded else case.function
 
 
 HIDDEN_FIELDS = ("hidden_p", "head_p", "hidden_q", "head_q")

@@ -18,7 +18,6 @@ def grpo_loss(
     mask: Tensor,
     *,
     use_bias_correction_kl: bool = False,
-    loss_type: str = "dapo",
 ) -> Tensor:
     """The loss inside Liger's ``LigerFusedLinearGRPOLoss`` with advantages 0 and beta 1: its KL term, a scalar.
 
@@ -34,7 +33,7 @@ def grpo_loss(
         ref_per_token_logps=token_logq,
         old_per_token_logps=behaviour_logp,
         beta=1.0,
-        loss_type=loss_type,
+        loss_type="dapo",
         use_bias_correction_kl=use_bias_correction_kl,
     )
     return loss

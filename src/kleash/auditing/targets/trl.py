@@ -162,24 +162,18 @@ def chunked_divergence(
     weight_q: Tensor,
     *,
     beta: float = 1.0,
-    temperature: float = 1.0,
 ) -> Tensor:
     """TRL's ``ChunkedDivergenceFunction``: student p, teacher q; beta 1 is KL(p || q), 0 is KL(q || p)."""
     apply = import_target("trl.kernels.chunked_divergence").ChunkedDivergenceFunction.apply
     rows_p, rows_q = hidden_p.flatten(0, -2), hidden_q.flatten(0, -2)
-    divergence, _ = apply(rows_p, weight_p, None, rows_q, weight_q, None, beta, temperature)
+    divergence, _ = apply(rows_p, weight_p, None, rows_q, weight_q, None, beta, 1.0)
     return divergence.reshape(hidden_p.shape[:-1])
 
 
-def generalised_jsd(
-    logits_p: Tensor, logits_q: Tensor, *, beta: float = 0.5, temperature: float = 1.0
-) -> Tensor:
+def generalised_jsd(logits_p: Tensor, logits_q: Tensor, *, beta: float = 0.5) -> Tensor:
     """TRL's ``GKDTrainer.generalized_jsd_loss``, one number per position: student p, teacher q."""
     trainer = import_target("trl.experimental.gkd.gkd_trainer").GKDTrainer
-    jsd = trainer.generalized_jsd_loss(
-        logits_p, logits_q, beta=beta, temperature=temperature, reduction="none"
-    )
-    return jsd.sum(-1)
+    return trainer.generalized_jsd_loss(logits_p, logits_q, beta=beta, reduction="none").sum(-1)
 
 
 def generalised_jsd_batchmean(

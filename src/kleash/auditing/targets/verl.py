@@ -60,19 +60,15 @@ def forward_kl_topk(
     logits_q: Tensor,
     *,
     k: int = 2,
-    log_prob_min_clamp: float | None = -10.0,
-    use_chunked_topk: bool = False,
 ) -> Tensor:
     """verl's distillation loss on the teacher's top k, per position: student p, teacher q.
 
-    ``log_prob_min_clamp`` is verl's default. The clamp of the aggregated loss at 0 and 10 is not part of this.
+    The clamp of log-probabilities at -10 is verl's default; that of the aggregated loss at 0 and 10 is not included.
     """
     losses = import_target("verl.trainer.distillation.fsdp.losses")
     student = logits_p.flatten(0, -2).unsqueeze(0)
     teacher = logits_q.detach().flatten(0, -2).log_softmax(-1).topk(min(k, logits_q.shape[-1]), dim=-1)
-    settings = SimpleNamespace(
-        use_chunked_topk=use_chunked_topk, chunked_topk_chunk_size=4096, log_prob_min_clamp=log_prob_min_clamp
-    )
+    settings = SimpleNamespace(use_chunked_topk=False, chunked_topk_chunk_size=4096, log_prob_min_clamp=-10.0)
     result = losses.compute_forward_kl_topk(
         student,
         *(torch.nested.as_nested_tensor([x], layout=torch.jagged) for x in (teacher.values, teacher.indices)),
