@@ -99,7 +99,7 @@ def test_what_is_refused_says_what_to_use(
 
 
 def test_a_field_is_given_once() -> None:
-    with pytest.raises(OptionError, match=r"--set epsilon is given twice: \.1 and \.2"):
+    with pytest.raises(OptionError, match=r"--set epsilon is given twice: 0\.1 and \.2"):
         set_fields(GRPOJob(set=("epsilon=.1", "epsilon=.2")))
 
 

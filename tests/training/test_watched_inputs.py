@@ -13,23 +13,23 @@ from kleash.errors import ChangedInputError
 from kleash.records import DPOJob, GRPOJob, PPOJob, StepRecord, TrainJob, read_steps
 from kleash.training import train
 from kleash.training.run_log import Display, NullDisplay
-from kleash.training.runner import run_job
 
 KIND = "kleash.training.example_rewards:kind_words"
 SMALL: dict[str, Any] = {"steps": 2, "checkpoint_every": 1, "learning_rate": 1e-3}
 
 
 @pytest.mark.parametrize("text", ["Once\nIt was\n", "Once more\n"])
-def test_prompts_that_change_while_models_load_are_refused(tmp_path: Path, text: str) -> None:
+def test_prompts_that_change_while_models_load_are_refused(tmp_path, monkeypatch, text):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Once\n")
 
-    def trainer(job, run_log):
+    def train_ppo(job, run_log):
         prompts.write_text(text)
         run_log.begin(0)
 
+    monkeypatch.setattr("kleash.training.ppo.train_ppo", train_ppo)
     with pytest.raises(ChangedInputError, match="was written to"):
-        run_job(PPOJob(prompts=str(prompts), out=str(tmp_path / "run")), trainer)
+        train(PPOJob(prompts=str(prompts), out=str(tmp_path / "run")))
 
 
 class Emptying(NullDisplay):

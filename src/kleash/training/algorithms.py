@@ -1,14 +1,21 @@
 """``train``: runs a training job with the trainer of its algorithm."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from types import MappingProxyType
 
-from kleash.errors import OptionError
+from kleash.errors import Interrupted, OptionError
 from kleash.jobs import TrainJob
-from kleash.store import TrainingResult
-from kleash.training.run_log import Display
-from kleash.training.runner import run_job
+from kleash.launch_environment import launched_rank
+from kleash.measuring.run import default_out
+from kleash.models.threads import threads_for
+from kleash.store import TrainingFolder, TrainingResult
+from kleash.store.file_hashes import watching_files
+from kleash.training.library_fields import set_fields
+from kleash.training.run_log import Display, RunLog
+from kleash.training.runner import finish, header_of, interrupted, models_of
 
 TRAINERS: Mapping[str, str] = MappingProxyType(
     {
@@ -48,4 +55,22 @@ def train(job: TrainJob, display: Display | None = None) -> TrainingResult:
     if job.algorithm not in TRAINERS:
         raise OptionError(f"nothing trains a {type(job).__name__}; give a job of {', '.join(TRAINERS)}")
     module, _, function = TRAINERS[job.algorithm].partition(":")
-    return run_job(job, getattr(import_module(f"kleash.training.{module}"), function), display)
+    trainer = getattr(import_module(f"kleash.training.{module}"), function)
+    job = replace(job, out=job.out if job.out is not None else default_out())
+    with watching_files(), threads_for([*models_of(job).values()], device=job.device) as note:
+        if launched_rank() != 0:
+            return trainer(job, None)
+        set_fields(job)  # whose errors come before the folder is made
+        folder = TrainingFolder(Path(str(job.out)))
+        folder.check(resume=job.resume)
+        with folder.writing(header_of(job), resume=job.resume):
+            run_log = RunLog(folder.root, job, display=display)
+            if note is not None:
+                run_log.display.note(note)
+            try:
+                result = trainer(job, run_log)
+            except KeyboardInterrupt as stop:
+                raise Interrupted(interrupted(folder.root, len(run_log.history))) from stop
+            finally:
+                run_log.close()
+            return finish(folder, run_log, result)

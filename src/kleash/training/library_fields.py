@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -87,24 +88,14 @@ REFUSED_ONLINE: Mapping[str, str] = MappingProxyType(
 """Field -> why it cannot be set in an algorithm whose KL is estimated from the responses of the policy."""
 
 
-def _of_type(kind: type) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
-        value = json.loads(text)
-        if not isinstance(value, kind):
-            raise ValueError
-        return value
-
-    return read
-
-
 READERS: Mapping[type, Callable[[str], Any]] = MappingProxyType(
     {
         bool: lambda text: {"true": True, "false": False}[text.lower()],
         int: int,
         float: float,
-        list: _of_type(list),
-        tuple: lambda text: tuple(_of_type(list)(text)),
-        dict: _of_type(dict),
+        list: json.loads,
+        tuple: json.loads,
+        dict: json.loads,
     }
 )
 """Type of a field -> the function that reads its value from text, in the order in which they are tried."""
@@ -119,7 +110,12 @@ def set_fields(job: TrainJob) -> dict[str, Any]:
         UnknownNameError: if the installed library has no such field.
     """
     values: dict[str, Any] = {}
-    for name, text in _assignments(job).items():
+    for entry in job.set:
+        name, equals, text = (part.strip() for part in entry.partition("="))
+        if not (name and equals):
+            raise OptionError(f"--set takes FIELD=VALUE, such as loss_type=dr_grpo; it is {entry!r}")
+        if name in values:
+            raise OptionError(f"--set {name} is given twice: {values[name]} and {text}")
         configuration = _configuration(job, name)
         hints = get_type_hints(configuration)
         known = {field.name: hints[field.name] for field in fields(configuration) if field.init}
@@ -173,19 +169,6 @@ def _configuration(job: TrainJob, name: str) -> Any:
     return getattr(import_extra("trl", "trl"), CONFIGURATIONS[job.algorithm])
 
 
-def _assignments(job: TrainJob) -> dict[str, str]:
-    """Name -> value of each entry of ``job.set``, as texts."""
-    assignments: dict[str, str] = {}
-    for entry in job.set:
-        name, equals, text = (part.strip() for part in entry.partition("="))
-        if not (name and equals):
-            raise OptionError(f"--set takes FIELD=VALUE, such as loss_type=dr_grpo; it is {entry!r}")
-        if name in assignments:
-            raise OptionError(f"--set {name} is given twice: {assignments[name]} and {text}")
-        assignments[name] = text
-    return assignments
-
-
 def _refusal(job: TrainJob, name: str) -> str | None:
     """Why a job does not take a field, and what to use instead; None if it does."""
     for option in OPTIONS.get(name, ()):
@@ -207,10 +190,10 @@ def _value(name: str, text: str, hint: Any) -> Any:
         return None
     for kind, read in READERS.items():
         if kind in kinds:
-            try:
-                return read(text)
-            except (ValueError, KeyError):
-                continue
+            with suppress(ValueError, KeyError):
+                value = read(text)
+                if isinstance(value, list if kind is tuple else kind):
+                    return kind(value)
     words = [word for member in members if get_origin(member) is Literal for word in get_args(member)]
     if str in kinds or text in words:
         return text

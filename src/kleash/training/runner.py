@@ -1,67 +1,26 @@
-"""Runs a trainer on its job and writes the run folder."""
+"""What a run folder has besides the steps: the header, from files and options, and the result with its report."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from kleash.checkpoints.resolution import GENERATION_CONFIG, find_checkpoint
 from kleash.dotted import resolve_function
-from kleash.errors import Interrupted
 from kleash.jobs import DistillJob, DPOJob, TrainJob
 from kleash.jobs.algorithms import GroupJob
 from kleash.jobs.reading import DatasetOptions
 from kleash.jobs.train import OnlineJob
-from kleash.launch_environment import launched_rank
-from kleash.measuring.run import default_out
 from kleash.models import find_source
 from kleash.models.keyed_draws import SAMPLER
-from kleash.models.threads import threads_for
 from kleash.reports import write_training_report
 from kleash.store import TrainingFolder, TrainingResult
 from kleash.store.cache import cache_fingerprint
-from kleash.store.file_hashes import watching_files
 from kleash.store.job_folder import KIND_OF_FINGERPRINT, RunHeader
 from kleash.store.steps import held_out
-from kleash.training.library_fields import set_fields
 from kleash.training.rewards import is_function, weight_of
-from kleash.training.run_log import Display, RunLog
+from kleash.training.run_log import RunLog
 from kleash.version import __version__
-
-Trainer = Callable[[Any, RunLog | None], TrainingResult]
-
-
-def run_job(job: TrainJob, trainer: Trainer, display: Display | None = None) -> TrainingResult:
-    """Run a trainer on its job; rank 0 writes the run folder.
-
-    Args:
-        job: the training job.
-        trainer: called with the job and, on rank 0, its run log.
-        display: shown every step.
-
-    Raises:
-        As ``kleash.training.train``.
-    """
-    job = replace(job, out=job.out if job.out is not None else default_out())
-    with watching_files(), threads_for([*models_of(job).values()], device=job.device) as note:
-        if launched_rank() != 0:
-            return trainer(job, None)
-        set_fields(job)  # whose errors come before the folder is made
-        folder = TrainingFolder(Path(str(job.out)))
-        folder.check(resume=job.resume)
-        with folder.writing(header_of(job), resume=job.resume):
-            run_log = RunLog(folder.root, job, display=display)
-            if note is not None:
-                run_log.display.note(note)
-            try:
-                result = trainer(job, run_log)
-            except KeyboardInterrupt as stop:
-                raise Interrupted(interrupted(folder.root, len(run_log.history))) from stop
-            finally:
-                run_log.close()
-            return finish(folder, run_log, result)
 
 
 def finish(folder: TrainingFolder, run_log: RunLog, result: TrainingResult) -> TrainingResult:
