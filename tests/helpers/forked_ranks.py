@@ -1,6 +1,7 @@
 """Ranks that are forks of one process, which imports torch and the rest once for all of them."""
 
 import faulthandler
+import gc
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ def fork_ranks(count: int, leftovers: Sequence[str | Path]) -> int:
         leftovers: files and folders that the ranks write and that a second start must not find, such as the store.
     """
     faulthandler.enable()
+    gc.freeze()  # what was imported is neither looked through nor copied in the ranks
     codes: list[int] = []
     for _ in range(2):
         forks: list[int] = []
