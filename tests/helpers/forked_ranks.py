@@ -34,8 +34,8 @@ def fork_ranks(count: int, leftovers: Sequence[str | Path]) -> int:
         codes = [os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) for fork in forks]
         if -signal.SIGSEGV not in codes:
             break
-        print(f"exit codes of the ranks: {codes}", file=sys.stderr)
+        print(f"exit codes of the ranks: {codes}", file=sys.stderr, flush=True)
         for path in map(Path, leftovers):
             shutil.rmtree(path, ignore_errors=True)
             path.unlink(missing_ok=True)
-    raise SystemExit(1 if any(codes) else 0)
+    os._exit(int(any(codes)))
