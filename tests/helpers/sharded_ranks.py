@@ -458,8 +458,7 @@ def import_what_checks_use():
 def main(rank, store, folder, only, checks=CHECKS, kind=Ranks):
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    # Accelerate asks for it, and does not use it
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # Accelerate asks for it, and uses none
     options = {"init_method": f"file://{store}", "timeout": timedelta(minutes=10)}
     dist.init_process_group("gloo", rank=rank, world_size=2, **options)
     from accelerate import PartialState
