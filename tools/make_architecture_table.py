@@ -165,7 +165,7 @@ def row_of(architecture: str) -> dict[str, Any]:
 
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    transformers.logging.disable_progress_bar()
     row: dict[str, Any] = {}
     for dtype in ("float64", "float32"):
         with tempfile.TemporaryDirectory() as folder:

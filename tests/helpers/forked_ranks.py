@@ -1,6 +1,7 @@
 """Ranks that are forks of one process, which imports torch and the rest once for all of them."""
 
 import faulthandler
+import gc
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ def fork_ranks(count: int, leftovers: Sequence[str | Path]) -> int:
         leftovers: files and folders that the ranks write and that a second start must not find, such as the store.
     """
     faulthandler.enable()
+    gc.freeze()  # what was imported is neither looked through nor copied in the ranks
     codes: list[int] = []
     for _ in range(2):
         forks: list[int] = []
@@ -32,8 +34,8 @@ def fork_ranks(count: int, leftovers: Sequence[str | Path]) -> int:
         codes = [os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) for fork in forks]
         if -signal.SIGSEGV not in codes:
             break
-        print(f"exit codes of the ranks: {codes}", file=sys.stderr)
+        print(f"exit codes of the ranks: {codes}", file=sys.stderr, flush=True)
         for path in map(Path, leftovers):
             shutil.rmtree(path, ignore_errors=True)
             path.unlink(missing_ok=True)
-    raise SystemExit(1 if any(codes) else 0)
+    os._exit(int(any(codes)))

@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 
 SMALL = '"--limit", "2", "--max-new-tokens", "4", "--quiet", "--out", "run"'
 STEP = f'"--steps", "1", "--prompts-per-step", "2", {SMALL}'
+IMPORTS = "import gc\nfrom pathlib import Path\nimport kleash, torch\nfrom kleash.cli import main"
 BASE = """
 assert kleash.kl(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log()) > 0.14
 assert main(["env"]) == main(["--help"]) == main(["audit", "kleash:sampled_k3", "--quiet"]) == 0
@@ -105,7 +106,7 @@ PEERS = [pytest.param(name, marks=pytest.mark.peers(name)) for name in ("dataset
 @pytest.mark.parametrize("extra", ["", "cli", "models", "train", *PEERS])
 def test_each_extra_works_alone(extra, installed, tmp_path):
     python = make_environment(tmp_path / "environment", required(installed, extra).values())
-    code = "from pathlib import Path\nimport kleash, torch\nfrom kleash.cli import main\n" + WORK[extra]
+    code = f"{IMPORTS}\n{WORK[extra]}\ngc.freeze()"  # to tear down what was imported takes a second
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     words = [python, "-c", code]
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)
