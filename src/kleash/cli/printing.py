@@ -110,8 +110,7 @@ def formatted(result: NumericResult | TrainingResult, output_format: str) -> str
         case "csv" if isinstance(result, NumericResult):
             return to_csv(number_rows(result))
         case "markdown" if isinstance(result, NumericResult):
-            notes = tuple(map(as_sentence, gate_sentences(result)))
-            return to_markdown(_summary_with_command(result), notes)
+            return to_markdown(_summary_with_command(result), tuple(map(as_sentence, gate_sentences(result))))
         case "model-card" if isinstance(result, Measurement):
             return model_card(result)
         case "llama.cpp" if isinstance(result, Measurement) and result.folder is not None:

@@ -120,8 +120,7 @@ def _in_top_p(logp: Tensor, top_p: float, order: Tensor | None) -> Tensor:
 def _above_min_p(logp: Tensor, min_p: float) -> Tensor:
     """Whether each token is at least ``min_p`` times as likely as the likeliest."""
     probs = logp.softmax(-1)
-    largest = probs.amax(-1, keepdim=True)
-    return ~(probs < min_p * largest)
+    return ~(probs < min_p * probs.amax(-1, keepdim=True))
 
 
 def _log_mass(logp: Tensor, mask: Tensor) -> Tensor:

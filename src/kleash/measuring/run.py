@@ -96,8 +96,7 @@ def measure(
         TrackerWarning: if a tracker of ``job.report_to`` does not get the measurement, which is on disk then.
     """
     with pair_in_memory(options) as (names, pair):
-        job = job_of_keywords(MeasureJob, job, names, default_out)
-        return measure_together(job, reporter, pair)[0]
+        return measure_together(job_of_keywords(MeasureJob, job, names, default_out), reporter, pair)[0]
 
 
 def measure_together(

@@ -110,8 +110,7 @@ def reverse_kl_bounds(
     with x = log p in its token's interval; q x - e^x is concave with its largest value at x = log q. The upper bound is
     inf if a token of q > 0 has no lowest value.
     """
-    is_zero = logq.isneginf()
-    is_open = (base.lowest.isneginf() & ~is_zero).any(-1)
+    is_open = (base.lowest.isneginf() & ~logq.isneginf()).any(-1)
     q = logq.exp()
     negentropy = _products(q, logq).sum(-1)
     inner = _products(q, logq.clamp(min=base.lowest, max=base.highest))

@@ -243,8 +243,7 @@ def _per_token(number: Estimate) -> str:
 
 def code_block(text: str) -> str:
     """A fenced block of code; the fence is longer than any in ``text``."""
-    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
+    fence = max(["``", *re.findall(r"`+", text)], key=len) + "`"
     return f"{fence}bash\n{text}\n{fence}"
 
 

@@ -249,8 +249,7 @@ def read_audits(path: Path) -> tuple[Audit, ...]:
     """
     try:
         data = parse_json(path.read_bytes())
-        records = data.get("audits", [data])
-        return tuple(decode(Audit, record) for record in records)
+        return tuple(decode(Audit, record) for record in data.get("audits", [data]))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunFolderError(
             f"{path} cannot be read as audits ({error}); write it with kleash audit --json, and give the folder of "

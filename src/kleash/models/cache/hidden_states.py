@@ -55,8 +55,7 @@ class HiddenStateStore:
             if checksums.expects(path):
                 watch_files([path])
                 self._add_to_index(path)
-        names = {path.name for path in self._paths}
-        checksums.check_all(names.__contains__, REMAKE_CACHE)
+        checksums.check_all({path.name for path in self._paths}.__contains__, REMAKE_CACHE)
 
     def __contains__(self, key: bytes) -> bool:
         """Whether a sequence with this key is stored."""
