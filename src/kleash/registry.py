@@ -64,7 +64,7 @@ def require_share(**shares: float | int) -> None:
     _require(lambda x: 0 <= x <= 1, "it is a share, from 0 to 1", shares)
 
 
-def _require(holds: Callable[[float], bool], advice: str, numbers: Mapping[str, float]) -> None:
+def _require(holds: Callable[[float], bool], advice: str, numbers: Mapping[str, float | int]) -> None:
     """Raise OptionError with ``advice`` unless ``holds`` is true of each number; NaN is not in any range."""
     for name, value in numbers.items():
         if not holds(value):
