@@ -27,7 +27,7 @@ CONVERSIONS: Mapping[Any, tuple[tuple[type, ...], tuple[type, ...], Callable[[An
     bool: ((bool,), (), bool),
     int: ((SupportsIndex,), (bool,), index),
     float: ((SupportsFloat,), (bool, str), lambda x: x if isinstance(x, int | float) else float(x)),
-    tuple: ((), (), tuple),  # whose parts are converted one by one
+    tuple: ((), (), tuple),  # no other value than a sequence, whose parts are converted one by one
 }
 """Type of an option -> the types of values that it takes, those among them that it does not, and what converts them."""
 MAX_SHOWN = 60

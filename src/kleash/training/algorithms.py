@@ -13,9 +13,9 @@ from kleash.measuring.run import default_out
 from kleash.models.threads import threads_for
 from kleash.store import TrainingFolder, TrainingResult
 from kleash.store.file_hashes import watching_files
+from kleash.training.header_and_result import finish, header_of, interrupted, models_of
 from kleash.training.library_fields import set_fields
 from kleash.training.run_log import Display, RunLog
-from kleash.training.runner import finish, header_of, interrupted, models_of
 
 TRAINERS: Mapping[str, str] = MappingProxyType(
     {

@@ -15,10 +15,10 @@ from kleash.store.checksums import seal_folder
 from kleash.store.job_folder import RunHeader
 from kleash.store.metrics import METRICS, PART
 from kleash.store.steps import read_prompt_means
+from kleash.training.header_and_result import finish
 from kleash.training.job_schedule import tightened
 from kleash.training.response_metrics import of_first_process
 from kleash.training.run_log import Advice, LogOptions, RunLog, stopped_by
-from kleash.training.runner import finish
 from kleash.version import __version__
 
 TRL_METRICS = {
