@@ -2,7 +2,7 @@
 # make test         every check: format, lint, types, import contract, tests
 # make docs         the site of docs/, in build/docs: pages with warnings or broken links are errors
 # make test-oldest  the tests with Python 3.10 and every dependency at its lower bound (4 GB are fetched where torch has CUDA)
-# The first makes .venv with what measuring needs, the second adds what the checks need (verl, Ray, pyright ...: 2 GB
+# The first makes .venv with what measuring needs, the second adds what the checks need (verl, Ray, pyrefly ...: 2 GB
 # more); the third has .venv-oldest to itself.
 
 PYTHON ?= python3

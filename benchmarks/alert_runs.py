@@ -160,7 +160,7 @@ def setting_of(task: str, draw: np.random.Generator) -> Setting:
         text_noise=log_uniform(0.003, 0.03),
         eval_every=int(draw.choice([5, 10])),
         eval_prompts=int(draw.choice([32, 64, 128, 256])),
-        is_paired=bool(draw.random() < 0.5),
+        is_paired=draw.random() < 0.5,
     )
 
 

@@ -82,7 +82,8 @@ def save_tokenizer(folder: Path) -> None:
 
     from kleash.shipped import shipped_folder
 
-    AutoTokenizer.from_pretrained(shipped_folder("policy")).save_pretrained(folder)
+    shipped: Any = AutoTokenizer.from_pretrained(shipped_folder("policy"))
+    shipped.save_pretrained(folder)
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -97,7 +98,7 @@ def make_source(folder: Path, what: str, documents: int, tokens: int) -> Path:
 
     from kleash.shipped import shipped_folder, shipped_text
 
-    tokenizer = AutoTokenizer.from_pretrained(shipped_folder("policy"))
+    tokenizer: Any = AutoTokenizer.from_pretrained(shipped_folder("policy"))
     texts = [json.loads(line)["text"] for line in shipped_text().read_text().splitlines()]
     ids = tokenizer(" ".join(texts), add_special_tokens=False, verbose=False)["input_ids"]
     path = folder / f"{what}.jsonl"

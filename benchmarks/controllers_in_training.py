@@ -81,8 +81,11 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     if case.algorithm == "ppo":
         train(PPOJob(**options, minibatches=1, epochs=1))
     else:
-        groups = {"prompts_per_step": options["prompts_per_step"] // 4, "samples_per_prompt": 8}
-        train(GRPOJob(**{**options, **groups}))
+        groups: dict[str, Any] = {
+            "prompts_per_step": options["prompts_per_step"] // 4,
+            "samples_per_prompt": 8,
+        }
+        train(GRPOJob(**options | groups))
     metrics = [record.metrics for record in read_steps(out)]
     return figures(case, metrics, "kl/exact_per_sequence", "reward/score")
 

@@ -167,7 +167,7 @@ def quantile_row(clusters: int, measurements: int, seed: int) -> dict[str, Any]:
 def main() -> None:
     options = parser_of(__doc__, measurements=10_000, seed=20).parse_args()
     size, seed = options.measurements, options.seed
-    rows = {
+    rows: dict[str, Any] = {
         "means": [cell(clusters, size, seed) for clusters in CLUSTERS],
         "quantiles": [quantile_row(clusters, size // 10, seed) for clusters in (32, 128, 512)],
     }

@@ -309,7 +309,7 @@ def _changed_json(draw: random.Random, folder: Path, victim: str, _: TestedFolde
         return
     document: Any = {"": json.loads(path.read_text())}
     holder, key = document, ""
-    while isinstance(holder[key], dict | list) and holder[key] and draw.random() < 0.9:
+    while isinstance(holder[key], (dict, list)) and holder[key] and draw.random() < 0.9:
         holder = holder[key]
         key = draw.choice(list(holder)) if isinstance(holder, dict) else draw.randrange(len(holder))
     old = holder[key]

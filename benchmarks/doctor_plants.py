@@ -379,7 +379,7 @@ def cut_by(name: str, strength: float) -> Callable[[Tensor], Tensor]:
         warper = TopPLogitsWarper(1 - strength)
     else:
         warper = MinPLogitsWarper(strength)
-    return lambda logits: warper(torch.empty(0), logits)
+    return lambda logits: warper(torch.empty(0), logits)  # pyrefly: ignore[bad-argument-type]
 
 
 def kept_mass(scores: Scores, cut: Callable[[Tensor], Tensor]) -> Array:

@@ -36,7 +36,7 @@ def main() -> None:
 def compare(folder: Path, context: int, chunks: int) -> dict[str, Any]:
     """The figures of all quantisations."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
-    from gguf_file import write_gguf  # pyright: ignore[reportMissingImports]
+    from gguf_file import write_gguf
 
     from kleash.models import load_pair
     from kleash.models.base_logits import split_chunks
@@ -62,7 +62,7 @@ def compare(folder: Path, context: int, chunks: int) -> dict[str, Any]:
 
 def llama_logits(path: Path, tokens: np.ndarray, begin: int) -> torch.Tensor:
     """llama.cpp's logits at the scored positions of all chunks."""
-    import llama_cpp  # pyright: ignore[reportMissingImports]
+    import llama_cpp
 
     context = tokens.shape[1]
     threads = {"n_threads": 1, "n_threads_batch": 1}

@@ -173,7 +173,7 @@ def main() -> None:
         for clusters in CLUSTERS
     ]
     table = pd.DataFrame(cells).pivot(index="process", columns="clusters").loc[list(PROCESSES)]
-    for name in table.columns.levels[0]:
+    for name in table.columns.levels[0]:  # pyrefly: ignore[missing-attribute]
         print(f"\n{name}\n{table[name].round(3).to_string()}")
     print(f"\n{write_result('intervals', vars(options) | {'processes': cells}, packages=['numpy'])}")
 

@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(options.policy)
+    tokenizer: Any = AutoTokenizer.from_pretrained(options.policy)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     policy, reference = (
         AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()

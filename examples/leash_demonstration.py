@@ -113,7 +113,7 @@ def best_of_n_reward(rewards: Float64[np.ndarray, "prompts draws"], n: int) -> E
     return clustered_mean(np.sort(rewards, axis=1) @ weights, np.arange(len(rewards)), unit="none")
 
 
-def draw(runs: dict[str, list[StepRecord]], best_of: list[BestOf], path: Path) -> None:
+def draw(runs: dict[str, tuple[StepRecord, ...]], best_of: list[BestOf], path: Path) -> None:
     """Reward against KL, both on logarithmic axes; the first step, whose KL is 0, has no place there."""
     import matplotlib.pyplot as plt
 

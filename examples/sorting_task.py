@@ -17,7 +17,7 @@ import random
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -118,7 +118,8 @@ def warm_up(root: Path, seed: int, args: argparse.Namespace) -> None:
 
     torch.manual_seed(seed)
     source, base = random.Random(f"warm-up {seed}"), str(shipped_folder("reference"))
-    tokenizer, network = AutoTokenizer.from_pretrained(base), AutoModelForCausalLM.from_pretrained(base)
+    tokenizer: Any = AutoTokenizer.from_pretrained(base)
+    network = AutoModelForCausalLM.from_pretrained(base)
     optimiser = torch.optim.AdamW(network.parameters(), lr=1e-3)
     for _ in range(args.warm_up):
         rows = [task(source, args.letters) for _ in range(32)]
@@ -197,7 +198,7 @@ def answered(policy: Path, root: Path, name: str) -> np.ndarray:
     key = ["prompt_id", "sample_id"]
     kl = pd.read_parquet(out / "tokens").groupby(key)["kl_policy_reference"].sum()
     responses = pd.read_parquet(out / "sequences").set_index(key)["response"].sort_index()
-    responses = responses.str.removesuffix(AutoTokenizer.from_pretrained(policy).eos_token)
+    responses = responses.str.removesuffix(cast("Any", AutoTokenizer).from_pretrained(policy).eos_token)
     answers = [json.loads(line)["answer"] for line in prompts.read_text().splitlines()]
     prompt_ids = responses.index.get_level_values("prompt_id")
     right = sorted_right([], list(responses), [answers[prompt] for prompt in prompt_ids])

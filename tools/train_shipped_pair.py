@@ -14,7 +14,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import AutoPeftModelForCausalLM
@@ -115,7 +115,7 @@ def make_policy(
     result = train(job, Steps(job.steps))
     model = AutoPeftModelForCausalLM.from_pretrained(result.policy, dtype=torch.float32)
     save_model(model.merge_and_unload(), folder)
-    save_tokenizer(AutoTokenizer.from_pretrained(reference), folder)
+    save_tokenizer(cast("Any", AutoTokenizer).from_pretrained(reference), folder)
     last = {name: result.metrics[name] for name in ("reward/score", "kl/exact_per_sequence", "beta")}
     return {"prompts": len(prompts), "reward": SHIPPED_REWARD, **POLICY, "last": last}
 
@@ -132,7 +132,7 @@ def make_sources_and_card(held_out: dict[str, list[list[str]]], folder: Path, po
     texts = austen.texts(held_out, str(SEED), SHORTEST, LONGEST)
     write_lines(folder / "prompts.jsonl", "prompt", prompts)
     write_lines(folder / "text.jsonl", "text", texts)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "reference")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder / "reference")
     models: dict[str, Any] = {
         name: AutoModelForCausalLM.from_pretrained(folder / name) for name in ("policy", "reference")
     }

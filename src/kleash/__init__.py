@@ -90,7 +90,7 @@ HOMES = {
 }
 HOME_OF = {name: home for home, names in HOMES.items() for name in names}
 
-__all__ = ["KleashError", "__version__", *HOME_OF]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["KleashError", "__version__", *HOME_OF]
 
 
 def __getattr__(name: str) -> Any:

@@ -199,7 +199,7 @@ def check_number(name: str, value: object, spec: ArgumentSpec) -> None:
     """Raise an error if ``value`` is neither a number nor of a type that can be used as one."""
     type_name = type_text(value)
     if spec.number:
-        if value is None or isinstance(value, str | bytes | list | tuple | dict | set | complex):
+        if value is None or isinstance(value, (str, bytes, list, tuple, dict, set, complex)):
             raise OptionError(f"{name} is {value!r}; give a number")
         if getattr(value, "ndim", 0):
             raise OptionError(f"{name} is {type_name} of several numbers; give one number")
@@ -231,7 +231,7 @@ def check_reward_order(name: str, returned: object) -> None:
         CannotRunError: for a mapping, a set or text.
     """
     type_name = type(returned).__name__
-    if isinstance(returned, Mapping | Set | str | bytes | bytearray):
+    if isinstance(returned, (Mapping, Set, str, bytes, bytearray)):
         raise CannotRunError(
             f"the reward {name} returned a {type_name}; it must return a sequence of numbers, one for "
             "each response in the order of the responses"

@@ -28,7 +28,7 @@ def forward_mode_active() -> bool:
     function.
     """
     if torch.compiler.is_compiling():
-        return bool(torch._C._are_functorch_transforms_active())  # pyright: ignore
+        return torch._C._are_functorch_transforms_active()
     return dual_level_active()
 
 
@@ -58,7 +58,7 @@ def refuse_transforms(name: str, instead: str, *tensors: Tensor | None, inside: 
         CannotRunError: it names the function and says what to do instead.
     """
     arguments = [x for x in tensors if x is not None]
-    active = bool(torch._C._are_functorch_transforms_active())  # pyright: ignore
+    active = torch._C._are_functorch_transforms_active()
     trained = active and torch.is_grad_enabled() and any(x.requires_grad for x in arguments)
     if trained or (active and not inside) or any(map(is_transformed, arguments)):
         raise CannotRunError(f"{name} {TRANSFORMS_UNSUPPORTED}; {instead}")
@@ -80,7 +80,7 @@ def uncompiled_in_transforms(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
-        if not (dual_level_active() or torch._C._are_functorch_transforms_active()):  # pyright: ignore
+        if not (dual_level_active() or torch._C._are_functorch_transforms_active()):
             return function(*args, **kwargs)
         return cast("Any", torch).compiler.disable(function)(*args, **kwargs)
 
@@ -109,7 +109,7 @@ def dual_level_active() -> bool:
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """The result of an autograd function, whose ``apply`` torch leaves without types."""
-    return cast("Callable[..., Any]", function.apply)(*arguments)  # pyright: ignore[reportUnknownMemberType]
+    return cast("Callable[..., Any]", function.apply)(*arguments)
 
 
 def first_derivative_only(gradient: Tensor, variable: Tensor | None, message: str) -> Tensor:
@@ -131,7 +131,7 @@ class _FirstDerivative(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(gradient: Tensor, variable: Tensor, message: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(gradient: Tensor, variable: Tensor, message: str) -> Tensor:  # pyrefly: ignore[bad-override]
         return gradient.view_as(gradient)
 
     @staticmethod
@@ -139,11 +139,11 @@ class _FirstDerivative(torch.autograd.Function):
         ctx.message = inputs[2]
 
     @staticmethod
-    def backward(ctx: Any, weight: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, weight: Tensor) -> Any:  # pyrefly: ignore[bad-override]
         raise CannotRunError(ctx.message)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def jvp(ctx: Any, *tangents: Any) -> Any:
         raise CannotRunError(ctx.message)
 
 
@@ -167,7 +167,7 @@ class _WithSlope(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(u: Tensor, value: Tensor, slope: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(u: Tensor, value: Tensor, slope: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
         return value.view_as(value)
 
     @staticmethod
@@ -175,7 +175,7 @@ class _WithSlope(torch.autograd.Function):
         ctx.save_for_backward(inputs[2])
 
     @staticmethod
-    def backward(ctx: Any, weight: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, weight: Tensor) -> tuple[Tensor, None, None]:  # pyrefly: ignore[bad-override]
         (slope,) = ctx.saved_tensors
         return times_slope(weight, slope), None, None
 

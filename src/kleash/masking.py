@@ -95,7 +95,7 @@ class Mean:
             return self.detached
         total, count = self.total.detach().clone(), self.count.detach().clone()
         for part in (total, count):
-            dist.all_reduce(part, group=group)  # pyright: ignore[reportUnknownMemberType]
+            dist.all_reduce(part, group=group)
         return Mean(total=total, count=count)
 
 

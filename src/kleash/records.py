@@ -4,4 +4,4 @@ from kleash import jobs, store
 from kleash.jobs import *  # noqa: F403
 from kleash.store import *  # noqa: F403
 
-__all__ = sorted([*jobs.__all__, *store.__all__])  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = sorted([*jobs.__all__, *store.__all__])

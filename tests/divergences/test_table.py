@@ -24,9 +24,9 @@ every_record = pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS.k
 
 def test_the_table_and_its_records_are_read_only():
     with pytest.raises(TypeError):
-        DIVERGENCES["kl"] = DIVERGENCES["jeffreys"]  # pyright: ignore
+        DIVERGENCES["kl"] = DIVERGENCES["jeffreys"]
     with pytest.raises(FrozenInstanceError):
-        DIVERGENCES["kl"].finish = identity  # pyright: ignore
+        DIVERGENCES["kl"].finish = identity
 
 
 @every_record

@@ -37,7 +37,7 @@ def test_the_table_is_read_only_and_has_four_estimators():
     assert NAMES == ["k1", "abs", "k2", "k3"]
     assert [ESTIMATORS[n].of for n in NAMES] == [k1, absolute, k2, k3]
     with pytest.raises(TypeError):
-        ESTIMATORS["k4"] = ESTIMATORS["k1"]  # pyright: ignore
+        ESTIMATORS["k4"] = ESTIMATORS["k1"]
 
 
 def test_values_agree_with_hand_calculation():

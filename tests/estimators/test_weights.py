@@ -142,7 +142,7 @@ def test_zero_weights_and_empty_masks():
 def test_invalid_shapes_levels_and_caps_raise(unhooked):
     x, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
     with pytest.raises(OptionError, match="level is 'word'; there are token, before, prefix, sequence"):
-        importance_weights(x, x, mask, level="word")  # pyright: ignore
+        importance_weights(x, x, mask, level="word")
     for cap in (0.0, -1.0, math.nan):
         with pytest.raises(OptionError, match=f"cap is {cap}; give a weight above 0, or leave it out"):
             importance_weights(x, x, mask, cap=cap)

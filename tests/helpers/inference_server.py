@@ -78,7 +78,7 @@ class Server(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     """Answers requests of every dialect."""
 
-    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
+    server: Server
 
     def log_message(self, format: str, *args: Any) -> None:
         pass

@@ -14,6 +14,6 @@ def load_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def locked_load(*arguments: object) -> Pair:
         with lock:
-            return load(*arguments)  # pyright: ignore[reportArgumentType]
+            return load(*arguments)
 
     monkeypatch.setattr(run, "load_models", locked_load)

@@ -64,7 +64,7 @@ def vision_without_timm() -> Iterator[None]:
             is_vision = config.model_type.endswith("vision")
             return torch.nn.Linear(3, 3) if is_vision else auto_class.from_config(config, **options)
 
-    modeling_gemma3n.AutoModel = AutoModelWithoutTimm  # pyright: ignore[reportAttributeAccessIssue]
+    modeling_gemma3n.AutoModel = AutoModelWithoutTimm
     try:
         yield
     finally:

@@ -37,7 +37,7 @@ class StandInRay:
 def actor(header):
     """A worker that loads nothing."""
     result = SimpleNamespace(sequences={"tokens": [2, 3]})
-    loaded = LoadedModels(header, None, EngineTraits())  # pyright: ignore[reportArgumentType]
+    loaded = LoadedModels(header, None, EngineTraits())
 
     def remote(answer):
         return SimpleNamespace(remote=lambda *_: lambda: answer)
@@ -48,7 +48,7 @@ def actor(header):
 def engine_of(*headers):
     pair = None
     return RayEngine(
-        ray=StandInRay(),  # pyright: ignore[reportArgumentType]
+        ray=StandInRay(),
         actors=[actor(header) for header in headers],
         loaded=LoadedModels(headers[0], pair, EngineTraits()),
         pair=pair,
@@ -85,7 +85,7 @@ def test_a_worker_without_room_is_refused_and_memory_counts():
     assert reserved(MeasureJob(engine="ray"), has_gpus=True) == {"CPU": 1.0, "GPU": 1.0}
     nodes = [{"Alive": True, "Resources": {"CPU": 8.0, "memory": 0.5e9}}]
     with pytest.raises(ClusterError, match=r"no node .* has CPU=2,memory=1e"):
-        start_actors(SimpleNamespace(nodes=lambda: nodes), job, None, ())  # pyright: ignore[reportArgumentType]
+        start_actors(SimpleNamespace(nodes=lambda: nodes), job, None, ())
 
 
 @pytest.mark.peers("ray")

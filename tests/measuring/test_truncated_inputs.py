@@ -34,7 +34,7 @@ def truncate_when_opened(path, opening):
         return file
 
     for module in (safetensors, safetensors.torch, transformers.modeling_utils):
-        module.safe_open = open_and_truncate  # pyright: ignore[reportAttributeAccessIssue]
+        module.safe_open = open_and_truncate
 
 
 def truncate_arrow_when_opened(path):

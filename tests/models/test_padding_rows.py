@@ -22,7 +22,7 @@ TOKENS, GAPS = 20, {4, 11}
 def made_head(rows: int, seed: int, **more: object) -> Head:
     generator = torch.Generator().manual_seed(seed)
     weight, bias = (torch.randn(size, generator=generator) for size in ((rows, 6), (rows,)))
-    return Head(weight, bias, **more)  # pyright: ignore[reportArgumentType]
+    return Head(weight, bias, **more)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -43,7 +43,7 @@ def test_probabilities_and_kls_are_those_of_the_whole_heads(rows_p, rows_q, gaps
     tokens = torch.arange(37) % measured
     statistics = token_statistics(*inputs, tokens, temperature=temperature)
     columns = {name: getattr(statistics, field).numpy() for name, field in STATISTICS.items()}
-    found = padding_columns((rows[0], rows[1]), inputs, columns, tokens, temperature)  # pyright: ignore[reportArgumentType]
+    found = padding_columns((rows[0], rows[1]), inputs, columns, tokens, temperature)
 
     width = max(rows_p, rows_q)
     logps = []
@@ -80,7 +80,7 @@ def test_the_kl_over_tokens_is_accurate_where_hardly_any_probability_is_on_token
     tokens = torch.arange(9)
     statistics = token_statistics(*inputs, tokens)
     columns = {name: getattr(statistics, field).numpy() for name, field in STATISTICS.items()}
-    found = padding_columns((rows[0], rows[1]), inputs, columns, tokens, 1.0)  # pyright: ignore[reportArgumentType]
+    found = padding_columns((rows[0], rows[1]), inputs, columns, tokens, 1.0)
     assert found["padding_probability_policy"].min() > 0.99 and columns["kl_policy_reference"].min() > 0.5
     for name in ("kl_policy_reference", "kl_reference_policy"):
         np.testing.assert_allclose(found[f"{name}_over_tokens"], 0, atol=1e-6)

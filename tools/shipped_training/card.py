@@ -15,7 +15,7 @@ TEMPLATE = Path(__file__).with_name("card.md")
 def write(folder: Path, prompts: list[str], texts: list[str], **details: Any) -> None:
     """Write both files; ``details`` are seed, training of both models, and figures."""
     packages = ("torch", "transformers", "tokenizers", "safetensors")
-    card = {
+    card: dict[str, Any] = {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in packages}},
         "source": {"package": austen.PACKAGE, "database_sha256": austen.DATABASE_SHA256},

@@ -82,7 +82,7 @@ class AuditedFunction:
             return (None,) * len(leaves)
         try:
             return torch.autograd.grad(value, leaves, allow_unused=True, retain_graph=True)
-        except (RuntimeError, NotImplementedError) as error:
+        except RuntimeError as error:
             message = summarise_error(error).partition(". ")[0]
             raise CannotRunError(
                 f"the result of {self.name} cannot be differentiated ({message}); remove the backward pass from "

@@ -174,5 +174,5 @@ def _run(arguments: list[str]) -> int:
         return EXIT_SUCCESS
     require_packages(command.job if isinstance(command, DryRun) else command)
     # dispatch imports rich, which a base install lacks
-    module = {AuditJob: "audit_command", EnvJob: "environment"}.get(type(command), "dispatch")
-    return import_module(f"kleash.cli.{module}").run(command)
+    modules: dict[type, str] = {AuditJob: "audit_command", EnvJob: "environment"}
+    return import_module(f"kleash.cli.{modules.get(type(command), 'dispatch')}").run(command)

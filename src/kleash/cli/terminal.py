@@ -21,8 +21,8 @@ class Terminal(Console):
         """Write to standard output, or to standard error; ``more`` are arguments of rich's ``Console``."""
         stream: Any = sys.stderr if stderr else sys.stdout
         file = stream.styled if isinstance(stream, CommandStream) else stream
-        defaults = {"file": file, "markup": False, "highlight": False, "emoji": False}
-        super().__init__(**{**defaults, "force_terminal": file.isatty(), **more})
+        defaults: dict[str, Any] = {"file": file, "markup": False, "highlight": False, "emoji": False}
+        super().__init__(**defaults | {"force_terminal": file.isatty()} | more)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """The segments that rich draws, with control characters in texts escaped."""

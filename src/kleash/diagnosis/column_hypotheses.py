@@ -38,8 +38,8 @@ def _of_differences(
     table: TokenTable, cause: str, evidence: str, family: Family, penalty: float, **changes: Any
 ) -> Hypothesis:
     """The hypothesis that the differences, or another ``residual``, are errors of a family."""
-    fields = {"residual": table.difference, "unit": table.unit, "penalty": penalty} | changes
-    return Hypothesis(cause=cause, evidence=evidence, family=family, **fields)
+    fields: dict[str, Any] = {"residual": table.difference, "unit": table.unit, "penalty": penalty}
+    return Hypothesis(cause=cause, evidence=evidence, family=family, **fields | changes)
 
 
 def noise_hypotheses(table: TokenTable, limit: float, everywhere_is: str = "weights") -> Iterator[Hypothesis]:

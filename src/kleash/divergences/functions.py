@@ -390,7 +390,7 @@ def kl_gaussian(
     )
     parameters = mp, vp, mq, vq
     try:
-        torch.broadcast_shapes(*(x.shape for x in parameters))  # pyright: ignore[reportUnknownMemberType]
+        torch.broadcast_shapes(*(x.shape for x in parameters))
     except RuntimeError as error:
         shapes = ", ".join(str(tuple(x.shape)) for x in parameters)
         raise ShapeError(f"means and log-variances of shapes {shapes} do not broadcast") from error

@@ -76,14 +76,14 @@ class _Phi(_ClosedForm):
     """phi."""
 
     @staticmethod
-    def forward(u: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(u: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
         near = u.clamp(-SERIES_LIMIT, SERIES_LIMIT)
         rest = u - near
         beyond = torch.exp(-near).mul_(torch.expm1(-rest)).add_(rest.clamp(min=-EXP_SATURATES))
         return _series(-near).add_(beyond)
 
     @staticmethod
-    def backward(ctx: Any, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, weight: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
         (u,) = ctx.saved_tensors
         return weight * -torch.expm1(-u)
 
@@ -92,14 +92,14 @@ class _Psi(_ClosedForm):
     """psi."""
 
     @staticmethod
-    def forward(v: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(v: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
         near = v.clamp(max=SERIES_LIMIT)
         rest = (v - near).clamp(max=EXP_SATURATES)
         beyond = (near + 1).mul_(torch.expm1(-rest)).add_(torch.exp(-rest).mul_(rest))
         return _series(near).sub_(beyond).mul_(torch.exp(-near))
 
     @staticmethod
-    def backward(ctx: Any, weight: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, weight: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
         (v,) = ctx.saved_tensors
         v = v.clamp(max=EXP_SATURATES)
         return weight * v * torch.exp(-v)

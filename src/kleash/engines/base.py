@@ -85,7 +85,7 @@ class Engine(ABC):
 class JobEngine(Engine):
     """An engine that scores the shards of a job by a model of this process, or by both."""
 
-    pair: Pair
+    pair: Pair  # pyrefly: ignore[bad-override]
     job: MeasureJob
     on_scored: Callable[[int, int], None] = ignore
     """Called after each batch of a shard, or after the shard, with the number of its sequences and of their tokens."""

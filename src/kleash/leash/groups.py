@@ -149,7 +149,7 @@ def _extremes(values: Tensor, is_counted: Tensor, group: "dist.ProcessGroup | No
     extremes = torch.stack([torch.where(is_counted, x, -torch.inf).flatten() for x in (-values, values)])
     extremes = torch.nn.functional.pad(extremes, (0, 1), value=-torch.inf).amax(-1)
     if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)  # pyright: ignore[reportUnknownMemberType]
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     return -extremes[0], extremes[1]
 
 

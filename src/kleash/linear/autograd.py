@@ -109,7 +109,7 @@ class _Values(torch.autograd.Function):
     """A divergence per token; stores its inputs, or the gradient of each token in the hidden states."""
 
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(  # pyrefly: ignore[bad-override]
         ctx: Any, pair: HeadPair, options: LinearOptions, record: Divergence, *tensors: Tensor | None
     ) -> Tensor:
         needed = ctx.needs_input_grad[3:]
@@ -122,7 +122,7 @@ class _Values(torch.autograd.Function):
         return values
 
     @staticmethod
-    def backward(ctx: Any, weight: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, weight: Tensor) -> tuple[Any, ...]:  # pyrefly: ignore[bad-override]
         _refuse_second_derivative("linear_kl")
         _ = ctx.saved_tensors  # raises if one of them was changed in place since
         if ctx.is_computed:
@@ -143,7 +143,7 @@ class _Loss(torch.autograd.Function):
     """A loss whose gradients were computed with it; the backward pass returns them without a copy."""
 
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(  # pyrefly: ignore[bad-override]
         ctx: Any,
         compute: Callable[[Needed], LossAndGradients],
         vocab_shards: VocabShards,
@@ -156,7 +156,7 @@ class _Loss(torch.autograd.Function):
         return loss, *outputs
 
     @staticmethod
-    def backward(ctx: Any, *weights: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *weights: Tensor | None) -> tuple[Any, ...]:
         _refuse_second_derivative("the loss")
         if ctx.gradients is None:
             raise CannotRunError(

@@ -47,7 +47,7 @@ def onednn_is_faster() -> bool:
 def uses_onednn(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether products of this dtype on this device are computed by oneDNN."""
     is_float32_on_cpu = dtype == torch.float32 and device.type == "cpu"
-    return is_float32_on_cpu and torch.backends.mkldnn.enabled and onednn_is_faster()
+    return is_float32_on_cpu and bool(torch.backends.mkldnn.enabled) and onednn_is_faster()
 
 
 def product(

@@ -131,13 +131,13 @@ class _Rows(torch.autograd.Function):
     """``zero3_as_dtensor`` with a gradient."""
 
     @staticmethod
-    def forward(context: Any, parameter: Tensor, storage: _FlatStorage) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(context: Any, parameter: Tensor, storage: _FlatStorage) -> Tensor:  # pyrefly: ignore[bad-override]
         """The rows."""
         context.parameter, context.storage = parameter, storage
         return storage.dtensor()
 
     @staticmethod
-    def backward(context: Any, gradient: Any) -> tuple[None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(context: Any, gradient: Any) -> tuple[None, None]:  # pyrefly: ignore[bad-override]
         """Nothing: the gradient is added where that of the parameter's own module arrives."""
         context.storage.add_to_own_gradient(context.parameter, gradient.to_local())
         return None, None

@@ -131,7 +131,7 @@ def require_gradient(*tensors: Tensor, name: str = "token_logp") -> None:
 
 def may_require_grad(x: Tensor) -> bool:
     """Whether ``x`` carries a gradient; inside a functorch transform this is unknown and taken to be true."""
-    return x.requires_grad or torch._C._are_functorch_transforms_active()  # pyright: ignore
+    return x.requires_grad or torch._C._are_functorch_transforms_active()
 
 
 def with_pair_gradient(
@@ -170,7 +170,7 @@ def with_gradient(
     Raises:
         CannotRunError: if it is compiled inside ``torch.func.vmap``.
     """
-    if torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(value):  # pyright: ignore
+    if torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(value):
         raise CannotRunError(
             "torch.compile loses gradients inside vmap (seen in torch 2.13); compile the inside"
         )
@@ -188,7 +188,7 @@ class _WithGradient(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(  # pyrefly: ignore[bad-override]
         token_logp: Tensor, token_logq: Tensor | None, value: Tensor, grad_p: Tensor, grad_q: Tensor | None
     ) -> Tensor:
         return value.clone()
@@ -198,7 +198,7 @@ class _WithGradient(torch.autograd.Function):
         ctx.save_for_backward(*inputs[3:], *inputs[:2])
 
     @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(  # pyrefly: ignore[bad-override]
         ctx: Any, weight: Tensor
     ) -> tuple[Tensor | None, ...]:
         grad_p, grad_q, token_logp, token_logq = ctx.saved_tensors
@@ -212,5 +212,5 @@ class _WithoutForwardMode(_WithGradient):
     """``_WithGradient`` that raises under forward-mode differentiation, which is not supported."""
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
         raise CannotRunError(FIRST_DERIVATIVE_ONLY)

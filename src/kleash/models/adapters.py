@@ -152,7 +152,7 @@ def describe_unknown_settings(checkpoint: Checkpoint) -> tuple[str, ...]:
     """
     peft, settings = import_extra("peft", "models"), checkpoint.adapter_settings
     known = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[peft_type(settings)].__dataclass_fields__
-    unknown = sorted(str(name)[:60] for name, value in settings.items() if name not in known and value)
+    unknown = sorted(name[:60] for name, value in settings.items() if name not in known and value)
     note = (
         f"{checkpoint.adapter_subject} has settings that PEFT {peft.__version__} does not know and "
         f"leaves out: {', '.join(unknown[:MAX_SHOWN_NAMES])}; with a newer PEFT it may be another model"

@@ -124,7 +124,7 @@ def read_eos_token_ids(network: Any, tokenizer: Any) -> tuple[tuple[int, ...], s
     stated = (getattr(owner, "eos_token_id", None) for owner in owners)
     eos: Any = next((each for each in stated if each is not None), ())
     rows = len(network.get_input_embeddings().weight)
-    token_ids = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+    token_ids = tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
     subject = getattr(network, "name_or_path", "") or "the model"
     for token_id in token_ids:
         if not isinstance(token_id, int) or isinstance(token_id, bool):

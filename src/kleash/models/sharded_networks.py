@@ -66,13 +66,13 @@ class _WithMeanGradient(torch.autograd.Function):
     """``with_mean_gradient``."""
 
     @staticmethod
-    def forward(context: Any, tensor: Tensor, ranks: int) -> Tensor:
+    def forward(context: Any, tensor: Tensor, ranks: int) -> Tensor:  # pyrefly: ignore[bad-override]
         """The tensor itself."""
         context.ranks = ranks
         return tensor.detach()
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyrefly: ignore[bad-override]
         """The mean over the ranks."""
         return gradient / context.ranks, None
 

@@ -96,7 +96,7 @@ def with_gate(result: ResultT, at_most: float | None, statistic: str | None = No
     if at_most is None:
         return result
     if isinstance(result, Sweep):
-        return gate_of_sweep(result, at_most, statistic)
+        return gate_of_sweep(result, at_most, statistic)  # pyrefly: ignore[bad-return]
     headline(result)
     return replace(result, gate=gate_of_measurement(result, at_most, statistic))
 

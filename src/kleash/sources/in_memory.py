@@ -29,7 +29,7 @@ def records_in_memory(data: Iterable[Any], kind: SourceKind) -> Iterator[dict[st
     if hasattr(data, "columns"):
         frame = import_extra("pyarrow", "models").RecordBatchReader.from_stream(data)
         rows = (row for batch in frame for row in batch.to_pylist())
-    elif isinstance(data, Mapping | bytes) or not isinstance(data, Iterable):
+    elif isinstance(data, (Mapping, bytes)) or not isinstance(data, Iterable):
         what = f"the keys {', '.join(map(str, data))}" if isinstance(data, Mapping) else show_value(data)
         raise SourceError(
             f"{kind} are a file's name, a list, a data set's split or a data frame, and not {what}"

@@ -181,8 +181,7 @@ def check_unicode(record: SourceRecord, name: str, text: str) -> str:
 def describe_fields(record: SourceRecord) -> str:
     """The names of a record's fields, as its source has them, for errors."""
     names = [
-        shorten(str(name)) + (" (null)" if value is None else "")
-        for name, value in record.source_fields.items()
+        shorten(name) + (" (null)" if value is None else "") for name, value in record.source_fields.items()
     ]
     more = len(names) - MAX_SHOWN_FIELDS
     shown = ", ".join(names[:MAX_SHOWN_FIELDS])

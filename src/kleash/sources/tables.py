@@ -281,7 +281,7 @@ def read_json_array(path: Path, text_field: str) -> Iterator[SourceRecord]:
         )
     for number, entry in enumerate(content, start=1):
         location = f"{label}, entry {number}"
-        if not isinstance(entry, dict | str):
+        if not isinstance(entry, (dict, str)):
             raise SourceError(f"{location}: expected an object or a text and found {show_value(entry)}")
         yield SourceRecord(
             location=location, fields=entry if isinstance(entry, dict) else {text_field: entry}

@@ -245,7 +245,7 @@ class ActorCritic(torch.nn.Module):
                     f"the {side.role} {side.path} does not come apart into hidden states and a head, from which critic "
                     "and exact KL are computed; take another model"
                 )
-        self.adapters = None
+        self.adapters: Any = None
         if networks.lora is not None:
             with suppress_library_output():
                 self.adapters = import_extra("peft", "models").get_peft_model(self.network, networks.lora)

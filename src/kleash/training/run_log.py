@@ -108,7 +108,7 @@ class RunLog:
             monitor: other thresholds than those of ``HackingMonitor``; its target is the job's.
         """
         self.folder, self.job = folder, job
-        self.display = NullDisplay() if display is None else display
+        self.display = NullDisplay() if display is None else display  # pyrefly: ignore[bad-instantiation]
         self.monitor = replace(
             monitor if monitor is not None else HackingMonitor(),
             target_nats=getattr(job, "target_nats", None),

@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from symtable import SymbolTable, symtable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -198,7 +198,7 @@ def _needed_statements(statements: Sequence[Statement], name: str, where: str) -
 @contextmanager
 def _being_loaded(module: ModuleType) -> Iterator[None]:
     """Inside the context dataclasses find ``module``, and ``torch.compile`` returns a function as it is."""
-    compile_function, torch.compile = torch.compile, _uncompiled
+    compile_function, torch.compile = torch.compile, cast("Any", _uncompiled)
     sys.modules[module.__name__] = module
     try:
         yield

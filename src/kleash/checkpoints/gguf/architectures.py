@@ -92,10 +92,10 @@ class RecordedSettings(UserDict[str, Any]):
         self.read: set[str] = set()
         """Names of settings that were read."""
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, key: str) -> Any:
         """The value of a setting; ``get`` reads it here, too."""
-        self.read.add(name)
-        return super().__getitem__(name)
+        self.read.add(key)
+        return super().__getitem__(key)
 
 
 @dataclass(frozen=True, kw_only=True)

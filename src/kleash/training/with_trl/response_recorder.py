@@ -215,9 +215,12 @@ class ResponseRecorder:
         metrics = self.trainer._metrics["train"]
         local, self._responses["train"] = self._responses["train"], []
         sums, self._update_sums = self._update_sums, (0, 0.0, 0)
-        _, nats, tokens = map(sum, zip(*gather_object([sums]), strict=True))
+        gathered: list[tuple[int, float, int]] = gather_object([sums])
+        tokens = sum(tokens for _, _, tokens in gathered)
         if tokens:
-            metrics["kl/update"] = [nats / tokens]  # of the last update that shows
+            metrics["kl/update"] = [
+                sum(nats for _, nats, _ in gathered) / tokens
+            ]  # of the last update that shows
         responses = gather_object(local)
         if responses:
             metrics.update({name: [x] for name, x in response_metrics(responses, self.trainer.beta).items()})
