@@ -73,7 +73,7 @@ class HackingMonitor:
     """Rise of log beta within half a ``window``, beyond what a growing KL explains, which is not reported."""
     runaway_nats: float = 0.5
     """KL per token below which no runaway is reported."""
-    runaway_growth: float = 1.5
+    runaway_growth: float = 1.75
     """Growth factor of the KL per token within half a ``window`` that counts as a runaway."""
     held_out_sure: float = 4.0
     """Standard errors by which a held-out reward must be below its best, which is the luckiest of several."""
