@@ -10,7 +10,7 @@ from kleash.measuring.cluster_sums import Weighting
 from kleash.measuring.sequence_clusters import Floats
 from kleash.models import Model
 from kleash.sources.documents import DEFAULT_WINDOW
-from kleash.store.statistics import label_of
+from kleash.store.statistics import KL_DIRECTIONS, label_of
 from kleash.uncertainty import Estimate, effective_sample_size
 
 UNVERIFIED_SAMPLES = (
@@ -189,7 +189,7 @@ def measured_padding(
     values = [
         f"{label_of(name)} is {_value_or_bounds(numbers, f'{name}_over_rows')} over all rows and "
         f"{_value_or_bounds(numbers, f'{name}_over_tokens')} over the tokens"
-        for name in ("kl_policy_reference", "kl_reference_policy")
+        for name in KL_DIRECTIONS
     ]
     return note, f"{shares}: {', and '.join(values)}, in nats per token"
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from kleash.divergences import kl
 from kleash.linear import Head
 from kleash.models.heads import head_logits
+from kleash.store.statistics import KL_DIRECTIONS
 
 POSITIONS_AT_ONCE, LOGITS_AT_ONCE = 512, 2**22
 """Positions, and logits of these rows, that are in memory at once: 32 MiB in float64, some times over."""
@@ -136,7 +137,7 @@ def _columns_of_part(
     values_of: dict[str, Tensor] = {"is_padding": torch.isin(tokens, torch.tensor(ids, device=tokens.device))}
     for place, role in enumerate(("policy", "reference")):
         values_of[f"padding_probability_{role}"] = -torch.expm1(inside[place].log_rest + cut[place].log_rest)
-    for name, p, q in (("kl_policy_reference", 0, 1), ("kl_reference_policy", 1, 0)):
+    for name, (p, q) in zip(KL_DIRECTIONS, ((0, 1), (1, 0)), strict=True):
         measured_kl = torch.from_numpy(columns[name]).to(tokens.device).double()
         values_of[f"{name}_over_tokens"] = (measured_kl - inside[p].kl_part(inside[q])) / inside[
             p
@@ -145,7 +146,7 @@ def _columns_of_part(
     is_token = torch.ones(measured, dtype=torch.bool, device=tokens.device)
     is_token[ids[:num_kept]] = False
     least = torch.minimum(inside[0].log_rest, inside[1].log_rest)
-    for name, pq in (("kl_policy_reference", (0, 1)), ("kl_reference_policy", (1, 0))):
+    for name, pq in zip(KL_DIRECTIONS, ((0, 1), (1, 0)), strict=True):
         for row in (least < math.log(0.5)).nonzero()[:, 0].tolist():
             logits = (head_logits(sides[place][0][row : row + 1], sides[place][1]) for place in pq)
             logp, logq = ((z[:, is_token].double() / temperature).log_softmax(-1) for z in logits)

@@ -11,7 +11,7 @@ import numpy as np
 from kleash.reports.formatting import keep_beginning, make_visible
 from kleash.store import Measurement, RunFolder
 from kleash.store.measurement import Drifted
-from kleash.store.statistics import kl_directions
+from kleash.store.statistics import KL_DIRECTIONS, kl_directions
 
 MAX_TOKENS_OF_SEQUENCE = 500
 MAX_TOKENS = 5_000
@@ -23,8 +23,7 @@ NUM_COLOURS = 8
 COLUMNS = (
     "position",
     "token_id",
-    "kl_policy_reference",
-    "kl_reference_policy",
+    *KL_DIRECTIONS,
     "jensen_shannon",
     "total_variation",
     "logp_policy",

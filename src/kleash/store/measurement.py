@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from kleash.estimate import Estimate
 from kleash.store.checksums import read_result
 from kleash.store.codec import NOT_WRITTEN
-from kleash.store.statistics import KL_DIRECTIONS, STATISTICS, from_fields
+from kleash.store.statistics import EXACT_KL, KL_DIRECTIONS, STATISTICS, from_fields
 from kleash.store.summary import MeasuredResult
 
 SCHEMA = 3
@@ -264,7 +264,7 @@ class Measurement(MeasuredResult):
     device: str = ""
     """Where the models ran: "cpu", "cuda:0"; empty in files of older versions."""
     counts: Counts
-    headline: str = "kl_policy_reference"
+    headline: str = EXACT_KL
     """The KL that stands first, by its name in ``STATISTICS``, and of which ``by_position``, ``by_confidence``,
     ``top_percent_share``, ``convergence``, ``prompts`` and the worst tokens and sequences are. Older files do not say
     it."""

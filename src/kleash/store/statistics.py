@@ -238,7 +238,9 @@ STATISTICS: Mapping[str, Statistic] = MappingProxyType(
     }
 )
 """Name -> statistic, in the order in which they are shown."""
-KL_DIRECTIONS = ("kl_policy_reference", "kl_reference_policy")
+EXACT_KL = "kl_policy_reference"
+"""KL(policy || reference) of each token: the column and the statistic."""
+KL_DIRECTIONS = (EXACT_KL, "kl_reference_policy")
 DIVERGENCE_COLUMNS = tuple(
     name for name, each in STATISTICS.items() if each.function is stored_column and len(each.models) == 2
 )
