@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 bin=.venv/bin
-# Processes of one thread use two cores better than threads; a third works while others wait for processes of their own.
+# Processes of one thread use two cores better than threads.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 KLEASH_REQUIRE_PEERS=1
 # Without a cache of bytecode, each process would compile kleash and each pytest all tests.
@@ -13,6 +13,8 @@ grep -qs amx /proc/cpuinfo || export TORCHINDUCTOR_VEC_ISA_OK=1
 # Tests that run with runtime checks of annotated shapes and types, which make a test two to five times slower.
 checked=(tests/{divergences,estimators,losses} tests/linear/test_linear_{core,edges}.py)
 hook=--jaxtyping-packages=kleash,beartype.beartype
+# Tests whose work is done by processes of their own, which need no share of what a worker imports.
+processes=(tests/house/test_wheel.py tests/integrations/test_{in_ray,sharded_models,verl_ranks,zero3}.py tests/measuring/test_ray_run.py)
 
 step() { printf '\n== %s\n' "$*"; "$@"; }
 step $bin/ruff format --check src tests benchmarks tools examples
@@ -21,20 +23,21 @@ step $bin/pyrefly check
 step $bin/python tools/check_names.py
 step $bin/python tools/count.py # a report, no check
 
-# Beside each other, so that two cores are never idle: imports, types, then shapes and what compiles among their tests, which
-# cannot look through runtime checks; and the tests of the pages, for which the browser wants a core, then all others.
+# Beside two workers, so that two cores are never idle: imports, shapes, and then tests of processes, with what compiles, which
+# runtime checks keep from being compiled. The browser wants a core, so that the tests of pages come before the workers.
 log=$(mktemp)
 (
   step $bin/lint-imports --no-cache
   step $bin/python -m pytest -q -m 'not compiler and not browser' $hook "${checked[@]}"
   step $bin/python -m pytest -q -m compiler "${checked[@]}"
+  step $bin/python -m pytest -q "${processes[@]}"
 ) >"$log" 2>&1 &
-types=$!
-trap 'pkill -P $types 2>/dev/null || true; rm -f "$log"' EXIT
+beside=$!
+trap 'pkill -P $beside 2>/dev/null || true; rm -f "$log"' EXIT
 step $bin/python -m pytest -q -m browser tests/reports
 verdict=0
-step $bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m 'not browser' \
-  "${checked[@]/#/--ignore=}" || verdict=$?
-wait $types || verdict=$?
+step $bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m 'not browser' \
+  "${checked[@]/#/--ignore=}" "${processes[@]/#/--ignore=}" || verdict=$?
+wait $beside || verdict=$?
 cat "$log"
 exit $verdict

@@ -38,7 +38,7 @@ WORK = {
     "train": PPO,
     "datasets": DATASETS,
     "trl": f'assert main(["train", "grpo", "--samples-per-prompt", "2", {STEP}]) == 0',
-    "ray": f'assert main(["measure", "--engine", "ray", {SMALL}]) == 0',
+    "ray": f'assert main(["measure", "--engine", "ray", "--workers", "1", {SMALL}]) == 0',
 }
 """Extra -> what runs in an environment with that extra and nothing else."""
 
