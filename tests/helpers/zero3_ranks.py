@@ -12,6 +12,7 @@ from unittest import mock
 os.environ |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
 
 import deepspeed
+import openrlhf_ranks
 import sharded_ranks
 import torch
 import torch.distributed as dist
@@ -180,11 +181,17 @@ def what_cannot_be_done_is_refused_on_all_ranks(ranks):
     refusal_of(lambda: zero3_as_dtensor(policy.lm_head.weight), "a parameter of ZeRO-3 is quantised")
 
 
+@check
+def openrlhfs_command_equals_one_process(ranks):
+    openrlhf_ranks.check_command(ranks.folder)
+
+
 def main():
     """Arguments as of ``sharded_ranks``."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which it would compile
     store, folder, *only = sys.argv[1:]
     sharded_ranks.import_what_checks_use()
+    openrlhf_ranks.import_openrlhf()
     sharded_ranks.main(fork_ranks(2, [store]), store, Path(folder), only, CHECKS, Zero3Ranks)
 
 
