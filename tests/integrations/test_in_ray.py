@@ -17,7 +17,7 @@ def true_kl():
     install(controller={"kind": "pid"})
 
 @ray.remote
-class VerlWorker:
+class Worker:
     def penalty(self, name):
         import sys
         import torch
@@ -37,9 +37,7 @@ class VerlWorker:
             made.update(current_kl=1e9, n_steps=10**9)
         return type(made).__module__, made.value
 
-@ray.remote
-class OpenRLHFWorker:
-    def parts(self):
+    def openrlhf(self):
         import sys
         from kleash.auditing.targets.packages import quiet, stand_ins
         before = [name for name in sys.modules if name.startswith("openrlhf")]
@@ -59,12 +57,11 @@ ray.init(
     num_cpus=2, include_dashboard=False, log_to_driver=False,
     runtime_env={"worker_process_setup_hook": true_kl},
 )
-openrlhf = OpenRLHFWorker.remote().parts.remote()
-worker = VerlWorker.remote()
+worker = Worker.remote()
 values, slopes = ray.get(worker.penalty.remote("k3"))
 where, beta = ray.get(worker.controller.remote())
 verl = {"values": values, "slopes": slopes, "controller": where, "beta": beta}
-print(json.dumps({"verl": verl, "openrlhf": ray.get(openrlhf)}))
+print(json.dumps({"verl": verl, "openrlhf": ray.get(worker.openrlhf.remote())}))
 ray.shutdown()
 """
 
