@@ -187,7 +187,7 @@ def wrap_after_import(
         CannotRunError: at that import, naming the functions and arguments that are missing.
     """
 
-    def wrap(_: ModuleType) -> None:
+    def wrap(_imported: ModuleType) -> None:
         needed = {f"{module}:{path}": arguments for path, (arguments, _) in wrappers.items()}
         require_attributes(module.partition(".")[0], needed)
         for path, (_, wrapper) in wrappers.items():

@@ -3,8 +3,9 @@
 ``install`` replaces ``compute_approx_kl`` and ``compute_reward`` of ``openrlhf.models.utils`` and the two controllers
 of ``openrlhf.trainer.ppo_utils.kl_controller``, in every module of OpenRLHF that has imported them by name; its
 ``masked_mean`` and ``aggregate_loss`` get values of 0 where they are masked. It wraps
-``BasePPOTrainer.save_logs_and_checkpoints`` and ``restore_best_checkpoint_state``. Known: OpenRLHF 0.11; another
-version is a warning. A function or argument that is missing is a ``CannotRunError`` that names it.
+``save_logs_and_checkpoints`` and ``restore_best_checkpoint_state`` of both PPO trainers, and
+``ActorPPOTrainer.training_step``. Known: OpenRLHF 0.11; another version is a warning. A function or argument that is
+missing is a ``CannotRunError`` that names it.
 """
 
 import warnings
@@ -152,29 +153,19 @@ def install(*, controller: Mapping[str, Any] | None = None, cap: float | None = 
     warn_if_untested("openrlhf", at_least="0.11", below="0.12")
     adaptive = partial(_adaptive, dict(controller or {"kind": "ziegler"}))
     adaptive(0.1, 1.0, 1000)  # raises now if an option is invalid
-    for module, replaced in (
-        (
-            UTILS,
-            {
-                "compute_approx_kl": (
-                    ("log_probs", "log_probs_base", "log_probs_old", "kl_estimator", "unbiased_gradient"),
-                    partial(compute_approx_kl, cap=cap),
-                ),
-                "compute_reward": (
-                    ("r", "kl_coef", "kl", "action_mask", "reward_clip_range"),
-                    compute_reward,
-                ),
-            },
+    functions = {
+        "compute_approx_kl": (
+            ("log_probs", "log_probs_base", "log_probs_old", "kl_estimator", "unbiased_gradient"),
+            partial(compute_approx_kl, cap=cap),
         ),
-        (
-            "openrlhf.trainer.ppo_utils.kl_controller",
-            {
-                "AdaptiveKLController": (("init_kl_coef", "target", "horizon"), adaptive),
-                "FixedKLController": (("kl_coef",), _fixed),
-            },
-        ),
-    ):
-        wrap_after_import(module, replaced, put=replace_everywhere)
+        "compute_reward": (("r", "kl_coef", "kl", "action_mask", "reward_clip_range"), compute_reward),
+    }
+    controllers = {
+        "AdaptiveKLController": (("init_kl_coef", "target", "horizon"), adaptive),
+        "FixedKLController": (("kl_coef",), _fixed),
+    }
+    wrap_after_import(UTILS, functions, put=replace_everywhere)
+    wrap_after_import("openrlhf.trainer.ppo_utils.kl_controller", controllers, put=replace_everywhere)
     for module, wrapped in WRAPPED.items():
         wrap_after_import(module, wrapped)
 
@@ -227,28 +218,30 @@ def _restore_with_controller(restore: Callable[..., None], trainer: Any, checkpo
 
 
 def _step_with_mean_kl(
-    step: Callable[..., dict[str, Any]],
+    run: Callable[..., dict[str, Any]],
     trainer: Any,
     experience: Any,
     kl_ctl: float,
-    number: int,
+    step: int,
     loss_batch_info: Any = None,
 ) -> dict[str, Any]:
-    """OpenRLHF's step; the KL that it returns is the mean over the tokens of this batch, as which it is averaged.
+    """OpenRLHF's step; the KL that it returns is the mean over the tokens of its batch.
 
-    OpenRLHF returns the batch's part of the loss: the sum over tokens, divided by the mean number of them in a batch.
+    OpenRLHF averages these by numbers of tokens, but returns the batch's part of the loss: the sum over its tokens,
+    divided by the mean number of tokens in a batch.
     """
     info = loss_batch_info or resolve_name(f"{ACTOR}:get_loss_batch_info")(
         trainer.strategy,
         experience.action_mask,
         replay_buffer=trainer.replay_buffer,
-        step=number,
+        step=step,
         dynamic_batch=trainer.args.train.dynamic_batch_enable,
     )
-    status = step(trainer, experience, kl_ctl, number, info)
+    status = run(trainer, experience, kl_ctl, step, info)
     if trainer.args.algo.kl.use_loss:
-        own_tokens = max(status["num_action_tokens"], 1)
-        status["metrics"]["kl"] *= info["batch_num_tokens"] / info["dp_size"] / own_tokens
+        status["metrics"]["kl"] *= (
+            info["batch_num_tokens"] / info["dp_size"] / max(status["num_action_tokens"], 1)
+        )
     return status
 
 
