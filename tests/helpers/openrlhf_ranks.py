@@ -61,12 +61,11 @@ def import_openrlhf():
 def responses_of(prompt):
     """What an engine of vLLM returns for a prompt of ``START`` tokens."""
     random = torch.Generator().manual_seed(4 + list(SAMPLES).index(prompt))
-    made = [
-        {"prompt": prompt, "label": "", "rollout_log_probs": None, "reward": x} for _, x in SAMPLES[prompt]
-    ]
-    for response, (length, _) in zip(made, SAMPLES[prompt], strict=True):
+    made = []
+    for length, reward in SAMPLES[prompt]:
         ids = torch.randint(3, 300, (START + length,), generator=random).tolist()
-        response |= {"observation_tokens": ids, "action_ranges": [(START, len(ids))]}
+        made.append({"observation_tokens": ids, "action_ranges": [(START, len(ids))], "reward": reward})
+        made[-1] |= {"prompt": prompt, "label": "", "rollout_log_probs": None}
     return made
 
 
@@ -115,6 +114,7 @@ def run(words, reference):
     strategy, referee = engines.DeepspeedStrategy, actor_class(launcher.ReferenceModelActor)
     load, score, mesh = referee.init_model_from_pretrained, referee.forward, engines.init_device_mesh
     advantages = RemoteExperienceMaker.compute_advantages_and_returns
+    spied = mock.create_autospec(advantages, side_effect=advantages)
     processor = type("Processor", (str,), {"__format__": lambda *_: "0"})("cpu")  # as in "cuda:0"
 
     def with_nan(self, sequences, action_mask, **more):
@@ -139,16 +139,15 @@ def run(words, reference):
         (strategy, "setup_dataloader", partialmethod(strategy.setup_dataloader, sampler=range(2))),
         (sys.modules["openrlhf.utils.utils"], "convert_to_torch_dtype", lambda _: torch.float32),
         (sys.modules["openrlhf.models.actor"], "_patch_zero3_weight_mapping", lambda: None),
+        (RemoteExperienceMaker, advantages.__name__, spied),
         (SamplesGenerator, "_dispatch_prompts_to_vllm", lambda _, x, *__, **___: [*map(responses_of, x)]),
         (actor_class(PPOTrainer), "broadcast_to_vllm", lambda _: None),
     )
     dtype = mock.PropertyMock(return_value="float32")
-    spy = partial(mock.patch.object, RemoteExperienceMaker, autospec=True, side_effect=advantages)
     with mock.patch.dict(os.environ), quiet(), ExitStack() as stack:
         for patch in replaced:
             stack.enter_context(mock.patch.object(*patch))
         stack.enter_context(mock.patch.object(strategy, "param_dtype", dtype, create=True))
-        spied = stack.enter_context(spy(advantages.__name__))
         runpy.run_module(COMMAND, run_name="__main__")
     ((maker, experiences),) = (call.args for call in spied.call_args_list)
     return maker.kl_ctl, experiences

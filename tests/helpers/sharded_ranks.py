@@ -22,6 +22,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+import verl_engines
 from forked_ranks import fork_ranks
 from tiny_models import save_tiny, tiny_adapter
 from torch.distributed.device_mesh import init_device_mesh
@@ -61,8 +62,8 @@ KEEP_GOING = bool(os.environ.get("KEEP_GOING"))
 CHECKS = {}
 
 
-def check(function):
-    CHECKS[function.__name__] = function
+def check(function, checks=CHECKS):
+    checks[function.__name__] = function
     return function
 
 
@@ -439,6 +440,11 @@ def what_cannot_be_done_is_refused_on_all_ranks(ranks):
     refusal_of(asked, "training mode|refuses its arguments")
 
 
+@check
+def verls_engine_trains_the_kl_of_the_whole_batch(ranks):
+    verl_engines.check_two_ranks(ranks.rank)
+
+
 def refusal_of(call, words):
     try:
         call()
@@ -482,5 +488,6 @@ def main(rank, store, folder, only, checks=CHECKS, kind=Ranks):
 
 if __name__ == "__main__":
     import_what_checks_use()
+    verl_engines.import_verl()
     store, models, *only = sys.argv[1:]
     main(fork_ranks(2, [store, Path(models) / MEASURED]), store, Path(models), only)

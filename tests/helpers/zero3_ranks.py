@@ -24,13 +24,9 @@ from trl_training_ranks import as_one_process, first_step_in_bfloat16, same_trai
 
 from kleash.linear import Head, linear_kl_loss, zero3_as_dtensor
 
-CHECKS = {}
 FEW_PROMPTS = PROMPTS[:2]
-
-
-def check(function):
-    CHECKS[function.__name__] = function
-    return function
+CHECKS = {}
+check = partial(sharded_ranks.check, checks=CHECKS)
 
 
 class Zero3Ranks(Ranks):
