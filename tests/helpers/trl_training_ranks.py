@@ -1,4 +1,4 @@
-"""A whole training run of TRL with the exact KL: in one process, and with weights that two processes share.
+"""A loss and a training run of TRL with the exact KL: in one process, and with weights that two processes share.
 
 For the checks of ``sharded_ranks`` and ``zero3_ranks``, in processes that have a process group of two.
 """
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 STEP = ("loss", "grad_norm", "reward", "kl", "kl/per_token", "kl/per_sequence", "beta", "entropy")
 RECORDED = (
@@ -26,6 +27,7 @@ def taken_for_gpus():
     from accelerate import PartialState
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     AcceleratorState._reset_state(True)
     with (
@@ -37,6 +39,7 @@ def taken_for_gpus():
         mock.patch("transformers.training_args.is_torch_bf16_gpu_available", lambda: True),
     ):
         yield
+    unset_hf_deepspeed_config()
     AcceleratorState._reset_state(True)
     PartialState(cpu=True)
 
@@ -134,3 +137,30 @@ def same_training(alone, shared):
         assert abs(step["kl/exact_per_token"] - step["kl/per_token"]) < 1e-5 * step["kl/per_token"]
     assert min(step["kl"] for step in steps) > 1.0 and steps[0]["beta"] != steps[1]["beta"]
     assert min(step[name] for step in steps for name in (*ERRORS, *RECORDED_ERRORS)) > 1e-3
+
+
+def exact_loss(ranks, make, kind, inputs, rows, sharding=None):
+    """The mean over the ranks of the loss of a trainer, twice accumulated, and its gradient; None for whole models."""
+    network, reference = ranks.network(f"{kind}-policy"), ranks.network(f"{kind}-reference")
+    model = network if sharding is None else ranks.wrapped(network, **sharding)
+    total = torch.zeros(())
+    with (
+        mock.patch("accelerate.Accelerator.prepare_model", lambda self, model, **_: model),
+        mock.patch("accelerate.Accelerator.num_processes", 1 if sharding is None else 2),
+    ):
+        trainer = make(
+            network,
+            ranks.folder / "run",
+            reference=reference if sharding is None else ranks.sharded(f"{kind}-reference", **sharding),
+            processing_class=ranks.tokenizer("llama-policy"),
+            config_of={"gradient_accumulation_steps": 2},
+        )
+        mine = {name: x[rows] if x.dim() else x for name, x in inputs.items()}
+        mine["kleash_reference_hidden"] = trainer._forward_pass(mine, reference=True, hidden=True).hidden
+        for step in range(2):
+            loss = trainer._compute_loss(model, mine)
+            total += loss.detach()
+            loss.backward() if sharding is None else ranks.backward(model, loss, step == 1)
+    dist.all_reduce(total)
+    own = [x.grad if sharding is None else ranks.gradient(x) for x in network.parameters()]
+    return float(total) / 2, own
