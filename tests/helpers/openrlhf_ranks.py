@@ -34,12 +34,12 @@ SAMPLES = {"the sea": ((3, 1.0), (9, -0.5)), "two men": ((2, 0.25), (4, 2.0))}
 """Prompt -> length and reward of each response; some log ratios and weights exceed 10, where OpenRLHF's stop."""
 RATE, TEMPERATURE, START = 1e-4, 0.25, 4
 WORDS = (
-    "--actor.model_name_or_path {0}/llama-policy --ckpt.path {0}/checkpoints "
-    "--actor.num_gpus_per_node 2 --ref.num_gpus_per_node 2 --ds.zero_stage 3 --ds.attn_implementation eager "
-    "--vllm.num_engines 0 --vllm.sync_backend gloo --reward.remote_url given --rollout.batch_size 2 "
-    f"--rollout.n_samples_per_prompt 2 --rollout.micro_batch_size 2 --rollout.temperature {TEMPERATURE} "
-    f"--algo.advantage.estimator rloo --train.batch_size 4 --actor.adam.lr {RATE} --actor.max_norm 0 "
-    "--actor.lr_scheduler constant --ckpt.save_steps 1 --algo.kl.init_coef 0.5 --ckpt.output_dir {0}/"
+    "--actor.model_name_or_path {0}/llama-policy --actor.num_nodes 2 --actor.num_gpus_per_node 1 --ref.num_nodes 2 "
+    "--ref.num_gpus_per_node 1 --ds.zero_stage 3 --ds.attn_implementation eager --vllm.num_engines 0 "
+    "--vllm.sync_backend gloo --reward.remote_url given --rollout.batch_size 2 --rollout.n_samples_per_prompt 2 "
+    f"--rollout.micro_batch_size 2 --rollout.temperature {TEMPERATURE} --algo.advantage.estimator rloo "
+    f"--train.batch_size 4 --actor.adam.lr {RATE} --actor.max_norm 0 --actor.lr_scheduler constant "
+    "--algo.kl.init_coef 0.5 --ckpt.path {0}/checkpoints --ckpt.save_steps 1 --ckpt.output_dir {0}/"
 )
 STEPS = {
     "loss": "--algo.kl.target 4 --algo.kl.use_loss --algo.kl.unbiased_gradient --train.max_epochs 2",
@@ -131,7 +131,6 @@ def run(words, reference):
         (ray, "put", lambda value: value),
         (ray, "wait", lambda waiting, **_: (waiting[:1], waiting[1:])),
         (ray.actor.ActorClass, "_remote", lambda *args, **more: Handle(*args, **more)),
-        (launcher, "placement_group", mock.Mock()),
         (referee, "init_model_from_pretrained", lambda self, given, _: load(self, given, reference)),
         (referee, "forward", with_nan),
         (deepspeed, "initialize", partial(with_sgd, deepspeed.initialize)),

@@ -30,12 +30,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl_training_ranks import (
-    as_one_process,
-    exact_loss,
-    first_step_in_bfloat16,
-    same_training,
-    taken_for_gpus,
-    train,
+    a_training_run_of_trl_equals_that_of_one_process,
+    exact_loss_of_trl_equals_that_of_one_process,
 )
 from undrawn_charts import draw_charts
 
@@ -309,44 +305,8 @@ def mixed_precision_is_that_of_the_forward_pass(ranks):
     same(alone, ranks.drift(*sharded), 1e-2)
 
 
-@check
-def exact_loss_of_trl_equals_that_of_one_process(ranks):
-    """Value and gradient of the exact KL of a batch whose rows are divided between the ranks, twice accumulated."""
-    import trl
-    from trl_batches import batch, make
-
-    import kleash.integrations.trl as ours
-
-    for algorithm, kind, is_empty, *shardings in ranks.loss_cases:
-        inputs = batch(tools=False)
-        inputs["advantages"].zero_()  # leaves the KL term alone
-        inputs["old_logps"] = torch.zeros(4)
-        inputs["completion_mask"][2:] *= int(not is_empty)
-        inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
-        classes = getattr(ours, f"Leashed{algorithm}Trainer"), getattr(trl, f"{algorithm}Config")
-        made = partial(exact_loss, ranks, partial(make, *classes), kind, inputs)
-        loss, gradients = made(slice(None))
-        assert loss > 0.01 and any(x.abs().max() > 1e-3 for x in gradients)
-        for sharding in shardings:
-            sharded_loss, sharded = made(slice(2 * ranks.rank, 2 * ranks.rank + 2), sharding)
-            assert abs(sharded_loss - loss) < 1e-6 * loss, (loss, sharded_loss)
-            for x, y in zip(gradients, sharded, strict=True):
-                assert (x - y).abs().max() < 1e-6 * max(1.0, float(x.abs().max())), (algorithm, kind)
-
-
-@check
-def a_training_run_of_trl_equals_that_of_one_process(ranks):
-    """The Trainer shards by its own options: generation, rewards, two updates, DriftMonitors, a controller."""
-    kind, sharding, wrapped = ranks.training
-    with as_one_process():
-        alone, log = train(ranks.folder, kind, None)
-    with taken_for_gpus():
-        shared, shared_log = train(ranks.folder, kind, sharding)
-    assert type(shared.model_wrapped).__name__ == wrapped
-    same_training(log, shared_log)
-    for mine, right in zip(shared.model.parameters(), alone.model.parameters(), strict=True):
-        assert (ranks.whole(mine) - right).abs().max() < 1e-6
-    first_step_in_bfloat16(ranks.folder, kind, sharding, log)
+check(exact_loss_of_trl_equals_that_of_one_process)
+check(a_training_run_of_trl_equals_that_of_one_process)
 
 
 @check

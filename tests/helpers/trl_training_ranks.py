@@ -5,6 +5,7 @@ For the checks of ``sharded_ranks`` and ``zero3_ranks``, in processes that have 
 
 import os
 from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
 import torch
@@ -164,3 +165,41 @@ def exact_loss(ranks, make, kind, inputs, rows, sharding=None):
     dist.all_reduce(total)
     own = [x.grad if sharding is None else ranks.gradient(x) for x in network.parameters()]
     return float(total) / 2, own
+
+
+def exact_loss_of_trl_equals_that_of_one_process(ranks):
+    """Value and gradient of the exact KL of a batch whose rows are divided between the ranks, twice accumulated."""
+    import trl
+    from trl_batches import batch, make
+
+    import kleash.integrations.trl as ours
+
+    for algorithm, kind, is_empty, *shardings in ranks.loss_cases:
+        inputs = batch(tools=False)
+        inputs["advantages"].zero_()  # leaves the KL term alone
+        inputs["old_logps"] = torch.zeros(4)
+        inputs["completion_mask"][2:] *= int(not is_empty)
+        inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
+        classes = getattr(ours, f"Leashed{algorithm}Trainer"), getattr(trl, f"{algorithm}Config")
+        made = partial(exact_loss, ranks, partial(make, *classes), kind, inputs)
+        loss, gradients = made(slice(None))
+        assert loss > 0.01 and any(x.abs().max() > 1e-3 for x in gradients)
+        for sharding in shardings:
+            sharded_loss, sharded = made(slice(2 * ranks.rank, 2 * ranks.rank + 2), sharding)
+            assert abs(sharded_loss - loss) < 1e-6 * loss, (loss, sharded_loss)
+            for x, y in zip(gradients, sharded, strict=True):
+                assert (x - y).abs().max() < 1e-6 * max(1.0, float(x.abs().max())), (algorithm, kind)
+
+
+def a_training_run_of_trl_equals_that_of_one_process(ranks):
+    """The Trainer shards by its own options: generation, rewards, two updates, DriftMonitors, a controller."""
+    kind, sharding, wrapped = ranks.training
+    with as_one_process():
+        alone, log = train(ranks.folder, kind, None)
+    with taken_for_gpus():
+        shared, shared_log = train(ranks.folder, kind, sharding)
+    assert type(shared.model_wrapped).__name__ == wrapped
+    same_training(log, shared_log)
+    for mine, right in zip(shared.model.parameters(), alone.model.parameters(), strict=True):
+        assert (ranks.whole(mine) - right).abs().max() < 1e-6
+    first_step_in_bfloat16(ranks.folder, kind, sharding, log)

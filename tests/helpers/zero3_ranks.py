@@ -20,9 +20,19 @@ from sharded_ranks import PROMPTS, Ranks, largest_message, refusal_of, same
 
 from kleash.linear import Head, linear_kl_loss, zero3_as_dtensor
 
-FEW_PROMPTS = PROMPTS[:2]
 CHECKS = {}
 check = partial(sharded_ranks.check, checks=CHECKS)
+
+
+def engine_of(network, *, accumulation=1, **zero):
+    """DeepSpeed's engine around a network, with weights of more than 40 elements on both ranks."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 40, **zero}
+    trained = [x for x in network.parameters() if x.requires_grad]
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation}
+    config |= {"gradient_clipping": 0.0, "zero_optimization": zero, "zero_allow_untested_optimizer": True}
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    engine, *_ = deepspeed.initialize(model=network, optimizer=optimizer, config=config)
+    return engine
 
 
 class Zero3Ranks(Ranks):
@@ -34,8 +44,7 @@ class Zero3Ranks(Ranks):
     training = ("qwen3", {"deepspeed": config | {"bf16": {"enabled": "auto"}}}, "DeepSpeedEngine")
     loss_cases = (("GRPO", "llama", False, {"accumulation": 2}), ("GRPO", "qwen3", True, {"accumulation": 2}))
 
-    def wrapped(self, network, **more):
-        return engine_of(network, **more)
+    wrapped = staticmethod(engine_of)
 
     def sharded(self, name, **more):
         return engine_of(self.network(name), **more).module
@@ -53,30 +62,19 @@ class Zero3Ranks(Ranks):
             return parameter.clone()
 
 
-def engine_of(network, *, accumulation=1, **zero):
-    """DeepSpeed's engine around a network, with weights of more than 40 elements on both ranks."""
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 40, **zero}
-    trained = [x for x in network.parameters() if x.requires_grad]
-    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation}
-    config |= {"gradient_clipping": 0.0, "zero_optimization": zero, "zero_allow_untested_optimizer": True}
-    optimizer = torch.optim.SGD(trained, lr=0.1)
-    engine, *_ = deepspeed.initialize(model=network, optimizer=optimizer, config=config)
-    return engine
-
-
 @check
 def drift_of_models_under_zero3_equals_that_of_one_process(ranks):
     """With heads of which a rank has whole rows, no message has the size of the head."""
     for kind in ("llama", "qwen3"):
         roles = ("policy", "reference")
         networks = [ranks.network(f"{kind}-{role}") for role in roles]
-        alone = ranks.drift(*networks, alone=True, kind=kind, prompts=FEW_PROMPTS)
+        alone = ranks.drift(*networks, alone=True, kind=kind, prompts=PROMPTS[:2])
         assert alone.per_token.value > 0.01
         networks = [engine_of(network).module.eval() for network in networks]
         head = networks[0].lm_head.weight
         with largest_message() as sizes:
             batch_tokens = 20 if kind == "llama" else 200
-            same(alone, ranks.drift(*networks, kind=kind, prompts=FEW_PROMPTS, batch_tokens=batch_tokens))
+            same(alone, ranks.drift(*networks, kind=kind, prompts=PROMPTS[:2], batch_tokens=batch_tokens))
         assert head.numel() == 0, "the network's own weights are where they were"
         if kind == "llama":
             assert max(sizes.values()) < head.ds_numel / 2, sizes
