@@ -142,11 +142,12 @@ def run(words, reference):
         (SamplesGenerator, "_dispatch_prompts_to_vllm", lambda _, x, *__, **___: [*map(responses_of, x)]),
         (actor_class(PPOTrainer), "broadcast_to_vllm", lambda _: None),
     )
-    dtype = mock.PropertyMock(return_value="float32")
     with mock.patch.dict(os.environ), quiet(), ExitStack() as stack:
         for patch in replaced:
             stack.enter_context(mock.patch.object(*patch))
-        stack.enter_context(mock.patch.object(strategy, "param_dtype", dtype, create=True))
+        stack.enter_context(
+            mock.patch.object(strategy, "param_dtype", mock.PropertyMock(return_value=""), create=True)
+        )
         runpy.run_module(COMMAND, run_name="__main__")
     ((maker, experiences),) = (call.args for call in spied.call_args_list)
     return maker.kl_ctl, experiences

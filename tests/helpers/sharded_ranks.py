@@ -22,6 +22,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+import trl_training_ranks
 import verl_engines
 from forked_ranks import fork_ranks
 from tiny_models import save_tiny, tiny_adapter
@@ -29,10 +30,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl_training_ranks import (
-    a_training_run_of_trl_equals_that_of_one_process,
-    exact_loss_of_trl_equals_that_of_one_process,
-)
 from undrawn_charts import draw_charts
 
 from kleash.errors import KleashError
@@ -305,8 +302,8 @@ def mixed_precision_is_that_of_the_forward_pass(ranks):
     same(alone, ranks.drift(*sharded), 1e-2)
 
 
-check(exact_loss_of_trl_equals_that_of_one_process)
-check(a_training_run_of_trl_equals_that_of_one_process)
+check(trl_training_ranks.exact_loss_of_trl_equals_that_of_one_process)
+check(trl_training_ranks.a_training_run_of_trl_equals_that_of_one_process)
 
 
 @check

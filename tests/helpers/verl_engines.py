@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kleash.auditing.targets.packages import quiet
+from kleash.integrations.verl import REFERENCE_HIDDEN, install
 
 VOCABULARY = 13
 PROMPTS, RESPONSES = (2, 3, 1, 2), (3, 1, 4, 2)
@@ -166,8 +167,6 @@ def on_policy(policy, data):
 
 def import_verl():
     """Install kleash with the exact KL, then import verl's engine and losses."""
-    from kleash.integrations.verl import install
-
     with quiet():
         install(exact=True)
         for name in ("verl.workers.engine.fsdp.transformer_impl", "verl.workers.utils.losses"):
@@ -180,8 +179,6 @@ def check_two_ranks(rank):
     import verl.workers.utils.losses as losses
     from verl.plugin.platform import get_platform
     from verl.utils.tensordict_utils import chunk_tensordict
-
-    from kleash.integrations.verl import REFERENCE_HIDDEN
 
     platform = type(get_platform())
     platform.current_device, platform.device_name = (lambda self: "cpu"), "cpu"

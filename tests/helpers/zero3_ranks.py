@@ -14,6 +14,7 @@ import deepspeed
 import openrlhf_ranks
 import sharded_ranks
 import torch
+import trl_training_ranks
 from deepspeed.utils import safe_get_full_grad
 from forked_ranks import fork_ranks
 from sharded_ranks import PROMPTS, Ranks, largest_message, refusal_of, same
@@ -66,8 +67,7 @@ class Zero3Ranks(Ranks):
 def drift_of_models_under_zero3_equals_that_of_one_process(ranks):
     """With heads of which a rank has whole rows, no message has the size of the head."""
     for kind in ("llama", "qwen3"):
-        roles = ("policy", "reference")
-        networks = [ranks.network(f"{kind}-{role}") for role in roles]
+        networks = [ranks.network(f"{kind}-{role}") for role in ("policy", "reference")]
         alone = ranks.drift(*networks, alone=True, kind=kind, prompts=PROMPTS[:2])
         assert alone.per_token.value > 0.01
         networks = [engine_of(network).module.eval() for network in networks]
@@ -82,8 +82,8 @@ def drift_of_models_under_zero3_equals_that_of_one_process(ranks):
 
 
 check(sharded_ranks.an_adapter_over_a_sharded_base_is_measured)
-check(sharded_ranks.exact_loss_of_trl_equals_that_of_one_process)
-check(sharded_ranks.a_training_run_of_trl_equals_that_of_one_process)
+check(trl_training_ranks.exact_loss_of_trl_equals_that_of_one_process)
+check(trl_training_ranks.a_training_run_of_trl_equals_that_of_one_process)
 
 
 @check
