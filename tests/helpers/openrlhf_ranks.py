@@ -136,6 +136,7 @@ def run(words, reference):
         (deepspeed, "initialize", partial(with_sgd, deepspeed.initialize)),
         (engines, "init_device_mesh", lambda _, *args, **more: mesh("cpu", *args, **more)),
         (strategy, "setup_dataloader", partialmethod(strategy.setup_dataloader, sampler=range(2))),
+        (strategy, "param_dtype", mock.PropertyMock(return_value="float32")),
         (sys.modules["openrlhf.utils.utils"], "convert_to_torch_dtype", lambda _: torch.float32),
         (sys.modules["openrlhf.models.actor"], "_patch_zero3_weight_mapping", lambda: None),
         (RemoteExperienceMaker, advantages.__name__, spied),
@@ -144,10 +145,7 @@ def run(words, reference):
     )
     with mock.patch.dict(os.environ), quiet(), ExitStack() as stack:
         for patch in replaced:
-            stack.enter_context(mock.patch.object(*patch))
-        stack.enter_context(
-            mock.patch.object(strategy, "param_dtype", mock.PropertyMock(return_value=""), create=True)
-        )
+            stack.enter_context(mock.patch.object(*patch, create=patch[1] == "param_dtype"))
         runpy.run_module(COMMAND, run_name="__main__")
     ((maker, experiences),) = (call.args for call in spied.call_args_list)
     return maker.kl_ctl, experiences
@@ -178,9 +176,7 @@ def expected(policy, reference, beta, *, in_loss):
             loss = -torch.minimum(weight * returns, weight.clamp(0.8, 1.2) * returns)
             ((loss + in_loss * beta * weight.detach() * ahead * logp).sum() / count).backward()
             kl += ahead.sum().item() / 2 / count if in_loss else ahead.mean().item() / 4
-        with torch.no_grad():
-            for parameter in policy.parameters():
-                parameter -= RATE * parameter.grad
+        torch.optim.SGD(policy.parameters(), lr=RATE).step()
     return kl, torch.cat([returns for *_, returns in rows])
 
 
@@ -192,7 +188,7 @@ def check_command(folder):
     def network(name):
         return AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float64).eval()
 
-    policy, reference, start = map(network, ("llama-policy", "llama-reference", "llama-policy"))
+    policy, start, reference = map(network, ("llama-policy", "llama-policy", "llama-reference"))
     controller = PIDBeta(beta=0.5, target_nats=4.0, per="token", beta_max=2.0)
     for step, words in STEPS.items():
         kl, returns = expected(policy, reference, controller.beta, in_loss=step == "loss")
@@ -204,5 +200,5 @@ def check_command(folder):
         assert (own - returns).abs().max() < 1e-4, (own, returns)
         trained = network(step)
         for name, right in policy.named_parameters():
-            error = (trained.get_parameter(name) - right).abs().max()
-            assert error < 3e-7 < 2e-4 < (right - start.get_parameter(name)).abs().max(), (step, name, error)
+            error, update = ((x.get_parameter(name) - right).abs().max() for x in (trained, start))
+            assert error < 3e-7 < 2e-4 < update, (step, name, error, update)

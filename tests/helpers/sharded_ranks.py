@@ -107,7 +107,8 @@ class Ranks:
         return shard(network, mesh=self.mesh, **more)
 
     def sharded(self, name, **more):
-        return self.wrapped(self.network(name), **more)
+        made = self.wrapped(self.network(name), **more)
+        return getattr(made, "module", made)  # of DeepSpeed's engine
 
     def backward(self, model, loss, is_last):
         loss.backward()

@@ -31,24 +31,16 @@ def engine_of(network, *, accumulation=1, **zero):
     trained = [x for x in network.parameters() if x.requires_grad]
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation}
     config |= {"gradient_clipping": 0.0, "zero_optimization": zero, "zero_allow_untested_optimizer": True}
-    optimizer = torch.optim.SGD(trained, lr=0.1)
-    engine, *_ = deepspeed.initialize(model=network, optimizer=optimizer, config=config)
-    return engine
+    return deepspeed.initialize(model=network, optimizer=torch.optim.SGD(trained, lr=0.1), config=config)[0]
 
 
 class Zero3Ranks(Ranks):
-    """This process, and the folder of the models."""
-
     sizes = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps")
     config = dict.fromkeys((*sizes, "gradient_clipping"), "auto") | {"zero_allow_untested_optimizer": True}
     config |= {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 40}}
     training = ("qwen3", {"deepspeed": config | {"bf16": {"enabled": "auto"}}}, "DeepSpeedEngine")
     loss_cases = (("GRPO", "llama", False, {"accumulation": 2}), ("GRPO", "qwen3", True, {"accumulation": 2}))
-
     wrapped = staticmethod(engine_of)
-
-    def sharded(self, name, **more):
-        return engine_of(self.network(name), **more).module
 
     def backward(self, model, loss, is_last):
         model.backward(loss)

@@ -52,9 +52,7 @@ ray.shutdown()
 @pytest.mark.peers("ray", "verl", "openrlhf")
 def test_ray_workers_use_kleash_in_both_frameworks(tmp_path):
     (tmp_path / "driver.py").write_text(DRIVER)
-    (tmp_path / "true_kl.py").write_text(
-        "from kleash.integrations.verl import install\n\ninstall(exact=True)\n"
-    )
+    (tmp_path / "true_kl.py").write_text("import kleash.integrations.verl as ours\nours.install(exact=True)")
     variables = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     variables |= {"RAY_USAGE_STATS_ENABLED": "0", "VERL_USE_EXTERNAL_MODULES": "true_kl"}
     done = subprocess.run(
