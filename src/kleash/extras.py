@@ -187,12 +187,12 @@ def wrap_after_import(
         CannotRunError: at that import, naming the functions and arguments that are missing.
     """
 
-    def wrap(imported: ModuleType) -> None:
+    def wrap(_imported: ModuleType) -> None:
         needed = {f"{module}:{path}": arguments for path, (arguments, _) in wrappers.items()}
         require_attributes(module.partition(".")[0], needed)
         for path, (_, wrapper) in wrappers.items():
             owner, _, name = path.rpartition(".")
-            put(getattr(imported, owner) if owner else imported, name, wrapper)
+            put(resolve_name(f"{module}:{owner}"), name, wrapper)
 
     call_after_import(module, wrap)
 

@@ -22,13 +22,14 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+import trl_training_ranks
+import verl_engines
 from forked_ranks import fork_ranks
 from tiny_models import save_tiny, tiny_adapter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl_training_ranks import as_one_process, first_step_in_bfloat16, same_training, taken_for_gpus, train
 from undrawn_charts import draw_charts
 
 from kleash.errors import KleashError
@@ -61,8 +62,8 @@ KEEP_GOING = bool(os.environ.get("KEEP_GOING"))
 CHECKS = {}
 
 
-def check(function):
-    CHECKS[function.__name__] = function
+def check(function, checks=CHECKS):
+    checks[function.__name__] = function
     return function
 
 
@@ -84,6 +85,16 @@ def reported(folder, done):
 class Ranks:
     """This process, and the folder of the models."""
 
+    loss_cases = (
+        ("GRPO", "llama", False, {"reshard_after_forward": True}, {"reshard_after_forward": False}),
+        ("GRPO", "qwen3", False, {"reshard_after_forward": True}),
+        ("RLOO", "llama", False, {"reshard_after_forward": True}),
+        ("GRPO", "llama", True, {"reshard_after_forward": True}),
+    )
+    """Algorithm, kind, whether the second rank has no token, and each way to shard."""
+    training = ("llama", {"fsdp": True, "fsdp_config": {"version": 2}}, "FSDPLlamaForCausalLM")
+    """Kind, arguments of TRL's configuration, and the class that they make of the model."""
+
     def __init__(self, rank, folder):
         self.rank, self.folder = rank, folder
         self.mesh = init_device_mesh("cpu", (2,))
@@ -91,9 +102,22 @@ class Ranks:
     def network(self, name):
         return AutoModelForCausalLM.from_pretrained(self.folder / name).eval()
 
-    def sharded(self, name, **more):
+    def wrapped(self, network, **more):
         """A network with a unit for each layer and one for the rest, as FSDP2's tutorial shards it."""
-        return shard(self.network(name), mesh=self.mesh, **more)
+        return shard(network, mesh=self.mesh, **more)
+
+    def sharded(self, name, **more):
+        made = self.wrapped(self.network(name), **more)
+        return getattr(made, "module", made)  # of DeepSpeed's engine
+
+    def backward(self, model, loss, is_last):
+        loss.backward()
+
+    def gradient(self, parameter):
+        return parameter.grad.full_tensor()
+
+    def whole(self, parameter):
+        return parameter.full_tensor()
 
     def tokenizer(self, name):
         return AutoTokenizer.from_pretrained(self.folder / name)
@@ -208,11 +232,12 @@ def an_adapter_over_a_sharded_base_is_measured(ranks):
         network = ranks.network("llama-policy")
         return PeftModel.from_pretrained(network, ranks.folder / "adapter", is_trainable=True)
 
-    alone = ranks.drift(adapted().eval(), None, alone=True)
+    alone = ranks.drift(adapted().eval(), None, alone=True, prompts=PROMPTS[:2])
     assert alone.per_token.value > 0.01
-    policy = shard(adapted(), mesh=ranks.mesh).train()
+    policy = adapted().train()
+    ranks.wrapped(policy)
     trained = {name for name, x in policy.named_parameters() if x.requires_grad}
-    same(alone, ranks.drift(policy, None))
+    same(alone, ranks.drift(policy, None, prompts=PROMPTS[:2]))
     assert {name for name, x in policy.named_parameters() if x.requires_grad} == trained and policy.training
 
 
@@ -278,81 +303,8 @@ def mixed_precision_is_that_of_the_forward_pass(ranks):
     same(alone, ranks.drift(*sharded), 1e-2)
 
 
-@check
-def exact_loss_of_trl_equals_that_of_one_process(ranks):
-    """Value and gradient of GRPO's and RLOO's exact KL, of a batch whose rows are divided between the ranks."""
-    from trl import GRPOConfig, RLOOConfig
-    from trl_batches import batch, make
-
-    from kleash.integrations.trl import LeashedGRPOTrainer, LeashedRLOOTrainer
-
-    rows = slice(2 * ranks.rank, 2 * ranks.rank + 2)
-    inputs = batch(tools=False)
-    inputs["advantages"].zero_()  # leaves the KL term alone
-    inputs["old_logps"] = torch.zeros(4)
-    for empty in (False, True):
-        inputs["completion_mask"][2:] *= int(not empty)  # then the second rank has no token
-        inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
-        kinds = ((LeashedGRPOTrainer, GRPOConfig), (LeashedRLOOTrainer, RLOOConfig))
-        for trainer, config in kinds[: 2 - empty]:
-            for kind in ("llama",) if empty or trainer is LeashedRLOOTrainer else ("llama", "qwen3"):
-                made = partial(exact_loss, ranks, partial(make, trainer, config), kind, inputs)
-                loss, gradients = made(slice(None), None)
-                assert loss > 0.01
-                both = kind == "llama" and trainer is LeashedGRPOTrainer and not empty
-                for reshards in (True, False)[: 1 + both]:
-                    sharded_loss, sharded = made(rows, reshards)
-                    assert abs(sharded_loss - loss) < 1e-6 * loss, (loss, sharded_loss)
-                    for x, y in zip(gradients, sharded, strict=True):
-                        assert (x - y).abs().max() < 1e-6 * max(1.0, float(x.abs().max())), (kind, trainer)
-
-
-@check
-def a_training_run_of_trl_equals_that_of_one_process(ranks):
-    """The Trainer shards by its own ``fsdp=``: generation, rewards, two updates, DriftMonitors, a controller."""
-    with as_one_process():
-        alone, log = train(ranks.folder, "llama", None)
-    sharding = {"fsdp": True, "fsdp_config": {"version": 2}}
-    with taken_for_gpus():
-        shared, shared_log = train(ranks.folder, "llama", sharding)
-    assert "FSDP" in type(shared.model_wrapped).__name__
-    same_training(log, shared_log)
-    for mine, right in zip(shared.model.parameters(), alone.model.parameters(), strict=True):
-        assert (mine.full_tensor() - right).abs().max() < 1e-6
-    first_step_in_bfloat16(ranks.folder, "llama", sharding, log)
-
-
-def exact_loss(ranks, make, kind, inputs, rows, reshards):
-    """The mean over the ranks of the loss of a trainer with a sharded model, twice accumulated, and its gradient.
-
-    ``reshards=None`` is one process with a whole model.
-    """
-    network, reference = ranks.network(f"{kind}-policy"), ranks.network(f"{kind}-reference")
-    processes = 1 if reshards is None else 2
-    if reshards is not None:
-        network, reference = (
-            shard(x, mesh=ranks.mesh, reshard_after_forward=reshards) for x in (network, reference)
-        )
-    with (
-        mock.patch("accelerate.Accelerator.prepare_model", lambda self, model, **_: model),
-        mock.patch("accelerate.Accelerator.num_processes", processes),
-    ):
-        trainer = make(
-            network,
-            ranks.folder / "run",
-            reference=reference,
-            processing_class=ranks.tokenizer("llama-policy"),
-            config_of={"gradient_accumulation_steps": 2},
-        )
-        mine = {name: x[rows] if x.dim() else x for name, x in inputs.items()}
-        mine["kleash_reference_hidden"] = trainer._forward_pass(mine, reference=True, hidden=True).hidden
-        losses = [trainer._compute_loss(trainer.model, mine) for _ in range(2)]
-        for loss in losses:
-            loss.backward()
-    total = torch.stack([loss.detach() for loss in losses]).sum()
-    dist.all_reduce(total)
-    gradients = [getattr(x.grad, "full_tensor", lambda x=x: x.grad)() for x in network.parameters()]
-    return float(total) / 2, gradients
+check(trl_training_ranks.exact_loss_of_trl_equals_that_of_one_process)
+check(trl_training_ranks.a_training_run_of_trl_equals_that_of_one_process)
 
 
 @check
@@ -439,6 +391,11 @@ def what_cannot_be_done_is_refused_on_all_ranks(ranks):
     refusal_of(asked, "training mode|refuses its arguments")
 
 
+@check
+def verls_engine_trains_the_kl_of_the_whole_batch(ranks):
+    verl_engines.check_two_ranks(ranks.rank)
+
+
 def refusal_of(call, words):
     try:
         call()
@@ -482,5 +439,6 @@ def main(rank, store, folder, only, checks=CHECKS, kind=Ranks):
 
 if __name__ == "__main__":
     import_what_checks_use()
+    verl_engines.import_verl()
     store, models, *only = sys.argv[1:]
     main(fork_ranks(2, [store, Path(models) / MEASURED]), store, Path(models), only)

@@ -1,13 +1,15 @@
-"""A whole training run of TRL with the exact KL: in one process, and with weights that two processes share.
+"""A loss and a training run of TRL with the exact KL: in one process, and with weights that two processes share.
 
 For the checks of ``sharded_ranks`` and ``zero3_ranks``, in processes that have a process group of two.
 """
 
 import os
 from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 STEP = ("loss", "grad_norm", "reward", "kl", "kl/per_token", "kl/per_sequence", "beta", "entropy")
 RECORDED = (
@@ -26,6 +28,7 @@ def taken_for_gpus():
     from accelerate import PartialState
     from accelerate.state import AcceleratorState
     from accelerate.utils import DistributedType
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     AcceleratorState._reset_state(True)
     with (
@@ -37,6 +40,7 @@ def taken_for_gpus():
         mock.patch("transformers.training_args.is_torch_bf16_gpu_available", lambda: True),
     ):
         yield
+    unset_hf_deepspeed_config()
     AcceleratorState._reset_state(True)
     PartialState(cpu=True)
 
@@ -134,3 +138,68 @@ def same_training(alone, shared):
         assert abs(step["kl/exact_per_token"] - step["kl/per_token"]) < 1e-5 * step["kl/per_token"]
     assert min(step["kl"] for step in steps) > 1.0 and steps[0]["beta"] != steps[1]["beta"]
     assert min(step[name] for step in steps for name in (*ERRORS, *RECORDED_ERRORS)) > 1e-3
+
+
+def exact_loss(ranks, make, kind, inputs, rows, sharding=None):
+    """The mean over the ranks of the loss of a trainer, twice accumulated, and its gradient; None for whole models."""
+    network, reference = ranks.network(f"{kind}-policy"), ranks.network(f"{kind}-reference")
+    model = network if sharding is None else ranks.wrapped(network, **sharding)
+    total = torch.zeros(())
+    with (
+        mock.patch("accelerate.Accelerator.prepare_model", lambda self, model, **_: model),
+        mock.patch("accelerate.Accelerator.num_processes", 1 if sharding is None else 2),
+    ):
+        trainer = make(
+            network,
+            ranks.folder / "run",
+            reference=reference if sharding is None else ranks.sharded(f"{kind}-reference", **sharding),
+            processing_class=ranks.tokenizer("llama-policy"),
+            config_of={"gradient_accumulation_steps": 2},
+        )
+        mine = {name: x[rows] if x.dim() else x for name, x in inputs.items()}
+        mine["kleash_reference_hidden"] = trainer._forward_pass(mine, reference=True, hidden=True).hidden
+        for step in range(2):
+            loss = trainer._compute_loss(model, mine)
+            total += loss.detach()
+            loss.backward() if sharding is None else ranks.backward(model, loss, step == 1)
+    dist.all_reduce(total)
+    own = [x.grad if sharding is None else ranks.gradient(x) for x in network.parameters()]
+    return float(total) / 2, own
+
+
+def exact_loss_of_trl_equals_that_of_one_process(ranks):
+    """Value and gradient of the exact KL of a batch whose rows are divided between the ranks, twice accumulated."""
+    import trl
+    from trl_batches import batch, make
+
+    import kleash.integrations.trl as ours
+
+    for algorithm, kind, is_empty, *shardings in ranks.loss_cases:
+        inputs = batch(tools=False)
+        inputs["advantages"].zero_()  # leaves the KL term alone
+        inputs["old_logps"] = torch.zeros(4)
+        inputs["completion_mask"][2:] *= int(not is_empty)
+        inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
+        classes = getattr(ours, f"Leashed{algorithm}Trainer"), getattr(trl, f"{algorithm}Config")
+        made = partial(exact_loss, ranks, partial(make, *classes), kind, inputs)
+        loss, gradients = made(slice(None))
+        assert loss > 0.01 and any(x.abs().max() > 1e-3 for x in gradients)
+        for sharding in shardings:
+            sharded_loss, sharded = made(slice(2 * ranks.rank, 2 * ranks.rank + 2), sharding)
+            assert abs(sharded_loss - loss) < 1e-6 * loss, (loss, sharded_loss)
+            for x, y in zip(gradients, sharded, strict=True):
+                assert (x - y).abs().max() < 1e-6 * max(1.0, float(x.abs().max())), (algorithm, kind)
+
+
+def a_training_run_of_trl_equals_that_of_one_process(ranks):
+    """The Trainer shards by its own options: generation, rewards, two updates, DriftMonitors, a controller."""
+    kind, sharding, wrapped = ranks.training
+    with as_one_process():
+        alone, log = train(ranks.folder, kind, None)
+    with taken_for_gpus():
+        shared, shared_log = train(ranks.folder, kind, sharding)
+    assert type(shared.model_wrapped).__name__ == wrapped
+    same_training(log, shared_log)
+    for mine, right in zip(shared.model.parameters(), alone.model.parameters(), strict=True):
+        assert (ranks.whole(mine) - right).abs().max() < 1e-6
+    first_step_in_bfloat16(ranks.folder, kind, sharding, log)

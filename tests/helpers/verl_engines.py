@@ -1,13 +1,16 @@
-"""verl's own FSDP engine on a CPU, around tiny models, and batches as its v1 trainer hands them on."""
+"""verl's own FSDP engine on a CPU, around tiny models, also on two ranks; batches as its v1 trainer hands them on."""
 
+from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from kleash.auditing.targets.packages import quiet
+from kleash.integrations.verl import REFERENCE_HIDDEN, install
 
 VOCABULARY = 13
 PROMPTS, RESPONSES = (2, 3, 1, 2), (3, 1, 4, 2)
@@ -160,3 +163,35 @@ def on_policy(policy, data):
     _, logps, _ = kl_and_logp(policy, policy, data)
     data["old_log_probs"] = nested([x.detach() for x in logps])
     return data
+
+
+def import_verl():
+    """Install kleash with the exact KL, then import verl's engine and losses."""
+    with quiet():
+        install(exact=True)
+        for name in ("verl.workers.engine.fsdp.transformer_impl", "verl.workers.utils.losses"):
+            __import__(name)
+
+
+def check_two_ranks(rank):
+    """verl's FSDP2 trains the exact KL of the whole batch, of which each rank has half, as of the weights."""
+    import verl.workers.engine.fsdp.transformer_impl as fsdp
+    import verl.workers.utils.losses as losses
+    from verl.plugin.platform import get_platform
+    from verl.utils.tensordict_utils import chunk_tensordict
+
+    platform = type(get_platform())
+    platform.current_device, platform.device_name = (lambda self: "cpu"), "cpu"
+    policy, reference = tiny(0, torch.float32), tiny(1, torch.float32)
+    alone, whole = (deepcopy(policy), deepcopy(reference)), batch(torch.float32, micro_batch_size_per_gpu=1)
+    expected, nats = expected_update(*alone, on_policy(alone[0], whole))
+    own = chunk_tensordict(whole, 2)[rank]
+    engine = engine_of(fsdp, reference, forward_only=True, shard=True)
+    own[REFERENCE_HIDDEN] = engine.infer_batch(deepcopy(own))["model_output"][REFERENCE_HIDDEN]
+    engine = engine_of(fsdp, policy, shard=True)
+    out = engine.forward_backward_batch(own, loss_of(losses))
+    for name, parameter in engine.module.named_parameters():
+        assert len(parameter.to_local()) < len(parameter), "a shard"
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected[name], rtol=2e-4, atol=2e-6)
+    dist.all_reduce(mean := torch.tensor(out["metrics"]["kl_loss"].aggregate()))
+    torch.testing.assert_close(mean.item() / 2, nats, rtol=1e-5, atol=0)

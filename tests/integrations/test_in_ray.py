@@ -17,94 +17,56 @@ def true_kl():
     install(controller={"kind": "pid"})
 
 @ray.remote
-class VerlWorker:
-    def penalty(self, name):
+class Worker:
+    def verl(self):
         import sys
         import torch
         import verl.trainer.ppo.core_algos as core  # as a worker imports it: by itself
+        from omegaconf import OmegaConf
         assert "verl.workers.engine.fsdp" not in sys.modules, "not every process needs the engine"
         logp = torch.tensor([-1.0, -30.0], requires_grad=True)
-        value = core.kl_penalty(logp, torch.tensor([-21.0, -1.0]), name)
+        value = core.kl_penalty(logp, torch.tensor([-21.0, -1.0]), "k3")
         (slope,) = torch.autograd.grad(value.sum(), logp)
-        return value.tolist(), slope.tolist()
-
-    def controller(self):
-        import verl.trainer.ppo.core_algos as core
-        from omegaconf import OmegaConf
         config = OmegaConf.create({"type": "adaptive", "kl_coef": 0.1, "target_kl": 6.0, "horizon": 100})
-        made = core.get_kl_controller(config)
-        for _ in range(1000):
-            made.update(current_kl=1e9, n_steps=10**9)
-        return type(made).__module__, made.value
+        return value.tolist(), slope.tolist(), type(core.get_kl_controller(config)).__module__
 
-@ray.remote
-class OpenRLHFWorker:
-    def parts(self):
+    def openrlhf(self):
         import sys
         from kleash.auditing.targets.packages import quiet, stand_ins
-        before = [name for name in sys.modules if name.startswith("openrlhf")]
-        with stand_ins(("deepspeed", "flash_attn", "pylatexenc", "vllm", "uvicorn", "fastapi", "aiohttp")), quiet():
+        before = [name for name in sys.modules if name.startswith("openrlhf.")]
+        with stand_ins(("deepspeed", "flash_attn", "pylatexenc")), quiet():
             import openrlhf.models.utils as utils
-            import openrlhf.trainer.ppo_utils.kl_controller as controllers
-        estimate, controller = utils.compute_approx_kl, controllers.AdaptiveKLController(0.1, 6.0, 100)
-        for _ in range(1000):
-            controller.update(1e9, 10**9)
-        return {
-            "before": before, "estimate": estimate.func.__module__, "controller": type(controller).__module__,
-            "beta": controller.value,
-        }
+        return before, utils.compute_approx_kl.func.__module__
 
 true_kl()
 ray.init(
     num_cpus=2, include_dashboard=False, log_to_driver=False,
     runtime_env={"worker_process_setup_hook": true_kl},
 )
-openrlhf = OpenRLHFWorker.remote().parts.remote()
-worker = VerlWorker.remote()
-values, slopes = ray.get(worker.penalty.remote("k3"))
-where, beta = ray.get(worker.controller.remote())
-verl = {"values": values, "slopes": slopes, "controller": where, "beta": beta}
-print(json.dumps({"verl": verl, "openrlhf": ray.get(openrlhf)}))
+worker = Worker.remote()
+print(json.dumps([*ray.get(worker.verl.remote()), *ray.get(worker.openrlhf.remote())]))
 ray.shutdown()
 """
 
 
-@pytest.fixture(scope="module")
-def reported(tmp_path_factory):
-    """What the workers of both frameworks report, from one Ray."""
-    for package in ("ray", "verl", "openrlhf"):
-        pytest.importorskip(package)
-    folder = tmp_path_factory.mktemp("ray")
-    (folder / "driver.py").write_text(DRIVER)
-    (folder / "true_kl.py").write_text(
-        "from kleash.integrations.verl import install\n\ninstall(exact=True)\n"
-    )
-    variables = {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+@pytest.mark.peers("ray", "verl", "openrlhf")
+def test_ray_workers_use_kleash_in_both_frameworks(tmp_path):
+    (tmp_path / "driver.py").write_text(DRIVER)
+    (tmp_path / "true_kl.py").write_text("import kleash.integrations.verl as ours\nours.install(exact=True)")
+    variables = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     variables |= {"RAY_USAGE_STATS_ENABLED": "0", "VERL_USE_EXTERNAL_MODULES": "true_kl"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(folder / "driver.py")],
+        [sys.executable, "-W", "ignore", str(tmp_path / "driver.py")],
         env={**os.environ, **variables},
-        cwd=folder,
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=240,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
-
-
-def test_verl_ray_workers_use_kleash_penalty(reported):
-    verl = reported["verl"]
+    values, slopes, controller, before, estimate = json.loads(done.stdout.strip().splitlines()[-1])
     # verl's own clamps both values to 10, and takes their gradients for 0.
-    assert verl["values"] == pytest.approx([math.exp(-20) + 19, math.exp(29) - 30])
-    assert verl["slopes"] == pytest.approx([1 - math.exp(-20), 1 - math.exp(29)])
-    assert verl["controller"].startswith("kleash.")
-    assert 0.1 < verl["beta"] < 1e6
-
-
-def test_openrlhf_ray_workers_use_kleash_penalty(reported):
-    openrlhf = reported["openrlhf"]
-    assert openrlhf["before"] == []
-    assert openrlhf["estimate"] == openrlhf["controller"] == "kleash.integrations.openrlhf"
-    assert 0.1 < openrlhf["beta"] < 1e6
+    assert values == pytest.approx([math.exp(-20) + 19, math.exp(29) - 30])
+    assert slopes == pytest.approx([1 - math.exp(-20), 1 - math.exp(29)])
+    assert controller.startswith("kleash.") and estimate == "kleash.integrations.openrlhf"
+    assert before == [], "OpenRLHF is imported after kleash"

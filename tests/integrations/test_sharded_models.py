@@ -1,9 +1,9 @@
-"""DriftMonitor and the exact losses of TRL's trainers with weights that FSDP2 stores on two processes."""
+"""DriftMonitor and the exact losses of TRL and verl with weights that FSDP2 stores on two processes."""
 
 import pytest
 import sharded_ranks
 
-pytestmark = pytest.mark.peers("trl", "accelerate", "peft")
+pytestmark = pytest.mark.peers("trl", "accelerate", "peft", "verl")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""DriftMonitor and the exact losses of TRL with weights that DeepSpeed's ZeRO-3 stores on two processes."""
+"""DriftMonitor, TRL's exact losses and OpenRLHF with weights that DeepSpeed's ZeRO-3 stores on two processes."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import sharded_ranks
 
-pytestmark = pytest.mark.peers("trl", "accelerate", "peft")
+pytestmark = pytest.mark.peers("trl", "accelerate", "peft", "openrlhf", "ray")
 
 
 def test_two_processes(deepspeed_path, tmp_path):
@@ -24,4 +24,4 @@ def test_two_processes(deepspeed_path, tmp_path):
     for rank, reported in enumerate(sharded_ranks.reported(tmp_path, done)):
         failed = {name: result for name, result in reported.items() if isinstance(result, str)}
         assert not failed, f"rank {rank}: {failed}"
-        assert len(reported) == 5
+        assert len(reported) == 6

@@ -3,23 +3,27 @@
 ``install`` replaces ``compute_approx_kl`` and ``compute_reward`` of ``openrlhf.models.utils`` and the two controllers
 of ``openrlhf.trainer.ppo_utils.kl_controller``, in every module of OpenRLHF that has imported them by name; its
 ``masked_mean`` and ``aggregate_loss`` get values of 0 where they are masked. It wraps
-``BasePPOTrainer.save_logs_and_checkpoints`` and ``restore_best_checkpoint_state``. Known: OpenRLHF 0.11; another
-version is a warning. A function or argument that is missing is a ``CannotRunError`` that names it.
+``save_logs_and_checkpoints`` and ``restore_best_checkpoint_state`` of both PPO trainers, and
+``ActorPPOTrainer.training_step``. Known: OpenRLHF 0.11; another version is a warning. A function or argument that is
+missing is a ``CannotRunError`` that names it.
 """
 
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
-from kleash.errors import OptionError, ShapeError
+from kleash.arguments import validated
+from kleash.errors import OptionError
 from kleash.estimators import sampled_kl
 from kleash.estimators.sampled import with_k2_gradient
 from kleash.extras import (
+    Wrappers,
     replace_everywhere,
     warn_if_untested,
     wrap_after_import,
@@ -31,13 +35,12 @@ from kleash.masking import select_and_call
 __all__ = ["KLController", "compute_approx_kl", "compute_reward", "install"]
 
 UTILS = "openrlhf.models.utils"
-LOSS = "openrlhf.models.loss"
-CONTROLLERS = "openrlhf.trainer.ppo_utils.kl_controller"
-TRAINER = "openrlhf.trainer.ppo_trainer"
+ACTOR = "openrlhf.trainer.ray.ppo_actor"
 STATE = "kleash_kl_controller"
 """Name of the controller's state among the client states of a checkpoint."""
 
 
+@validated
 def compute_approx_kl(
     log_probs: Float[Tensor, "*tokens"],
     log_probs_base: Float[Tensor, "*tokens"],
@@ -85,10 +88,6 @@ def compute_approx_kl(
             raise OptionError(reason)
         return value
     old = log_probs if log_probs_old is None else log_probs_old
-    if old.shape != log_probs.shape:
-        raise ShapeError(
-            f"log_probs_old is {tuple(old.shape)} and log_probs {tuple(log_probs.shape)}; give the same"
-        )
     weight = (
         (log_probs.detach().to(value) - old.detach().to(value))
         .exp()
@@ -154,36 +153,21 @@ def install(*, controller: Mapping[str, Any] | None = None, cap: float | None = 
     warn_if_untested("openrlhf", at_least="0.11", below="0.12")
     adaptive = partial(_adaptive, dict(controller or {"kind": "ziegler"}))
     adaptive(0.1, 1.0, 1000)  # raises now if an option is invalid
-    estimator = ("log_probs", "log_probs_base", "log_probs_old", "kl_estimator", "unbiased_gradient")
-    reward = ("r", "kl_coef", "kl", "action_mask", "reward_clip_range")
     functions = {
-        "compute_approx_kl": (estimator, partial(compute_approx_kl, cap=cap)),
-        "compute_reward": (reward, compute_reward),
+        "compute_approx_kl": (
+            ("log_probs", "log_probs_base", "log_probs_old", "kl_estimator", "unbiased_gradient"),
+            partial(compute_approx_kl, cap=cap),
+        ),
+        "compute_reward": (("r", "kl_coef", "kl", "action_mask", "reward_clip_range"), compute_reward),
     }
     controllers = {
         "AdaptiveKLController": (("init_kl_coef", "target", "horizon"), adaptive),
         "FixedKLController": (("kl_coef",), _fixed),
     }
     wrap_after_import(UTILS, functions, put=replace_everywhere)
-    wrap_after_import(CONTROLLERS, controllers, put=replace_everywhere)
-    for module, name, arguments in (
-        (UTILS, "masked_mean", ("tensor", "mask")),
-        (LOSS, "aggregate_loss", ("loss", "loss_mask")),
-    ):
-        wrap_after_import(module, {name: (arguments, partial(select_and_call, arguments))})
-    wrap_after_import(
-        TRAINER,
-        {
-            "BasePPOTrainer.save_logs_and_checkpoints": (
-                ("global_step", "logs_dict", "client_states"),
-                _save_with_controller,
-            ),
-            "BasePPOTrainer.restore_best_checkpoint_state": (
-                ("checkpoint_states",),
-                _restore_with_controller,
-            ),
-        },
-    )
+    wrap_after_import("openrlhf.trainer.ppo_utils.kl_controller", controllers, put=replace_everywhere)
+    for module, wrapped in WRAPPED.items():
+        wrap_after_import(module, wrapped)
 
 
 def _adaptive(
@@ -231,3 +215,59 @@ def _restore_with_controller(restore: Callable[..., None], trainer: Any, checkpo
             stacklevel=2,
         )
     controller.load_state(states.get(STATE, {}))
+
+
+def _step_with_mean_kl(
+    run: Callable[..., dict[str, Any]],
+    trainer: Any,
+    experience: Any,
+    kl_ctl: float,
+    step: int,
+    loss_batch_info: Any = None,
+) -> dict[str, Any]:
+    """OpenRLHF's step; the KL that it returns is the mean over the tokens of its batch.
+
+    OpenRLHF averages these by numbers of tokens, but returns the batch's part of the loss: the sum over its tokens,
+    divided by the mean number of tokens in a batch.
+    """
+    info = loss_batch_info or resolve_name(f"{ACTOR}:get_loss_batch_info")(
+        trainer.strategy,
+        experience.action_mask,
+        replay_buffer=trainer.replay_buffer,
+        step=step,
+        dynamic_batch=trainer.args.train.dynamic_batch_enable,
+    )
+    status = run(trainer, experience, kl_ctl, step, info)
+    if trainer.args.algo.kl.use_loss:
+        status["metrics"]["kl"] *= (
+            info["batch_num_tokens"] / info["dp_size"] / max(status["num_action_tokens"], 1)
+        )
+    return status
+
+
+WRAPPED: Mapping[str, Wrappers] = {
+    UTILS: {"masked_mean": (("tensor", "mask"), partial(select_and_call, ("tensor", "mask")))},
+    "openrlhf.models.loss": {
+        "aggregate_loss": (("loss", "loss_mask"), partial(select_and_call, ("loss", "loss_mask")))
+    },
+    ACTOR: {
+        "ActorPPOTrainer.training_step": (
+            ("experience", "kl_ctl", "step", "loss_batch_info"),
+            _step_with_mean_kl,
+        )
+    },
+    "openrlhf.trainer.ppo_trainer": {
+        f"{trainer}.{name}": (arguments, wrapper)
+        # ray.remote has copied the methods of the first into the second; the asynchronous trainer inherits them later.
+        for trainer in ("BasePPOTrainer", "PPOTrainer.__ray_metadata__.modified_class")
+        for name, arguments, wrapper in (
+            (
+                "save_logs_and_checkpoints",
+                ("global_step", "logs_dict", "client_states"),
+                _save_with_controller,
+            ),
+            ("restore_best_checkpoint_state", ("checkpoint_states",), _restore_with_controller),
+        )
+    },
+}
+"""Module -> what is wrapped in it."""
