@@ -14,7 +14,7 @@ grep -qs amx /proc/cpuinfo || export TORCHINDUCTOR_VEC_ISA_OK=1
 checked=(tests/{divergences,estimators,losses} tests/linear/test_linear_{core,edges}.py)
 hook=--jaxtyping-packages=kleash,beartype.beartype
 # Tests whose work is done by processes of their own, which need no share of what a worker imports.
-processes=(tests/house/test_wheel.py tests/integrations/test_{in_ray,sharded_models,verl_ranks,zero3}.py tests/measuring/test_ray_run.py)
+processes=(tests/house/test_wheel.py tests/integrations/test_{in_ray,sharded_models,zero3}.py tests/measuring/test_ray_run.py)
 
 step() { printf '\n== %s\n' "$*"; "$@"; }
 step $bin/ruff format --check src tests benchmarks tools examples
