@@ -55,7 +55,10 @@ class ForwardCapture(MIXIN):
         """
         self._passes: list[ForwardPass] | None = None
         self._captures_hidden = False
-        self._head_layouts: tuple[Head, Head] | None = None
+        self._captures = False
+        """Whether the hidden states of the passes are needed."""
+        self._head_layouts: tuple[Head, Head]
+        """Those of policy and reference (``read_head_layout``), once an exact KL is measured."""
         self._stored_heads: dict[str, Head] = {}
         config = kwargs.get("args")
         if config is None and reference is not None:
@@ -157,21 +160,21 @@ class ForwardCapture(MIXIN):
                     self._get_per_token_logps_and_entropies(self.model, *args, **images)
         return passes[-1]
 
-    def _read_head_layouts(self) -> tuple[Head, Head]:
-        """The layouts of the heads of policy and reference (``read_head_layout``), read once.
+    def measure_exact_kl(self) -> None:
+        """Have the exact KL of each token in every micro-batch (``TOKEN_KL``), also where a sampled one is trained.
+
+        The hidden states are those of the passes that TRL makes anyway.
 
         Raises:
-            CannotRunError: if a head cannot be read.
-            ModelError: if one is sharded in a way that is not supported.
+            CannotRunError: if a model does not come apart into hidden states and a head.
+            ModelError: if a head is sharded in a way that is not supported.
         """
-        if self._head_layouts is None:
-            tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-            policy_head = read_head_layout(self._unwrap(self.model), tokenizer, "policy")
-            reference_head = policy_head
-            if self.ref_model is not None:
-                reference_head = read_head_layout(self._unwrap(self.ref_model), tokenizer, "reference")
-            self._head_layouts = policy_head, reference_head
-        return self._head_layouts
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        policy_head = read_head_layout(self._unwrap(self.model), tokenizer, "policy")
+        reference_head = policy_head
+        if self.ref_model is not None:
+            reference_head = read_head_layout(self._unwrap(self.ref_model), tokenizer, "reference")
+        self._head_layouts, self._captures = (policy_head, reference_head), True
 
     @property
     def _mode(self) -> str:
@@ -180,7 +183,7 @@ class ForwardCapture(MIXIN):
 
     def _heads(self) -> tuple[Head, Head]:
         """The policy's head with its current weights and their gradient, and that of the reference's hidden states."""
-        policy_head, reference_head = self._read_head_layouts()
+        policy_head, reference_head = self._head_layouts
         stored = self._stored_heads.get(self._mode)
         return (
             current_head(self._unwrap(self.model), policy_head, requires_grad=True),
@@ -197,7 +200,7 @@ class ForwardCapture(MIXIN):
         The responses are learned from after it has moved, and hidden states belong to the head of their time.
         """
         if getattr(self.args, "sync_ref_model", False):
-            head = self._reference_head(self._read_head_layouts()[1])
+            head = self._reference_head(self._head_layouts[1])
             weight, bias = (None if x is None else x.clone() for x in (head.weight, head.bias))
             self._stored_heads[self._mode] = replace(head, weight=weight, bias=bias)
 

@@ -131,11 +131,9 @@ class KLMixin(ForwardCapture):
             off_policy=self._is_off_policy,
         )
         self._is_exact = kl == "exact"
-        self._captures = self._is_exact
-        """Whether the hidden states of the passes are needed."""
         require_policy_samples(self._term, self)
         if self._is_exact:
-            self._read_head_layouts()
+            self.measure_exact_kl()
         if self.beta == 0:
             warnings.warn(
                 "beta is 0, TRL's default, so the KL is logged and not trained, at the cost of the reference in memory "
@@ -153,17 +151,6 @@ class KLMixin(ForwardCapture):
         """Whether some updates use samples of an older policy."""
         micro_batches = self.args.steps_per_generation * self.args.num_iterations
         return self.args.gradient_accumulation_steps % micro_batches != 0
-
-    def measure_exact_kl(self) -> None:
-        """Have the exact KL of each token in every micro-batch (``TOKEN_KL``), also where a sampled one is trained.
-
-        The hidden states are those of the passes that TRL makes anyway.
-
-        Raises:
-            CannotRunError: if a model does not come apart into hidden states and a head.
-        """
-        self._read_head_layouts()
-        self._captures = True
 
     def _keep_reference(self, output: dict[str, Any], reference: ForwardPass) -> None:
         """Keep what the KL needs of the reference's pass in the generated batch."""
