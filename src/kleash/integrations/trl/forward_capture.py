@@ -1,6 +1,6 @@
 """Hidden states of TRL's own forward passes, and the heads of policy and reference."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
@@ -141,15 +141,11 @@ class ForwardCapture(MIXIN):
 
     def _forward_pass(self, output: dict[str, Any], *, reference: bool, hidden: bool) -> ForwardPass:
         """A pass of the policy or the reference over a generated batch, without gradient."""
-        ids, mask = (
-            torch.cat([output[f"prompt_{name}"], output[f"completion_{name}"]], dim=1)
-            for name in ("ids", "mask")
-        )
         batch = getattr(self.args, f"per_device_{self._mode}_batch_size")
         images = {name: output[name] for name in IMAGE_INPUTS if output.get(name) is not None}
         no_checkpointing = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
         with torch.no_grad(), no_checkpointing, self._record_passes(hidden=hidden) as passes:
-            args = (ids, mask, output["completion_ids"].size(1), batch)
+            args = (*whole_rows(output), batch)
             if not reference:
                 self._get_per_token_logps_and_entropies(self.model, *args, **images)
             elif self.ref_model is not None:
@@ -203,6 +199,14 @@ class ForwardCapture(MIXIN):
             head = self._reference_head(self._head_layouts[1])
             weight, bias = (None if x is None else x.clone() for x in (head.weight, head.bias))
             self._stored_heads[self._mode] = replace(head, weight=weight, bias=bias)
+
+
+def whole_rows(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:
+    """Token ids and mask of prompts with their responses, and the number of columns that are responses."""
+    ids, mask = (
+        torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
+    )
+    return ids, mask, batch["completion_ids"].size(1)
 
 
 def prepare_frozen(trainer: Any, network: Any) -> Any:
