@@ -86,15 +86,9 @@ def install(*, exact: bool = False, top_k_distillation: str | None = None) -> No
         wrap_after_import(TOP_K_LOSSES, {"compute_forward_kl_topk": (TOP_K_ARGUMENTS, loss)})
     for module, wrappers in EXACT_WRAPPERS.items() if exact else ():
         wrap_after_import(module, wrappers)
-    core.kl_penalty_forward = _kl_penalty_forward
+    core.kl_penalty_forward = _kl_penalty
     core.get_kl_controller = get_kl_controller
-
-    def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-        value = core.kl_penalty_forward(logprob, ref_logprob, kl_penalty.removesuffix("+"))
-        is_followed = kl_penalty.endswith("+")
-        return with_k2_gradient(value, logprob, ref_logprob) if is_followed else value
-
-    replace_everywhere(core, "kl_penalty", kl_penalty)
+    replace_everywhere(core, "kl_penalty", _kl_penalty)
     wrap_once(core, "agg_loss", partial(select_and_call, ("loss_mat", "loss_mask")))
     rewards = (("data", "kl_ctrl", "kl_penalty"), apply_kl_penalty)
     wrap_after_import(RAY_TRAINER, {"apply_kl_penalty": rewards})
@@ -104,8 +98,9 @@ def install(*, exact: bool = False, top_k_distillation: str | None = None) -> No
         wrap_after_import(module, {f"{trainer}.{name}": (("self",), methods[name]) for name in methods})
 
 
-def _kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """The penalty of a name; "exact" in verl's loss is the KL that its engine has computed."""
-    if EXACT_KL.micro_batch_kl is not None and penalty.NAMES.get(kl_penalty) == "exact":
-        return EXACT_KL.micro_batch_kl
-    return penalty.kl_penalty(logprob, ref_logprob, kl_penalty)
+def _kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+    """The penalty of a name; "exact" in verl's loss is the KL that its engine has computed, with ``+`` by k2."""
+    value = EXACT_KL.micro_batch_kl
+    if value is None or penalty.NAMES.get(kl_penalty.removesuffix("+")) != "exact":
+        return penalty.kl_penalty(logprob, ref_logprob, kl_penalty)
+    return with_k2_gradient(value, logprob, ref_logprob) if kl_penalty.endswith("+") else value
