@@ -49,8 +49,8 @@ class ForwardCapture(MIXIN):
         """Make TRL's trainer, with the model ``reference`` in place of the one that TRL would load.
 
         Raises:
-            OptionError: if ``reference`` is given, or beta is 0, and the configuration is not passed by keyword; or if
-                ``reference`` is given, and TRL is to move the reference.
+            OptionError: if the configuration is not passed by keyword; or if ``reference`` is given, and TRL is to move
+                the reference.
             ModelError: if an adapter has changed the base that is to be the reference.
         """
         self._passes: list[ForwardPass] | None = None
@@ -61,25 +61,21 @@ class ForwardCapture(MIXIN):
         """Those of policy and reference (``read_head_layout``), once an exact KL is measured."""
         self._stored_heads: dict[str, Head] = {}
         config = kwargs.get("args")
-        if config is None and reference is not None:
-            raise OptionError("with reference=, pass the configuration by keyword: args=…")
+        if config is None:
+            raise OptionError(
+                "pass the configuration by keyword, args=GRPOConfig(beta=0.05), or with beta=0.0 for a KL that is only "
+                "logged: with TRL's default, 0, no KL would be trained"
+            )
         if reference is not None and getattr(config, "sync_ref_model", False):
             raise OptionError(
                 "sync_ref_model=True moves the copy of the policy that TRL loads as its reference, and reference= is a "
                 "model that stays as it is; leave one of them out"
             )
-        if config is not None:
-            kwargs["args"] = copy(config)
-            # TRL loads a reference unless beta is 0, and the KL is logged at a beta of 0 too.
-            kwargs["args"].beta = 0.0 if reference is not None else config.beta or 1.0
+        kwargs["args"] = copy(config)
+        # TRL loads a reference unless beta is 0, and the KL is logged at a beta of 0 too.
+        kwargs["args"].beta = 0.0 if reference is not None else config.beta or 1.0
         super().__init__(*args, **kwargs)
-        if config is not None:
-            self.beta = self.args.beta = config.beta
-        elif self.beta == 0:
-            raise OptionError(
-                "beta is 0, TRL's default, so no KL would be trained; pass the configuration by keyword, "
-                "args=GRPOConfig(beta=0.05), or with beta=0.0 for a KL that is only logged"
-            )
+        self.beta = self.args.beta = config.beta
         if reference is None:
             network = self._unwrap(self.model)
             if self.ref_model is None and hasattr(network, "peft_config"):

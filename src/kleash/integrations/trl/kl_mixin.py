@@ -130,9 +130,8 @@ class KLMixin(ForwardCapture):
             length=self.args.max_completion_length,
             off_policy=self._is_off_policy,
         )
-        self._is_exact = kl == "exact"
         require_policy_samples(self._term, self)
-        if self._is_exact:
+        if kl == "exact":
             self.measure_exact_kl()
         if self.beta == 0:
             warnings.warn(
@@ -188,7 +187,7 @@ class KLMixin(ForwardCapture):
         with self._parent_beta(0.0), self._record_passes(hidden=self._captures) as passes:
             loss = super()._compute_loss(model, inputs)
         mask = response_mask(inputs)
-        if self._captures and not self._is_exact and TOKEN_KL not in inputs:
+        if self._captures and self._term.estimator != "exact" and TOKEN_KL not in inputs:
             self._keep_exact_kl(passes[0], inputs, mask)  # once for each response
         if self._term.place == "reward":
             return loss
@@ -238,7 +237,7 @@ class KLMixin(ForwardCapture):
             )
             ratios, share = weights.values, weights.effective_sample_size / mask.sum().clamp(min=1)
             self._log_metrics(**{"kl/effective_share": float(share)})
-        if self._is_exact:
+        if self._term.estimator == "exact":
             return self._exact_kl(policy_pass, inputs, mask, token_weights, ratios)
         per_token = self._term.per_token(
             policy_pass.logp, inputs[REFERENCE_LOGP], mask, behaviour_logp=behaviour
