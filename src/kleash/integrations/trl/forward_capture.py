@@ -153,7 +153,7 @@ class ForwardCapture(MIXIN):
         return passes[-1]
 
     def measure_exact_kl(self) -> None:
-        """Have the exact KL of each token in every micro-batch (``TOKEN_KL``), also where a sampled one is trained.
+        """Have the exact KL of each token in every micro-batch, also where a sampled one is trained.
 
         The hidden states are those of the passes that TRL makes anyway.
 
