@@ -149,16 +149,10 @@ def test_nan_at_padding_is_in_no_number_of_a_run(trl, made, monkeypatch, asked):
     assert logs[1] == logs[0] and math.isfinite(sum(logs[0][1]))
 
 
-PROMPTS = [{"prompt": "the sea was"}] * 8
-
-
-def test_beta_0_in_a_positional_configuration_is_refused(trl, folder, tmp_path):
-    from datasets import Dataset
-
-    with pytest.raises(OptionError, match="beta is 0"):
-        trl.LeashedGRPOTrainer(
-            str(folder), [score], config(trl.GRPOConfig, tmp_path, beta=0.0), Dataset.from_list(PROMPTS)
-        )
+@pytest.mark.parametrize("more", [{}, {"reference": object()}], ids=["trl", "given"])
+def test_configuration_is_passed_by_keyword(trl, folder, tmp_path, more):
+    with pytest.raises(OptionError, match="the configuration by keyword"):
+        trl.LeashedGRPOTrainer(str(folder), [score], config(trl.GRPOConfig, tmp_path, beta=0.1), **more)
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
@@ -224,11 +218,6 @@ def test_given_reference_is_refused_where_trl_moves_it(made, folder):
     reference = AutoModelForCausalLM.from_pretrained(folder)
     with pytest.raises(OptionError, match="sync_ref_model=True moves the copy of the policy that TRL loads"):
         made("GRPO", {"sync_ref_model": True}, reference=reference)
-
-
-def test_given_reference_requires_args_by_keyword(trl, folder):
-    with pytest.raises(OptionError, match="the configuration by keyword"):
-        trl.LeashedGRPOTrainer(str(folder), [score], reference=object())
 
 
 def test_reference_of_a_new_adapter_is_its_base(made):

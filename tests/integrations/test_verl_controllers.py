@@ -13,9 +13,7 @@ from kleash_in_verl import kleash_in_verl
 
 from kleash.auditing.targets.packages import quiet, stand_ins
 from kleash.errors import CannotRunError, OptionError, RunFolderError, UnknownNameError
-from kleash.extras import require_attributes
-from kleash.integrations.verl import get_kl_controller
-from kleash.integrations.verl.compat import CORE_ATTRIBUTES
+from kleash.integrations.verl import get_kl_controller, install
 from kleash.integrations.verl.kl_controller import CONTROLLER_FILE, CONTROLLER_TYPES
 from kleash.leash import DualBeta, PIDBeta, ZieglerBeta
 
@@ -228,7 +226,8 @@ def test_checkpoint_without_controller_state_is_noted(core, trainer_class, tmp_p
     assert fresh.global_steps == 0 and fresh.kl_ctrl_in_reward.value == 0.1
 
 
-def test_replaced_functions_are_checked_and_keep_argument_names(core):
-    assert require_attributes("verl", CORE_ATTRIBUTES) is None  # kleash's functions have verl's arguments
-    with pytest.raises(CannotRunError, match=r"the installed verl lacks .*core_algos:kl_penalties"):
-        require_attributes("verl", {"verl.trainer.ppo.core_algos:kl_penalties": ()})
+def test_replaced_functions_are_checked_and_keep_argument_names(core, monkeypatch):
+    install()  # kleash's functions have verl's arguments
+    monkeypatch.delattr(core.ours, "kl_penalty_forward")
+    with pytest.raises(CannotRunError, match=r"the installed verl lacks .*core_algos:kl_penalty_forward"):
+        install()

@@ -126,7 +126,7 @@ TRL_EXTRA = {"completion_ids": IDS}
 def test_reward_receives_columns_named_by_its_arguments(
     function: Callable[..., Any], expected: dict[str, Any]
 ) -> None:
-    reward = RewardFunction.of(function)
+    reward = RewardFunction(function)
     assert reward_values("my:reward", reward, DIALOGUES).tolist() == [0.0, 0.0, 0.0]
     assert seen == expected
 
@@ -138,7 +138,7 @@ def test_columns_modified_by_a_reward_are_restored_for_the_next_call() -> None:
         tests[0][0].clear()
         return [0.0] * 3
 
-    reward = RewardFunction.of(spoils)
+    reward = RewardFunction(spoils)
     for _ in range(2):
         reward_values("my:spoils", reward, DIALOGUES)
         assert seen["tests"] == json.dumps(COLUMNS["tests"])
@@ -156,7 +156,7 @@ def test_missing_column_error_lists_existing_columns(
     function: Callable[..., Any], columns: list[str], said: str
 ) -> None:
     with pytest.raises(OptionError) as caught:
-        RewardFunction.of(function).require_columns("my:reward", columns, "p.jsonl")
+        RewardFunction(function).require_columns("my:reward", columns, "p.jsonl")
     assert said in str(caught.value)
 
 

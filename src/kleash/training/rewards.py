@@ -36,7 +36,6 @@ PROMPT = "prompt"
 DialogueReward = Callable[[Sequence[Dialogue]], Any]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class RewardFunction:
     """A reward function, callable with dialogues.
 
@@ -48,27 +47,22 @@ class RewardFunction:
     | ``f(completions, answer, **columns)``, as TRL's rewards are written | everything by keyword |
     """
 
-    function: Callable[..., Any]
-    by_position: tuple[str, ...]
-    """Names of the arguments that are passed by position: prompts and responses; none if they are passed by name."""
-    by_name: Mapping[str, inspect.Parameter]
-    """The other arguments."""
-    takes_all: bool
-    """Whether it takes all other columns: ``**columns``."""
-
-    @classmethod
-    def of(cls, function: Callable[..., Any]) -> "RewardFunction":
-        """The reward with the arguments of ``function``."""
+    def __init__(self, function: Callable[..., Any]) -> None:
+        """Read the arguments of ``function``."""
+        self.function = function
         parameters = inspect.signature(function).parameters
         variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         named = {name: each for name, each in parameters.items() if each.kind not in variable}
-        takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+        self.takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+        """Whether it takes all other columns: ``**columns``."""
         names_responses = any(
             name in named and list(named)[1:2] != [name] for name in ("responses", "completions")
         )
-        by_position = () if names_responses or (takes_all and len(named) < 2) else tuple(named)[:2]
-        rest = {name: each for name, each in named.items() if name not in by_position}
-        return cls(function=function, by_position=by_position, by_name=rest, takes_all=takes_all)
+        is_by_name = names_responses or (self.takes_all and len(named) < 2)
+        self.by_position = () if is_by_name else tuple(named)[:2]
+        """Names of the arguments that are passed by position: prompts and responses."""
+        self.by_name = {name: each for name, each in named.items() if name not in self.by_position}
+        """The other arguments."""
 
     def require_columns(self, spec: str, columns: Sequence[str], source: str) -> None:
         """Check that the prompts of ``source`` have the columns that the reward ``spec`` needs.
@@ -279,7 +273,7 @@ def load_rewards(
         name = what.rpartition(":")[2] if ":" in what else Path(what).name
         seen[name] += 1
         function = (
-            RewardFunction.of(resolve_function(what, "a reward"))
+            RewardFunction(resolve_function(what, "a reward"))
             if is_function(what)
             else load_reward_model(what, device=device, dtype=dtype, batch_tokens=batch_tokens)
         )
@@ -300,7 +294,7 @@ def check_rewards(
             ``RewardFunction.require_columns``.
     """
     paths = [what for _, what in map(weight_of, specs) if is_function(what)]
-    functions = {path: RewardFunction.of(resolve_function(path, "a reward")) for path in paths}
+    functions = {path: RewardFunction(resolve_function(path, "a reward")) for path in paths}
     columns = list(count_columns(source, limit, reading)) if functions else []
     for path, function in functions.items():
         function.require_columns(path, columns, source)

@@ -25,15 +25,14 @@ class BetaController(AttachedCallback, ExportableState):
     With several processes the metric must be the same on all of them, as logged metrics are.
     """
 
-    def __init__(self, controller: Leash, *, metric: str, attribute: str = "beta") -> None:
+    def __init__(self, controller: Leash, *, metric: str) -> None:
         """Create the callback; ``attach`` adds it to a trainer.
 
         Args:
             controller: the initial controller; the trainer's beta is set to its beta.
             metric: name of the logged KL, in nats per token or per sequence as ``controller.per``.
-            attribute: name of the trainer's attribute that is its beta.
         """
-        self.controller, self.metric, self.attribute = controller, metric, attribute
+        self.controller, self.metric = controller, metric
         self.since = 0
         """The step of the last update of the controller; 0 before the first."""
         self.reason: str | None = None
@@ -46,12 +45,12 @@ class BetaController(AttachedCallback, ExportableState):
             OptionError: if the trainer has no beta, or a beta of 0 and so no reference; if the controller has one; if
                 the trainer has a BetaController already; or if it would recreate its callbacks on resume.
         """
-        beta = getattr(trainer, self.attribute, None)
+        beta = getattr(trainer, "beta", None)
         if not isinstance(beta, int | float):
-            raise OptionError(f"{type(trainer).__name__} has no number {self.attribute!r} to steer")
+            raise OptionError(f"{type(trainer).__name__} has no number 'beta' to steer")
         if beta == 0:
             raise OptionError(
-                f"the trainer was made with {self.attribute} 0 and so without a reference; give its configuration "
+                "the trainer was made with beta 0 and so without a reference; give its configuration "
                 "a beta above 0"
             )
         if self.controller.beta == 0:
@@ -64,7 +63,7 @@ class BetaController(AttachedCallback, ExportableState):
                 "BetaController reads its state from the checkpoint itself"
             )
         super().attach(trainer)
-        setattr(trainer, self.attribute, self.controller.beta)
+        trainer.beta = self.controller.beta
         return self
 
     def state(self) -> dict[str, Any]:
@@ -78,7 +77,7 @@ class BetaController(AttachedCallback, ExportableState):
         if state.global_step > 0 and isinstance(saved, dict):
             self.controller = with_state(self.controller, saved["attributes"]["controller"])
             self.since = saved["attributes"]["since"]
-            setattr(self.trainer, self.attribute, self.controller.beta)
+            self.trainer.beta = self.controller.beta
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
@@ -97,7 +96,7 @@ class BetaController(AttachedCallback, ExportableState):
         if self.reason is not None:
             LOG.info("step %d: %s", state.global_step, self.reason)
         self.since = state.global_step
-        setattr(self.trainer, self.attribute, self.controller.beta)
+        self.trainer.beta = self.controller.beta
         if self.controller.event is not None:
             LOG.warning("beta at step %d: %s", state.global_step, self.controller.event)
 

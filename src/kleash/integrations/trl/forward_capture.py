@@ -1,6 +1,6 @@
 """Hidden states of TRL's own forward passes, and the heads of policy and reference."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
@@ -49,34 +49,33 @@ class ForwardCapture(MIXIN):
         """Make TRL's trainer, with the model ``reference`` in place of the one that TRL would load.
 
         Raises:
-            OptionError: if ``reference`` is given, or beta is 0, and the configuration is not passed by keyword; or if
-                ``reference`` is given, and TRL is to move the reference.
+            OptionError: if the configuration is not passed by keyword; or if ``reference`` is given, and TRL is to move
+                the reference.
             ModelError: if an adapter has changed the base that is to be the reference.
         """
         self._passes: list[ForwardPass] | None = None
         self._captures_hidden = False
-        self._head_layouts: tuple[Head, Head] | None = None
+        self._captures = False
+        """Whether the hidden states of the passes are needed."""
+        self._head_layouts: tuple[Head, Head]
+        """Those of policy and reference (``read_head_layout``), once an exact KL is measured."""
         self._stored_heads: dict[str, Head] = {}
         config = kwargs.get("args")
-        if config is None and reference is not None:
-            raise OptionError("with reference=, pass the configuration by keyword: args=…")
+        if config is None:
+            raise OptionError(
+                "pass the configuration by keyword, args=GRPOConfig(beta=0.05), or with beta=0.0 for a KL that is only "
+                "logged: with TRL's default, 0, no KL would be trained"
+            )
         if reference is not None and getattr(config, "sync_ref_model", False):
             raise OptionError(
                 "sync_ref_model=True moves the copy of the policy that TRL loads as its reference, and reference= is a "
                 "model that stays as it is; leave one of them out"
             )
-        if config is not None:
-            kwargs["args"] = copy(config)
-            # TRL loads a reference unless beta is 0, and the KL is logged at a beta of 0 too.
-            kwargs["args"].beta = 0.0 if reference is not None else config.beta or 1.0
+        kwargs["args"] = copy(config)
+        # TRL loads a reference unless beta is 0, and the KL is logged at a beta of 0 too.
+        kwargs["args"].beta = 0.0 if reference is not None else config.beta or 1.0
         super().__init__(*args, **kwargs)
-        if config is not None:
-            self.beta = self.args.beta = config.beta
-        elif self.beta == 0:
-            raise OptionError(
-                "beta is 0, TRL's default, so no KL would be trained; pass the configuration by keyword, "
-                "args=GRPOConfig(beta=0.05), or with beta=0.0 for a KL that is only logged"
-            )
+        self.beta = self.args.beta = config.beta
         if reference is None:
             network = self._unwrap(self.model)
             if self.ref_model is None and hasattr(network, "peft_config"):
@@ -138,15 +137,11 @@ class ForwardCapture(MIXIN):
 
     def _forward_pass(self, output: dict[str, Any], *, reference: bool, hidden: bool) -> ForwardPass:
         """A pass of the policy or the reference over a generated batch, without gradient."""
-        ids, mask = (
-            torch.cat([output[f"prompt_{name}"], output[f"completion_{name}"]], dim=1)
-            for name in ("ids", "mask")
-        )
         batch = getattr(self.args, f"per_device_{self._mode}_batch_size")
         images = {name: output[name] for name in IMAGE_INPUTS if output.get(name) is not None}
         no_checkpointing = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
         with torch.no_grad(), no_checkpointing, self._record_passes(hidden=hidden) as passes:
-            args = (ids, mask, output["completion_ids"].size(1), batch)
+            args = (*whole_rows(output), batch)
             if not reference:
                 self._get_per_token_logps_and_entropies(self.model, *args, **images)
             elif self.ref_model is not None:
@@ -157,21 +152,21 @@ class ForwardCapture(MIXIN):
                     self._get_per_token_logps_and_entropies(self.model, *args, **images)
         return passes[-1]
 
-    def _read_head_layouts(self) -> tuple[Head, Head]:
-        """The layouts of the heads of policy and reference (``read_head_layout``), read once.
+    def measure_exact_kl(self) -> None:
+        """Have the exact KL of each token in every micro-batch, also where a sampled one is trained.
+
+        The hidden states are those of the passes that TRL makes anyway.
 
         Raises:
-            CannotRunError: if a head cannot be read.
-            ModelError: if one is sharded in a way that is not supported.
+            CannotRunError: if a model does not come apart into hidden states and a head.
+            ModelError: if a head is sharded in a way that is not supported.
         """
-        if self._head_layouts is None:
-            tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-            policy_head = read_head_layout(self._unwrap(self.model), tokenizer, "policy")
-            reference_head = policy_head
-            if self.ref_model is not None:
-                reference_head = read_head_layout(self._unwrap(self.ref_model), tokenizer, "reference")
-            self._head_layouts = policy_head, reference_head
-        return self._head_layouts
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        policy_head = read_head_layout(self._unwrap(self.model), tokenizer, "policy")
+        reference_head = policy_head
+        if self.ref_model is not None:
+            reference_head = read_head_layout(self._unwrap(self.ref_model), tokenizer, "reference")
+        self._head_layouts, self._captures = (policy_head, reference_head), True
 
     @property
     def _mode(self) -> str:
@@ -180,7 +175,7 @@ class ForwardCapture(MIXIN):
 
     def _heads(self) -> tuple[Head, Head]:
         """The policy's head with its current weights and their gradient, and that of the reference's hidden states."""
-        policy_head, reference_head = self._read_head_layouts()
+        policy_head, reference_head = self._head_layouts
         stored = self._stored_heads.get(self._mode)
         return (
             current_head(self._unwrap(self.model), policy_head, requires_grad=True),
@@ -197,9 +192,17 @@ class ForwardCapture(MIXIN):
         The responses are learned from after it has moved, and hidden states belong to the head of their time.
         """
         if getattr(self.args, "sync_ref_model", False):
-            head = self._reference_head(self._read_head_layouts()[1])
+            head = self._reference_head(self._head_layouts[1])
             weight, bias = (None if x is None else x.clone() for x in (head.weight, head.bias))
             self._stored_heads[self._mode] = replace(head, weight=weight, bias=bias)
+
+
+def whole_rows(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:
+    """Token ids and mask of prompts with their responses, and the number of columns that are responses."""
+    ids, mask = (
+        torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
+    )
+    return ids, mask, batch["completion_ids"].size(1)
 
 
 def prepare_frozen(trainer: Any, network: Any) -> Any:

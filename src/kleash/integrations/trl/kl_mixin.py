@@ -130,12 +130,9 @@ class KLMixin(ForwardCapture):
             length=self.args.max_completion_length,
             off_policy=self._is_off_policy,
         )
-        self._is_exact = kl == "exact"
-        self._captures = self._is_exact
-        """Whether the hidden states of the passes are needed."""
         require_policy_samples(self._term, self)
-        if self._is_exact:
-            self._read_head_layouts()
+        if kl == "exact":
+            self.measure_exact_kl()
         if self.beta == 0:
             warnings.warn(
                 "beta is 0, TRL's default, so the KL is logged and not trained, at the cost of the reference in memory "
@@ -153,17 +150,6 @@ class KLMixin(ForwardCapture):
         """Whether some updates use samples of an older policy."""
         micro_batches = self.args.steps_per_generation * self.args.num_iterations
         return self.args.gradient_accumulation_steps % micro_batches != 0
-
-    def measure_exact_kl(self) -> None:
-        """Have the exact KL of each token in every micro-batch (``TOKEN_KL``), also where a sampled one is trained.
-
-        The hidden states are those of the passes that TRL makes anyway.
-
-        Raises:
-            CannotRunError: if a model does not come apart into hidden states and a head.
-        """
-        self._read_head_layouts()
-        self._captures = True
 
     def _keep_reference(self, output: dict[str, Any], reference: ForwardPass) -> None:
         """Keep what the KL needs of the reference's pass in the generated batch."""
@@ -201,7 +187,7 @@ class KLMixin(ForwardCapture):
         with self._parent_beta(0.0), self._record_passes(hidden=self._captures) as passes:
             loss = super()._compute_loss(model, inputs)
         mask = response_mask(inputs)
-        if self._captures and not self._is_exact and TOKEN_KL not in inputs:
+        if self._captures and self._term.estimator != "exact" and TOKEN_KL not in inputs:
             self._keep_exact_kl(passes[0], inputs, mask)  # once for each response
         if self._term.place == "reward":
             return loss
@@ -251,7 +237,7 @@ class KLMixin(ForwardCapture):
             )
             ratios, share = weights.values, weights.effective_sample_size / mask.sum().clamp(min=1)
             self._log_metrics(**{"kl/effective_share": float(share)})
-        if self._is_exact:
+        if self._term.estimator == "exact":
             return self._exact_kl(policy_pass, inputs, mask, token_weights, ratios)
         per_token = self._term.per_token(
             policy_pass.logp, inputs[REFERENCE_LOGP], mask, behaviour_logp=behaviour

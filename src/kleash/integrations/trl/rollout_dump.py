@@ -12,6 +12,7 @@ from kleash.diagnosis import write_rollouts
 from kleash.errors import CannotRunError, OptionError
 from kleash.integrations.trainer.callback import AttachedCallback
 from kleash.integrations.trl.compat import GRPOTrainer, RLOOTrainer
+from kleash.integrations.trl.forward_capture import whole_rows
 from kleash.models.live_models import base_network
 from kleash.precision import normalised
 from kleash.registry import require_at_least
@@ -83,17 +84,12 @@ class RolloutDump(AttachedCallback):
 
     def _trainer_column(self, batch: dict[str, Any]) -> Tensor:
         """Log-probabilities of the responses by the trainer, in the mode in which it trains."""
-        ids, mask = (
-            torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], dim=1)
-            for name in ("ids", "mask")
-        )
-        devices = [ids.device] if ids.is_cuda else []
+        device = batch["completion_ids"].device
+        devices = [device] if device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
             return self.trainer._get_per_token_logps_and_entropies(
                 self.trainer.model,
-                ids,
-                mask,
-                batch["completion_ids"].shape[1],
+                *whole_rows(batch),
                 batch_size=self.trainer.args.per_device_train_batch_size,
             )[0]
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kleash.errors import MissingExtraError
-from kleash.extras import require_attributes, warn_if_untested
+from kleash.extras import warn_if_untested
 
 CORE = "verl.trainer.ppo.core_algos"
 ENGINE = "verl.workers.engine.fsdp.transformer_impl"
@@ -37,31 +37,21 @@ TRAINER = "verl.trainer.ppo.v1.trainer_base"
 RAY_TRAINER = "verl.trainer.ppo.ray_trainer"
 UTILS = "verl.trainer.ppo.utils"
 
-CORE_ATTRIBUTES: dict[str, tuple[str, ...]] = {
-    f"{CORE}:kl_penalty_forward": ("logprob", "ref_logprob", "kl_penalty"),
-    f"{CORE}:kl_penalty": ("logprob", "ref_logprob", "kl_penalty"),
-    f"{CORE}:agg_loss": ("loss_mat", "loss_mask"),
-    f"{CORE}:get_kl_controller": ("kl_ctrl",),
-}
 
-
-def import_core() -> Any:
-    """verl's module ``core_algos``, after the check of its version and of what is replaced in it.
+def import_core() -> None:
+    """Import verl's module ``core_algos``, and check its version.
 
     Raises:
         MissingExtraError: if verl, or something that it imports, is not installed.
-        CannotRunError: if a function or argument is missing.
     """
     try:
-        core = import_module(CORE)
+        import_module(CORE)
     except ModuleNotFoundError as error:
         raise MissingExtraError(
             f"{str(error.name).partition('.')[0]} is not installed; "
             "run: pip install --no-deps verl, and pip install what it imports"
         ) from error
     warn_if_untested("verl", at_least="0.9", below="0.10")
-    require_attributes("verl", CORE_ATTRIBUTES)
-    return core
 
 
 def apply_kl_penalty(original: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from kleash.integrations.verl.compat import response_rows
 from kleash.integrations.verl.penalty import NAMES
 from kleash.linear import Head, linear_kl
 from kleash.models.heads import candidate_heads, head_logits
-from kleash.precision import bitwise_equal, normalised
+from kleash.precision import normalised
 
 __all__ = ["REFERENCE_HIDDEN", "ExactKL"]
 
@@ -38,7 +38,6 @@ class ExactKL:
 
     def __init__(self) -> None:
         """Start without the reference's head."""
-        self._head_weights: tuple[Tensor, Tensor | None] | None = None
         self._head: Head | None = None
         self._is_reference_pass = False
         self._head_input: Tensor | None = None
@@ -72,10 +71,10 @@ class ExactKL:
 
     @contextmanager
     def _record_head(self, module: Any) -> Iterator[None]:
-        """Context in which the input of the head of ``module`` is recorded, and its weights are copied if new."""
+        """Context in which the input of the head of ``module`` is recorded, and its weights are copied."""
         layer = module.get_output_embeddings()
         handle = None if layer is None else layer.register_forward_pre_hook(self._record_head_call)
-        self._is_reference_pass, self._head_input = True, None
+        self._is_reference_pass, self._head = True, None
         try:
             yield
         finally:
@@ -90,11 +89,8 @@ class ExactKL:
                 "the reference's head is sharded over ranks while it runs; the exact KL takes no tensor parallelism"
             )
         self._head_input = args[0]
-        weight = layer.weight.detach()
-        bias = None if getattr(layer, "bias", None) is None else layer.bias.detach()
-        if self._head_weights is None or not all(map(are_equal, (weight, bias), self._head_weights)):
-            self._head_weights = (weight.clone(), None if bias is None else bias.clone())
-            self._head = None
+        bias = getattr(layer, "bias", None)
+        self._head = Head(layer.weight.detach().clone(), None if bias is None else bias.detach().clone())
 
     def prepare_model_outputs(
         self,
@@ -131,15 +127,14 @@ class ExactKL:
             CannotRunError: if hidden states and head do not give the model's own logits.
         """
         logits = packed_logits(engine, output, micro_batch).detach()
-        if self._head_input is None or self._head_weights is None:
+        if self._head_input is None or self._head is None:
             raise CannotRunError(
                 f"the head of the reference ({type(engine.module).__name__}) was not called with hidden states, which "
                 "the exact KL is computed from; ask for kl_loss_type=k3+"
             )
         hidden = pack(self._head_input, micro_batch).detach()
-        if self._head is None or not head_error(logits, hidden, self._head) <= MAX_HEAD_ERROR:
-            heads = candidate_heads(engine.module.config, Head(*self._head_weights))
-            self._head = min(heads, key=lambda head: head_error(logits, hidden, head))
+        heads = candidate_heads(engine.module.config, self._head)
+        self._head = min(heads, key=lambda head: head_error(logits, hidden, head))
         error = head_error(logits, hidden, self._head)
         if not error <= MAX_HEAD_ERROR:
             raise CannotRunError(
@@ -222,13 +217,6 @@ def temperatures(output_args: Any, micro_batch: Any) -> Float[Tensor, " tokens"]
     if "temperature_rmpad" in output_args:
         return output_args["temperature_rmpad"][: int(lengths.sum())]
     return output_args["temperature"].repeat_interleave(lengths)
-
-
-def are_equal(first: Tensor | None, second: Tensor | None) -> bool:
-    """Whether two tensors are equal bit for bit, or both are None."""
-    if first is None or second is None:
-        return first is second
-    return bitwise_equal(first, second)
 
 
 def head_error(

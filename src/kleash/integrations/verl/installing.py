@@ -8,9 +8,10 @@ from torch import Tensor
 
 from kleash.divergences import DIVERGENCES
 from kleash.estimators.sampled import with_k2_gradient
-from kleash.extras import Wrappers, replace_everywhere, wrap_after_import, wrap_once
+from kleash.extras import Wrappers, replace_everywhere, wrap_after_import
 from kleash.integrations.verl import penalty
 from kleash.integrations.verl.compat import (
+    CORE,
     ENGINE,
     LOSSES,
     RAY_TRAINER,
@@ -32,6 +33,25 @@ __all__ = ["install"]
 TOP_K_ARGUMENTS = ("student_logits", "teacher_topk_log_probs", "teacher_topk_ids", "config", "data_format")
 EXACT_KL = ExactKL()
 """The exact KL of this process."""
+
+
+def _kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+    """The penalty of a name; "exact" in verl's loss is the KL that its engine has computed, with ``+`` by k2."""
+    value = EXACT_KL.micro_batch_kl
+    if value is None or penalty.NAMES.get(kl_penalty.removesuffix("+")) != "exact":
+        return penalty.kl_penalty(logprob, ref_logprob, kl_penalty)
+    return with_k2_gradient(value, logprob, ref_logprob) if kl_penalty.endswith("+") else value
+
+
+PENALTY_ARGUMENTS = ("logprob", "ref_logprob", "kl_penalty")
+REPLACEMENTS: Wrappers = MappingProxyType(
+    {
+        "kl_penalty_forward": (PENALTY_ARGUMENTS, _kl_penalty),
+        "kl_penalty": (PENALTY_ARGUMENTS, _kl_penalty),
+        "get_kl_controller": (("kl_ctrl",), get_kl_controller),
+    }
+)
+"""What is replaced in ``core_algos``."""
 EXACT_WRAPPERS: Mapping[str, Wrappers] = MappingProxyType(
     {
         ENGINE: {
@@ -79,33 +99,19 @@ def install(*, exact: bool = False, top_k_distillation: str | None = None) -> No
         MissingExtraError: if verl, or something that it imports, is not installed.
         CannotRunError: if this verl lacks a function or argument that is replaced; the message names it.
     """
-    core = import_core()
+    import_core()
     if top_k_distillation is not None:
         look_up(DIVERGENCES, top_k_distillation, "divergence")
         loss = partial(compute_topk_loss, top_k_distillation)
         wrap_after_import(TOP_K_LOSSES, {"compute_forward_kl_topk": (TOP_K_ARGUMENTS, loss)})
     for module, wrappers in EXACT_WRAPPERS.items() if exact else ():
         wrap_after_import(module, wrappers)
-    core.kl_penalty_forward = _kl_penalty_forward
-    core.get_kl_controller = get_kl_controller
-
-    def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-        value = core.kl_penalty_forward(logprob, ref_logprob, kl_penalty.removesuffix("+"))
-        is_followed = kl_penalty.endswith("+")
-        return with_k2_gradient(value, logprob, ref_logprob) if is_followed else value
-
-    replace_everywhere(core, "kl_penalty", kl_penalty)
-    wrap_once(core, "agg_loss", partial(select_and_call, ("loss_mat", "loss_mask")))
+    wrap_after_import(CORE, REPLACEMENTS, put=replace_everywhere)
+    averaged = ("loss_mat", "loss_mask")
+    wrap_after_import(CORE, {"agg_loss": (averaged, partial(select_and_call, averaged))})
     rewards = (("data", "kl_ctrl", "kl_penalty"), apply_kl_penalty)
     wrap_after_import(RAY_TRAINER, {"apply_kl_penalty": rewards})
     wrap_after_import(UTILS, {"need_reference_policy": (("config",), need_reference_policy)})
     methods = {"_save_checkpoint": save_checkpoint, "_load_checkpoint": load_checkpoint}
     for module, trainer in ((TRAINER, "PPOTrainer"), (RAY_TRAINER, "RayPPOTrainer")):
         wrap_after_import(module, {f"{trainer}.{name}": (("self",), methods[name]) for name in methods})
-
-
-def _kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """The penalty of a name; "exact" in verl's loss is the KL that its engine has computed."""
-    if EXACT_KL.micro_batch_kl is not None and penalty.NAMES.get(kl_penalty) == "exact":
-        return EXACT_KL.micro_batch_kl
-    return penalty.kl_penalty(logprob, ref_logprob, kl_penalty)

@@ -20,7 +20,7 @@ from kleash.divergences import (
 from kleash.errors import ModelError, SourceError
 from kleash.extras import import_extra
 from kleash.integrations.trl.compat import MIXIN
-from kleash.integrations.trl.forward_capture import prepare_frozen
+from kleash.integrations.trl.forward_capture import prepare_frozen, whole_rows
 from kleash.jobs import DistillJob
 from kleash.linear import (
     Head,
@@ -168,11 +168,7 @@ class DistillationMixin(MIXIN):
 
     def _hidden_states(self, network: Any, inputs: dict[str, Any]) -> Float[Tensor, "batch time dim"]:
         """The final hidden states at the positions that predict the responses."""
-        ids, mask = (
-            torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1)
-            for name in ("ids", "mask")
-        )
-        return self._get_last_hidden_state(network, ids, mask, inputs["completion_ids"].shape[1])
+        return self._get_last_hidden_state(network, *whole_rows(inputs))
 
     def _teacher_side(self, inputs: dict[str, Any], items: list[Any], mask: Tensor) -> Side:
         """The teacher's side, from its cache or its own pass."""
