@@ -113,13 +113,15 @@ def test_full_of_confident_models_is_accurate_in_float32():
     assert got == pytest.approx(right, abs=1e-5)
 
 
-def test_full_is_differentiable():
+@pytest.mark.parametrize("spelling", ["full", "exact+"])
+def test_full_is_differentiable(installed, spelling):
     torch.manual_seed(0)
     logits, others = torch.randn(2, 1, 2, 5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda a, b: kl_penalty(a, b, "full"), (logits, others))
-    (got,) = torch.autograd.grad(kl_penalty(logits, others, "full").sum(), logits)
+    assert torch.autograd.gradcheck(lambda a, b: kl_penalty(a, b, spelling), (logits, others))
     p, u = logits.softmax(-1), logits.log_softmax(-1) - others.log_softmax(-1)
-    torch.testing.assert_close(got, p * (u - (p * u).sum(-1, keepdim=True)))
+    for penalty in (kl_penalty, installed.kl_penalty):
+        (got,) = torch.autograd.grad(penalty(logits, others, spelling).sum(), logits)
+        torch.testing.assert_close(got, p * (u - (p * u).sum(-1, keepdim=True)))
 
 
 def test_invalid_arguments_are_refused(unhooked):
