@@ -28,7 +28,7 @@ def failing(capsys, *words):
         ("mesure", "did you mean measure?", "kleash --help"),
         ("grpo", "kleash train grpo", ""),
         ("measure --polcy x", "did you mean --policy?", "kleash measure --help"),
-        ("sweep --prompts x", "did you mean --text?", "kleash sweep --help"),
+        ("measure --model x", "did you mean --policy?", "kleash measure --help"),
         ("train ppo --discount 1", "did you mean --gamma?", "kleash train ppo --help"),
         ("train ppo --whiten", "did you mean --no-whiten?", "kleash train ppo --help"),
         ("train ppo --dry-run", "train ppo has no option --dry-run. See", ""),

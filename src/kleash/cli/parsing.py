@@ -107,7 +107,6 @@ SYNONYMS = {
     **dict.fromkeys(("--base", "--base-model", "--ref", "--ref-model"), "--reference"),
     **dict.fromkeys(("--output", "--output-dir", "-o"), "--out"),
     **dict.fromkeys(("--input", "--data", "--dataset"), "--prompts"),
-    "--prompts": "--text",
     **dict.fromkeys(("--max-tokens", "--max-length", "--max-completion-length"), "--max-new-tokens"),
     **dict.fromkeys(("--num-samples", "--num-generations", "-n"), "--samples-per-prompt"),
     **dict.fromkeys(("--batch-size", "--per-device-train-batch-size"), "--batch-tokens"),
