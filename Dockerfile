@@ -1,4 +1,4 @@
-# kleash on CPUs: docker build -t kleash . && docker run --rm -v "$PWD:/data" kleash measure --policy tuned/ --reference base/
+# kleash on CPUs: docker build -t kleash . && docker run --rm -v "$PWD:/data" kleash measure --policy tuned/ --reference base/ --prompts prompts.jsonl --out drift/
 FROM python:3.11-slim
 COPY . /opt/kleash
 RUN pip install --no-cache-dir --constraint /opt/kleash/constraints.txt torch --index-url https://download.pytorch.org/whl/cpu \

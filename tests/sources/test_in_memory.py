@@ -34,7 +34,7 @@ def test_texts_are_documents_where_text_is_read_and_messages_are_messages():
     messages = [{"role": "user", "content": "Hi"}]
     assert list(records_in_memory(["a"], "text")) == [{"text": "a"}]
     assert list(records_in_memory([messages], "responses")) == [{"messages": messages}]
-    with pytest.raises(SourceError, match="responses, entry 1: expected a list of messages or a record"):
+    with pytest.raises(SourceError, match="responses, entry 1: expected a list of messages or a record with"):
         list(records_in_memory(["a"], "responses"))
 
 

@@ -162,8 +162,8 @@ def render_messages(
     """
     if not getattr(tokenizer, "chat_template", None):
         raise record.error(
-            f"a chat template renders its {name!r}, and the policy's tokenizer has none; give a text without "
-            "--chat-template apply, or a --tokenizer that has one"
+            f"a chat template renders its {name!r}, and the policy's tokenizer has none; give --chat-template raw, or "
+            "the policy a tokenizer that has one"
         )
     continues_last = generate and messages[-1]["role"] == "assistant"
     render = partial(

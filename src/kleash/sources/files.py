@@ -187,15 +187,15 @@ def source_path(name: str, kind: SourceKind) -> Path:
         path = _copy_of_standard_input()
     else:
         path = SHIPPED[name]() if name in SHIPPED else Path(name).expanduser()
+    hint = "; texts themselves stand in a file, or in Python in a list" if " " in name else ""
     try:
         size = path.stat().st_size
     except (FileNotFoundError, NotADirectoryError) as error:
-        hint = "; texts themselves stand in a file, or in Python in a list" if " " in name else ""
         raise SourceError(f"there is no file {shown_endpoint(name)}{hint}") from error
     except (OSError, ValueError) as error:  # such as a prompt given as a name: too long, or with a NUL
         raise SourceError(
             f"{shorten(name)} cannot be read ({getattr(error, 'strerror', None) or error}); give the name of a file "
-            f"of {accepted_formats(kind)}"
+            f"of {accepted_formats(kind)}{hint}"
         ) from error
     if not path.is_file():
         raise SourceError(

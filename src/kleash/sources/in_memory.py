@@ -43,7 +43,7 @@ def records_in_memory(data: Iterable[Any], kind: SourceKind) -> Iterator[dict[st
             yield {"messages": row}
         else:
             forms = (
-                "a list of messages or a record"
+                'a list of messages or a record with "prompt" and "response"'
                 if kind == "responses"
                 else "a text, a list of messages or a record"
             )
