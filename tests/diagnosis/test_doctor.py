@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from rectangular_rollouts import rollouts_of
@@ -454,6 +455,12 @@ def test_logits_are_read_by_the_doctor_alone_and_numbers_that_are_none_by_nobody
     trainer, engine = raw_logits(world)
     path = written(tmp_path / "rollouts.jsonl", world.rollouts(trainer, engine))
     assert len(read_rollouts(path, allow_logits=True)) == SEQUENCES
+    records = pd.DataFrame(map(json.loads, Path(path).read_text().splitlines()))
+    found = [diagnose(x) for x in (path, records, records.to_dict("records"))]
+    assert found[0].findings and found[0].findings == found[1].findings == found[2].findings
+    for nothing in ([], None, [1.0], {"a": 1}):
+        with pytest.raises(SourceError, match=r"the responses given|responses are|responses, entry 1"):
+            diagnose(nothing)
     with pytest.raises(SourceError, match="kleash doctor says more"):
         read_rollouts(path)
     engine[7] = 1e200

@@ -1,9 +1,10 @@
 """The doctor: ranks the causes of a mismatch by how well each predicts the columns on held-out responses."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import PurePath
-from typing import Any, cast
+from pathlib import Path, PurePath
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 
@@ -33,9 +34,11 @@ from kleash.jobs.options import job_of
 from kleash.jobs.reading_jobs import DoctorJob
 from kleash.models import Pair
 from kleash.models.pair_loading import load_pair_with
+from kleash.sources.in_memory import to_jsonl
 from kleash.sources.sequences import is_padded, padding_length
 from kleash.store import Diagnosis
 from kleash.store.file_hashes import require_unchanged_files, watching_files
+from kleash.store.job_folder import SOURCE
 from kleash.store.rollout_results import LikelyCause
 from kleash.version import __version__
 
@@ -51,21 +54,25 @@ has none; the last is the share of responses between the two with which the faul
 
 
 def diagnose(
-    rollouts: str | PurePath | Sequence[str | PurePath] | Sequence[RolloutRecord], **options: Any
+    rollouts: str
+    | PurePath
+    | Sequence[str | PurePath]
+    | Sequence[RolloutRecord]
+    | Iterable[Mapping[str, Any]],
+    **options: Any,
 ) -> Diagnosis:
     """Rank the likely causes of a mismatch between trainer and engine.
 
-    >>> import json, pathlib
     >>> sides = {f"{side}_logprobs": [-1.1, -2.2, -0.4] for side in ("trainer", "engine")}
     >>> row = {"prompt_token_ids": [1], "response_token_ids": [5, 6, 7], **sides}
-    >>> _ = pathlib.Path("rollouts.json").write_text(json.dumps(20 * [row]))
-    >>> kleash.diagnose("rollouts.json").findings  # both sides agree
+    >>> kleash.diagnose(20 * [row]).findings  # both sides agree; or a file's name
     ()
 
     Args:
-        rollouts: files, folders or patterns as for ``read_rollouts``, or rollouts that were read.
-        options: with files the fields of ``DoctorJob``, such as ``policy`` and ``reference``; with rollouts the
-            keyword arguments of ``diagnose_records``.
+        rollouts: files, folders or patterns as for ``read_rollouts``, their records in a list, data set or data frame,
+            or rollouts that were read.
+        options: with files and records the fields of ``DoctorJob``, such as ``policy`` and ``reference``; with rollouts
+            the keyword arguments of ``diagnose_records``.
 
     Raises:
         SourceError: if a file cannot be read, no token counts, or the models cannot read a rollout.
@@ -73,10 +80,17 @@ def diagnose(
         ChangedInputError: if a file of the rollouts or a model is written to meanwhile.
         UnknownNameError, OptionError: if an option is unknown, or its value is not allowed.
     """
-    names = [rollouts] if isinstance(rollouts, str | PurePath) else list(rollouts)
-    if names and all(isinstance(name, str | PurePath) for name in names):
-        return diagnose_file(job_of(DoctorJob, {"rollouts": tuple(map(str, names)), **options}))
-    return diagnose_records(cast("list[RolloutRecord]", names), **options)
+    given: Any = [rollouts] if isinstance(rollouts, str | PurePath) else rollouts
+    kinds = {type(each) for each in given} if isinstance(given, Sequence) else set[type]()
+    if kinds == {RolloutRecord}:
+        return diagnose_records(given, **options)
+    if kinds and all(issubclass(kind, str | PurePath) for kind in kinds):
+        return diagnose_file(job_of(DoctorJob, {"rollouts": tuple(map(str, given)), **options}))
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / SOURCE
+        path.write_bytes(to_jsonl(given, "responses"))
+        diagnosis = diagnose_file(job_of(DoctorJob, {"rollouts": (str(path),), **options}))
+    return replace(diagnosis, file="rollouts in memory", files={})
 
 
 def diagnose_records(

@@ -50,15 +50,13 @@ def records_in_memory(data: Iterable[Any], kind: SourceKind) -> Iterator[dict[st
             raise SourceError(f"{kind}, entry {number}: expected {forms} and found {show_value(row)}")
 
 
-def write_source(data: Iterable[Any], kind: SourceKind, folder: Path) -> None:
-    """Write a source in memory into the folder of a run, as ``source.jsonl``, which the run then reads.
+def to_jsonl(data: Iterable[Any], kind: SourceKind) -> bytes:
+    """The JSONL file of a source in memory.
 
-    So a run of a list is hashed, resumed and repeated as one of a file. Values that JSON has no word for, such as
-    dates, become texts; arrays become lists.
+    Values that JSON has no word for, such as dates, become texts; arrays become lists.
 
     Raises:
         SourceError: as ``records_in_memory``, or if there is no record.
-        RunFolderError: if the folder holds the run of another source, or cannot be written.
     """
     lines = (
         json.dumps(
@@ -69,6 +67,19 @@ def write_source(data: Iterable[Any], kind: SourceKind, folder: Path) -> None:
     content = "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace")
     if not content:
         raise SourceError(f"there is no entry among the {kind} given; give at least one")
+    return content
+
+
+def write_source(data: Iterable[Any], kind: SourceKind, folder: Path) -> None:
+    """Write a source in memory into the folder of a run, as ``source.jsonl``, which the run then reads.
+
+    So a run of a list is hashed, resumed and repeated as one of a file.
+
+    Raises:
+        SourceError: as ``to_jsonl``.
+        RunFolderError: if the folder holds the run of another source, or cannot be written.
+    """
+    content = to_jsonl(data, kind)
     path = folder / SOURCE
     with folder_lock(folder, ADVICE_IF_LOCKED, on_wait=lambda: None):
         stored = path.read_bytes() if path.exists() else None
