@@ -114,21 +114,24 @@ def test_a_folder_that_is_left_is_not_joined_by_other_weights_in_memory(policy, 
     ("options", "error", "word"),
     [
         ({"tokenizer": None}, OptionError, "tokenizer="),
+        ({"tokenizer": 3}, OptionError, "type int"),
         ({"reference": None}, OptionError, "give a reference"),
         ({"resume": True}, OptionError, "resume"),
         ({"dtype": "bfloat16"}, OptionError, "dtype"),
         ({"reference_cache": "cache"}, OptionError, "reference_cache"),
         ({"engine": "ray"}, OptionError, "engine"),
         ({"policy": 3}, OptionError, "transformers model"),
+        ({"policy": "no head"}, OptionError, "AutoModelForCausalLM loads; it is of type LlamaModel"),
         ({"reference": "http://127.0.0.1:1/v1"}, KleashError, "server"),
     ],
 )
 def test_what_cannot_be_with_a_model_in_memory_is_refused(
     options, error, word, policy, pair, tokenizer, tmp_path
 ):
-    given = {"policy": policy, "reference": str(pair[1]), "tokenizer": tokenizer, "text": TEXTS}
+    given = {"policy": policy, "reference": str(pair[1]), "tokenizer": tokenizer, "text": TEXTS, **options}
+    given |= {"policy": policy.model} if given["policy"] == "no head" else {}
     with pytest.raises(error, match=word):
-        kleash.measure(**{**given, "out": tmp_path / "run", **options})
+        kleash.measure(**given, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

@@ -34,7 +34,7 @@ def test_both_models_answer_the_prompts_with_the_largest_kl(tmp_path: Path) -> N
     assert shown.per_token == plain.per_token and plain.prompts[0].reference_response is None
     page = (tmp_path / "shown" / "report.html").read_text(encoding="utf-8")
     assert page.count("<summary>Responses</summary>") == 3
-    assert kleash.open(tmp_path / "shown").prompts == shown.prompts
+    assert kleash.open(tmp_path / "shown").prompts == kleash.open(shown).prompts == shown.prompts
 
 
 @pytest.mark.parametrize(

@@ -315,5 +315,6 @@ def test_invalid_options_are_refused_before_anything_is_attached(folder, tmp_pat
         kleash.attach(trainer, out=tmp_path / "run", **asked)
     assert trainer.callback_handler.callbacks == before and not (tmp_path / "run").exists()
     kleash.attach(trainer, out=tmp_path / "run")
-    with pytest.raises(OptionError, match="this trainer has a run log already"):
-        kleash.attach(trainer, out=tmp_path / "other")
+    for given, reason in ((trainer, "has a run log already"), (trainer.model, "it is of type")):
+        with pytest.raises(OptionError, match=reason):
+            kleash.attach(given, out=tmp_path / "other")

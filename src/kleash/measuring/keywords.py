@@ -84,9 +84,10 @@ def pair_in_memory(options: Mapping[str, Any]) -> Generator[tuple[dict[str, Any]
         return
     require_one_process("a measurement of a model in memory")
     for role, network in networks.items():
-        if not hasattr(network, "get_input_embeddings"):
+        if not hasattr(network, "generate"):
             raise OptionError(
-                f"{role} is a name or a transformers model; it is of type {type(network).__name__}"
+                f"{role} is a name or a transformers model with a language-model head, as AutoModelForCausalLM loads; "
+                f"it is of type {type(network).__name__}"
             )
     for name in OF_FILES:
         if options.get(name) not in (None, False, "auto", "local"):
@@ -98,6 +99,8 @@ def pair_in_memory(options: Mapping[str, Any]) -> Generator[tuple[dict[str, Any]
         raise OptionError("a model in memory needs its tokenizer: give tokenizer=…, an object or a name")
     if _is_name(tokenizer):
         tokenizer = load_tokenizer(find_checkpoint(str(tokenizer), role="tokenizer"), trust_remote_code=False)
+    if not hasattr(tokenizer, "get_vocab"):
+        raise OptionError(f"tokenizer is a name or a tokenizer; it is of type {type(tokenizer).__name__}")
     (other,) = [role for role in ROLES if role not in networks] or [None]
     name = options.get(str(other)) or (SHIPPED_POLICY if other == "policy" else None)
 

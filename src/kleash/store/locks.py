@@ -172,8 +172,10 @@ def _open_lock(folder: Path, name: str) -> int:
     """The descriptor of a file that is locked, made with its folder if it is missing.
 
     Raises:
-        RunFolderError: if it cannot be written.
+        RunFolderError: if it cannot be written, or is a file.
     """
+    if folder.is_file():
+        raise RunFolderError(f"{folder} is a file; give the name of a folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o666)

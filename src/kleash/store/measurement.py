@@ -310,6 +310,10 @@ class Measurement(MeasuredResult):
     folder: Path | None = field(default=None, compare=False, metadata=NOT_WRITTEN)
     """Where its files are; None if it was not read from them."""
 
+    def __fspath__(self) -> str:
+        """Its run folder, for functions that take one, such as ``kleash.compare``."""
+        return str(self.folder)
+
     @property
     def source_kind(self) -> str:
         """The option that named the source: "prompts", "text" or "responses"."""
