@@ -7,7 +7,7 @@ from trl_batches import TRL_MARKS, make, moved, whole_logp
 
 import kleash
 from kleash.cli import main
-from kleash.errors import OptionError, RunFolderError, UnknownNameError
+from kleash.errors import NonFiniteError, OptionError, RunFolderError, UnknownNameError
 from kleash.integrations.trainer import BetaController, DriftMonitor
 from kleash.leash import FixedBeta, PIDBeta
 from kleash.models import Sampling
@@ -36,10 +36,12 @@ def grpo(trl, folder, tmp_path, *, leashed=True, kind="GRPO", **settings):
 def plain(folder, tmp_path, kind=Trainer, **settings):
     ids = torch.randint(3, 300, (8, 12), generator=torch.Generator().manual_seed(0)).tolist()
     given = {**QUIET, "max_steps": 4, "logging_steps": 2, "seed": 3, **settings}
+    rows = [{"input_ids": row, "labels": row} for row in ids]
     return kind(
         model=AutoModelForCausalLM.from_pretrained(folder),
         args=TrainingArguments(output_dir=str(tmp_path / "hf"), **given),
-        train_dataset=[{"input_ids": row, "labels": row} for row in ids],
+        train_dataset=rows,
+        eval_dataset=rows,
         processing_class=AutoTokenizer.from_pretrained(folder),
     )
 
@@ -187,9 +189,12 @@ def test_dpo_is_steered_by_the_monitor_and_its_time_is_apart(trl, folder, tmp_pa
     assert steps[3].metrics["pairs/margin"] > 0 and trainer.beta > 0.5
 
 
-def test_plain_trainer_is_logged_resumed_and_not_overwritten(folder, tmp_path):
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_plain_trainer_is_logged_resumed_and_not_overwritten(folder, tmp_path, strategy):
+    intervals = {"save_strategy": strategy, "save_steps": 3, "eval_strategy": strategy, "eval_steps": 3}
+
     def run(until, **resume):
-        trainer = plain(folder, tmp_path, max_steps=until, save_strategy="steps", save_steps=3)
+        trainer = plain(folder, tmp_path, max_steps=until, per_device_train_batch_size=3, **intervals)
         log = kleash.attach(trainer, monitor=monitor(folder), out=tmp_path / "run")
         trainer.train(**resume)
         return log
@@ -198,13 +203,21 @@ def test_plain_trainer_is_logged_resumed_and_not_overwritten(folder, tmp_path):
     steps = read_steps(tmp_path / "run")
     assert [step.step for step in steps] == [2, 3], "a checkpoint is of a step that is written"
     assert steps[1].metrics["loss"] > 0 and steps[1].metrics["kl/exact_per_token"] > 0
-    with pytest.raises(
-        RunFolderError, match=r"holds a run already; go on with it with trainer\.train\(resume"
-    ):
+    with pytest.raises(RunFolderError, match=r"a run already; go on with it with trainer\.train\(resume"):
         run(6)
     log = run(6, resume_from_checkpoint=True)
-    assert [step.step for step in read_steps(tmp_path / "run")] == [2, 3, 4, 6]
+    steps = read_steps(tmp_path / "run")
+    assert {step.step: "eval/loss" in step.metrics for step in steps} == {2: False, 3: True, 4: False, 6: True}
     assert log.result_of_run.policy.endswith("checkpoint-6") and log.result_of_run.algorithm == "trainer"
+
+
+def test_loss_that_is_nan_is_not_logged_as_the_mean_of_others(folder, tmp_path):
+    trainer = plain(folder, tmp_path)
+    kleash.attach(trainer, out=tmp_path / "run")
+    with torch.no_grad():
+        next(trainer.model.parameters()).fill_(torch.nan)
+    with pytest.raises(NonFiniteError, match="the loss of step 2 is nan"):
+        trainer.train()
 
 
 def test_alert_stops_a_run(trl, folder, tmp_path, monkeypatch):
@@ -255,7 +268,8 @@ def test_evaluation_is_the_headline_and_the_best_checkpoint_is_named(trl, folder
     assert f"held-out reward {result.held_out['eval/reward']:.2f}"[:-1] in summarize(result).headline
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert page.index("Held-out reward") < page.index(">Reward<") and f"checkpoint-{best}" in page
-    longer = grpo(trl, folder, tmp_path, max_steps=6, **settings, more={"eval_dataset": held_out})
+    sets = {"sea": held_out.select([0]), "rain": held_out.select([1])}
+    longer = grpo(trl, folder, tmp_path, max_steps=6, **settings, more={"eval_dataset": sets})
     kleash.attach(longer, out=tmp_path / "run")
     longer.train(resume_from_checkpoint=True)
     last = read_steps(tmp_path / "run")[-1].metrics

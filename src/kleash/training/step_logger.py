@@ -25,6 +25,8 @@ TRL_METRICS = {
     metric.trl: name for name, metric in METRICS.items() if metric.trl is not None and metric.trl != "kl"
 }
 """Metric of TRL -> the metric of kleash with the same meaning; TRL's "kl" is another one in each trainer."""
+DUE = ("should_log", "should_evaluate", "should_save")
+"""What transformers does after a step, by the names of ``TrainerControl``."""
 PRICED = ("grpo", "rloo", "dpo")
 """Algorithms whose beta belongs to a KL."""
 
@@ -72,11 +74,15 @@ class StepLogger(AttachedCallback):
         """Metrics since the last step that was written."""
         self._trl_step = 0
         """The trainer's step at that step."""
-        self._awaits_evaluation = False
+        self._evaluations = 0
+        """The evaluations that the step awaits before it is written: one of each held-out set."""
+        self._due: dict[str, bool] = {}
+        """What was due after the last step of an epoch."""
 
     def attach(self, trainer: Any) -> "StepLogger":
         """Add this callback to the trainer; returns itself."""
         super().attach(trainer)
+        trainer.args.logging_nan_inf_filter = False  # which logs the mean loss so far in place of a NaN
         monitor = self._callback(DriftMonitor)
         if monitor is not None:
             is_exact = self.recorder is not None and self.recorder.is_exact
@@ -115,9 +121,21 @@ class StepLogger(AttachedCallback):
             self._logged["beta"] = controller.controller.beta
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Have the trainer log where it saves, evaluates or ends, so that a checkpoint is of a step that is written."""
+        """Have the trainer log where it saves, evaluates or ends, so that a checkpoint is of a step that is written.
+
+        After the last step of an epoch all waits for ``on_epoch_end``, where more may be due.
+        """
         ends = state.global_step >= state.max_steps
         control.should_log |= control.should_save or control.should_evaluate or ends
+        if control.should_training_stop or float(state.epoch).is_integer():
+            self._due = {name: getattr(control, name) for name in DUE}
+            vars(control).update(dict.fromkeys(DUE, False))
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Have the trainer log, evaluate and save what is due after the last step of an epoch, or for the epoch."""
+        vars(control).update({name: getattr(control, name) or self._due.get(name, False) for name in DUE})
+        control.should_log |= control.should_save or control.should_evaluate
+        self._due = {}
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
@@ -130,7 +148,12 @@ class StepLogger(AttachedCallback):
         logs = {name: value for name, value in (logs or {}).items() if value is not None}
         names = {name: self.metric_names.get(name, name) for name in logs}
         known = sorted(
-            (name for name in logs if names[name] in METRICS or names[name].startswith(PART)),
+            (
+                name
+                for name in logs
+                if (names[name] in METRICS or names[name].startswith(PART))
+                and (self._evaluations or not names[name].startswith("eval/"))  # of no step that is written
+            ),
             key=lambda name: names[name] == name,  # kleash's own metrics have the last word
         )
         self._logged |= {names[name]: float(logs[name]) for name in known}
@@ -142,21 +165,25 @@ class StepLogger(AttachedCallback):
                 f"the loss of step {self.step} is {logs['loss']}; lower the learning rate, or look at the last "
                 f"checkpoint in {args.output_dir}"
             )
-        self._awaits_evaluation = control.should_evaluate
-        if not self._awaits_evaluation:
+        held_out = self.trainer.eval_dataset
+        self._evaluations = control.should_evaluate * (len(held_out) if isinstance(held_out, dict) else 1)
+        if not self._evaluations:
             self._record(state, control)
 
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: dict[str, float] | None = None, **_: Any
     ) -> None:
         """Record the step that was evaluated, with the rewards and the KL of the evaluation's responses."""
+        awaited = self._evaluations
+        self._evaluations = max(0, awaited - 1)
+        if awaited > 1:  # the responses to all held-out sets are one evaluation
+            return
         evaluation, responses = ({}, []) if self.recorder is None else self.recorder.pop_evaluation()
         if metrics is not None and "eval/reward" in evaluation:
             metrics["eval_reward"] = evaluation[
                 "eval/reward"
             ]  # without a KL penalty, for the best checkpoint
-        if self._awaits_evaluation:
-            self._awaits_evaluation = False
+        if awaited:
             self._logged |= evaluation
             self._record(state, control, held_out=responses)
 
