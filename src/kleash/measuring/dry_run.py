@@ -78,7 +78,7 @@ def dry_run(job: MeasureJob | CacheJob | SweepJob) -> Summary:
 
 
 def _check_out(job: MeasureJob | CacheJob | SweepJob) -> None:
-    """Check the folder of a job as its run does where no other process works on it."""
+    """Check the folder of a job as its run does where no other process works on it; base logits are one file."""
     match job:
         case MeasureJob(out=str(out)):
             RunFolder(Path(out).expanduser()).check(resume=job.resume)
@@ -86,8 +86,6 @@ def _check_out(job: MeasureJob | CacheJob | SweepJob) -> None:
             check_cache_folder(Path(out).expanduser())
         case SweepJob(out=str(out)):
             check_sweep_folder(Path(out).expanduser(), resume=job.resume)
-        case _:  # of base logits, one file that is replaced; or no folder yet
-            pass
 
 
 def _models_and_source(job: MeasureJob | CacheJob | SweepJob) -> tuple[dict[str, str], MeasureJob]:

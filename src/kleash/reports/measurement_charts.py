@@ -37,7 +37,9 @@ from kleash.store.statistics import EXACT_KL, kl_directions, label_of
 
 def means_chart(measurement: Measurement) -> Chart:
     """The KL in both directions, or its bounds, and the one-sample estimators on the same tokens."""
-    kls = {name: measurement.per_token[name] for name in _kls(measurement)}
+    bounds = [f"{measurement.headline}_{end}" for end in ("lower", "upper")]
+    shown = [*(bounds if upper_bound(measurement) is not None else ()), *kl_directions(measurement.headline)]
+    kls = {name: measurement.per_token[name] for name in shown if name in measurement.per_token}
     records = measurement.estimators
     rows = (
         *((label_of(name), format_with_interval(number), UNKNOWN, UNKNOWN) for name, number in kls.items()),
@@ -61,13 +63,6 @@ def means_chart(measurement: Measurement) -> Chart:
         header=("Mean", "Value, nats per token", "Bias against exact", "Standard deviation per token"),
         rows=rows,
     )
-
-
-def _kls(measurement: Measurement) -> list[str]:
-    """The names of the KLs that the chart of means has: bounds, then directions."""
-    bounds = [f"{measurement.headline}_{end}" for end in ("lower", "upper")]
-    exact = [name for name in kl_directions(measurement.headline) if name in measurement.per_token]
-    return exact if upper_bound(measurement) is None else [*bounds, *exact]
 
 
 def _draw_means(axes: Any, *, kls: Mapping[str, Estimate], estimators: Mapping[str, Estimate]) -> None:

@@ -204,6 +204,8 @@ def card_section(measurement: Measurement) -> str:
             ),
         )
     ]
+    command = measure_command(measurement.job)
+    fence = max(["``", *re.findall(r"`+", command)], key=len) + "`"
     parts = [
         "## Drift from the reference",
         card_sentence(measurement),
@@ -211,7 +213,7 @@ def card_section(measurement: Measurement) -> str:
         escape_text(as_sentence(_with_published_names(measurement.estimand, measurement))),
         *remarks,
         f"Measured with kleash {escape_text(measurement.kleash)}. The command that repeats it:",
-        code_block(measure_command(measurement.job)),
+        f"{fence}bash\n{command}\n{fence}",
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -239,12 +241,6 @@ def card_sentence(measurement: Measurement) -> str:
 def _per_token(number: Estimate) -> str:
     """A number in nats per token with its interval."""
     return escape_text(with_interval(number).replace(" nats", " nats per token", 1))
-
-
-def code_block(text: str) -> str:
-    """A fenced block of code; the fence is longer than any in ``text``."""
-    fence = max(["``", *re.findall(r"`+", text)], key=len) + "`"
-    return f"{fence}bash\n{text}\n{fence}"
 
 
 def source_of(measurement: Measurement) -> str:

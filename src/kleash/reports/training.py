@@ -11,7 +11,7 @@ from kleash.jobs.option_groups import in_order_of_help
 from kleash.reports.formatting import command_line, format_number, format_value
 from kleash.reports.page import write_page
 from kleash.reports.training_charts import run_charts, thin_steps
-from kleash.store import Sample, SampleRecord, StepRecord, TrainingFolder, TrainingResult, read_samples
+from kleash.store import StepRecord, TrainingFolder, TrainingResult, read_samples
 from kleash.store.job_folder import RunHeader
 from kleash.store.metrics import METRICS, metric_of, number_of
 from kleash.store.steps import STEPS
@@ -47,6 +47,7 @@ def write_training_report(folder: Path) -> Path:
             else f"{folder} holds a training run without a step; the report needs at least one"
         )
     events = [(record.step, event) for record in history for event in record.events]
+    sampled = read_samples(folder)
     return write_page(
         folder / "report.html",
         "training.html",
@@ -63,7 +64,10 @@ def write_training_report(folder: Path) -> Path:
         charts=run_charts(
             history, target=target_nats(header), per=str(header.settings.get("target_per", "sequence"))
         ),
-        samples=samples_by_step(read_samples(folder)),
+        samples=[
+            (step, [each.sample for each in sampled if each.step == step][:MAX_SAMPLES])
+            for step in thin_steps(sorted({each.step for each in sampled}), MAX_SAMPLE_STEPS)
+        ],
         metrics=metrics_table(history),
         command=None if "trainer" in header.settings else rerun_command(header, history),
     )
@@ -119,14 +123,6 @@ def format_metric(metrics: Mapping[str, float], name: str) -> str:
     text = format_number(number)
     value = f"{text.value} ± {text.error}" if number.has_error else format_value(number.value)
     return f"{value} nats" if metric_of(name).unit == "nats" else value
-
-
-def samples_by_step(records: Sequence[SampleRecord]) -> list[tuple[int, list[Sample]]]:
-    """Sampled responses of up to ``MAX_SAMPLE_STEPS`` steps, the first and the last among them."""
-    steps = thin_steps(sorted({record.step for record in records}), MAX_SAMPLE_STEPS)
-    return [
-        (step, [record.sample for record in records if record.step == step][:MAX_SAMPLES]) for step in steps
-    ]
 
 
 def metrics_table(history: Sequence[StepRecord]) -> list[tuple[str, str, str, str, str]]:

@@ -45,7 +45,8 @@ def find_dataset(name: str, reading: ReadOptions) -> tuple[tuple[Path, ...], tup
     path = Path(name).expanduser()
     try:
         exists, has_splits, has_state = path.exists(), (path / SPLITS).is_file(), (path / STATE).is_file()
-        has_data_files = path.is_dir() and _has_data_files(path)
+        is_of_another_kind = any((path / name).is_file() for name in NO_DATA_SET)  # a model, or a run
+        has_data_files = path.is_dir() and not is_of_another_kind and any(_data_files(path))
     except (OSError, ValueError):  # such as a prompt given as a name; opening the file says what is wrong
         return None
     if has_splits or has_state:
@@ -99,12 +100,6 @@ def _saved_files(name: str, folder: Path, reading: ReadOptions) -> tuple[tuple[P
 def _has_data_suffix(path: Path) -> bool:
     """Whether the name of a path ends as that of a data file, perhaps compressed."""
     return uncompressed_suffix(path) in DATA_SUFFIXES
-
-
-def _has_data_files(folder: Path) -> bool:
-    """Whether a folder looks like a data set in the hub's layout, not like a model or a run."""
-    is_of_another_kind = any((folder / name).is_file() for name in NO_DATA_SET)
-    return not is_of_another_kind and next(_data_files(folder), None) is not None
 
 
 def _data_files(folder: Path) -> Iterator[Path]:

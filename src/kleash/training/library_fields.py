@@ -174,8 +174,7 @@ def _refusal(job: TrainJob, name: str) -> str | None:
     for option in OPTIONS.get(name, ()):
         if hasattr(job, option):
             return f"{flag(option)} decides this; give that"
-    is_online = hasattr(job, "kl_place")
-    return REFUSED.get(name) or (REFUSED_ONLINE.get(name) if is_online else None)
+    return REFUSED.get(name) or (REFUSED_ONLINE.get(name) if hasattr(job, "kl_place") else None)
 
 
 def _value(name: str, text: str, hint: Any) -> Any:

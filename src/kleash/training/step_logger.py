@@ -75,7 +75,7 @@ class StepLogger(AttachedCallback):
         self._trl_step = 0
         """The trainer's step at that step."""
         self._evaluations = 0
-        """The evaluations that the step awaits before it is written: one of each held-out set."""
+        """The evaluations that the step awaits before it is written, one of each held-out set; below 0 after others."""
         self._due: dict[str, bool] = {}
         """What was due after the last step of an epoch."""
 
@@ -133,9 +133,8 @@ class StepLogger(AttachedCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Have the trainer log, evaluate and save what is due after the last step of an epoch, or for the epoch."""
-        vars(control).update({name: getattr(control, name) or self._due.get(name, False) for name in DUE})
+        vars(control).update({name: self._due.pop(name, False) or getattr(control, name) for name in DUE})
         control.should_log |= control.should_save or control.should_evaluate
-        self._due = {}
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
@@ -145,19 +144,19 @@ class StepLogger(AttachedCallback):
         Raises:
             NonFiniteError: if the loss is NaN or infinite.
         """
-        logs = {name: value for name, value in (logs or {}).items() if value is not None}
-        names = {name: self.metric_names.get(name, name) for name in logs}
-        known = sorted(
-            (
-                name
-                for name in logs
-                if (names[name] in METRICS or names[name].startswith(PART))
-                and (self._evaluations or not names[name].startswith("eval/"))  # of no step that is written
-            ),
-            key=lambda name: names[name] == name,  # kleash's own metrics have the last word
-        )
-        self._logged |= {names[name]: float(logs[name]) for name in known}
-        if "loss" not in logs:
+        logs = logs or {}
+        named = {
+            self.metric_names.get(name, name): value
+            for name, value in sorted(logs.items(), key=lambda item: item[0] not in self.metric_names)
+            if value is not None
+        }  # kleash's own metrics have the last word
+        self._logged |= {
+            name: float(value)
+            for name, value in named.items()
+            if (name in METRICS or name.startswith(PART))
+            and (self._evaluations > 0 or not name.startswith("eval/"))  # which is of no step that is written
+        }
+        if logs.get("loss") is None:
             return
         self.step = state.global_step // self.trl_steps_per_step
         if not abs(logs["loss"]) < float("inf"):
@@ -174,16 +173,15 @@ class StepLogger(AttachedCallback):
         self, args: Any, state: Any, control: Any, metrics: dict[str, float] | None = None, **_: Any
     ) -> None:
         """Record the step that was evaluated, with the rewards and the KL of the evaluation's responses."""
-        awaited = self._evaluations
-        self._evaluations = max(0, awaited - 1)
-        if awaited > 1:  # the responses to all held-out sets are one evaluation
+        self._evaluations -= 1
+        if self._evaluations > 0:  # the responses to all held-out sets are one evaluation
             return
         evaluation, responses = ({}, []) if self.recorder is None else self.recorder.pop_evaluation()
         if metrics is not None and "eval/reward" in evaluation:
             metrics["eval_reward"] = evaluation[
                 "eval/reward"
             ]  # without a KL penalty, for the best checkpoint
-        if awaited:
+        if self._evaluations == 0:
             self._logged |= evaluation
             self._record(state, control, held_out=responses)
 

@@ -30,7 +30,6 @@ FIXED_ARGUMENTS = MappingProxyType(
         "lr_scheduler_type": "constant",
         "report_to": "none",
         "disable_tqdm": True,
-        "logging_nan_inf_filter": False,
     }
 )
 
