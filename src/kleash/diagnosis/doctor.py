@@ -80,15 +80,15 @@ def diagnose(
         ChangedInputError: if a file of the rollouts or a model is written to meanwhile.
         UnknownNameError, OptionError: if an option is unknown, or its value is not allowed.
     """
-    given: Any = [rollouts] if isinstance(rollouts, str | PurePath) else rollouts
-    kinds = {type(each) for each in given} if isinstance(given, Sequence) else set[type]()
+    entries: Any = [rollouts] if isinstance(rollouts, str | PurePath) else rollouts
+    kinds = {type(each) for each in entries} if isinstance(entries, Sequence) else set[type]()
     if kinds == {RolloutRecord}:
-        return diagnose_records(given, **options)
+        return diagnose_records(entries, **options)
     if kinds and all(issubclass(kind, str | PurePath) for kind in kinds):
-        return diagnose_file(job_of(DoctorJob, {"rollouts": tuple(map(str, given)), **options}))
+        return diagnose_file(job_of(DoctorJob, {"rollouts": tuple(map(str, entries)), **options}))
     with TemporaryDirectory() as folder:
         path = Path(folder) / SOURCE
-        path.write_bytes(to_jsonl(given, "responses"))
+        path.write_bytes(to_jsonl(entries, "responses"))
         diagnosis = diagnose_file(job_of(DoctorJob, {"rollouts": (str(path),), **options}))
     return replace(diagnosis, file="rollouts in memory", files={})
 
