@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import torch
 
 from kleash.diagnosis.causes import CAUSES, HEALTHY, likely_cause
 from kleash.diagnosis.column_hypotheses import (
@@ -17,6 +18,7 @@ from kleash.diagnosis.column_hypotheses import (
     temperature_hypotheses,
     unexplained,
 )
+from kleash.diagnosis.engine_numbers import note_on_equal_columns
 from kleash.diagnosis.hypothesis import Hypothesis, probabilities
 from kleash.diagnosis.model_hypotheses import (
     common_temperature,
@@ -159,6 +161,7 @@ def _notes(table: TokenTable, *, has_models: bool) -> list[str]:
         for name, count in counts.items()
         if count
     ]
+    notes += note_on_equal_columns(torch.from_numpy(table.trainer), torch.from_numpy(table.engine))
     if zeros := int(np.sum(table.trainer <= LOG_OF_ZERO)):
         notes.append(f"the trainer gives a probability of 0 to {zeros} tokens that the engine drew")
     if table.rounding_error.any() and not _short_side(table):

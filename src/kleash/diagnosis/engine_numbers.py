@@ -6,6 +6,8 @@ from dataclasses import fields
 from pathlib import PurePath
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from kleash.diagnosis.rollout_files import note_on_one_sided_files, read_rollout_files
 from kleash.diagnosis.rollout_records import PaddedRollouts, padded
@@ -92,20 +94,26 @@ def _noise_floor_of_decimals(columns: PaddedRollouts) -> float | None:
     return largest**2 / 2 or None
 
 
-def _notes(columns: PaddedRollouts, noise_floor: float | None, weight: Estimate) -> list[str]:
-    """What a reader of the numbers should know of the columns: what they cannot show, and that they disagree."""
-    notes = list[str]()
-    trainer, engine = (column[columns.is_counted] for column in (columns.trainer, columns.engine))
-    if are_columns_equal(trainer, engine):
-        notes.append(
+def note_on_equal_columns(trainer: Float[Tensor, "tokens"], engine: Float[Tensor, "tokens"]) -> list[str]:
+    """What equal columns may mean; nothing of others."""
+    if not (len(trainer) and torch.equal(trainer, engine)):
+        return []
+    if not are_columns_equal(trainer, engine):
+        return [
+            f"both columns are {trainer[0]:g} at all {len(trainer)} tokens, as columns that were not filled in"
+        ]
+    return [
+        (
             f"both columns are equal bit for bit at all {len(trainer)} tokens: either one computation gives the "
             "log-probabilities of both sides, or one column is a copy of the other, as where training takes the "
             "engine's values for its own (verl's bypass_mode)"
         )
-    elif torch.equal(trainer, engine):
-        notes.append(
-            f"both columns are {trainer[0]:g} at all {len(trainer)} tokens, as columns that were not filled in"
-        )
+    ]
+
+
+def _notes(columns: PaddedRollouts, noise_floor: float | None, weight: Estimate) -> list[str]:
+    """What a reader of the numbers should know of the columns: what they cannot show, and that they disagree."""
+    notes = note_on_equal_columns(*(x[columns.is_counted] for x in (columns.trainer, columns.engine)))
     if noise_floor is not None:
         notes.append(
             f"the log-probabilities are written with few decimals, which alone makes a KL of up to {noise_floor:.1g} "
