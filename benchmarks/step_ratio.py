@@ -2,11 +2,13 @@
 
 python benchmarks/step_ratio.py                                        # 16 prompts x 8 responses x 12 tokens
 python benchmarks/step_ratio.py --prompts 16 --samples 4 --tokens 32 --rounds 40
+python benchmarks/step_ratio.py --shape 50m --prompts 4 --samples 4 --tokens 32 --rounds 10
 
-Three trainers of the shipped reference take turns, a step each, in one process: TRL's ``GRPOTrainer`` with a beta,
-``LeashedGRPOTrainer``, and that with ``kleash.attach``, whose callbacks are those of ``kleash train grpo``. A step is
-all from one beginning to the next: generation, reward, loss, update, log. Seconds are those of the thread's processor,
-which other processes disturb less than the clock. The ratio is that of two steps of one round, the median over rounds.
+Three trainers of the shipped reference, or of a random model of ``commands.py``, take turns, a step each, in one
+process: TRL's ``GRPOTrainer`` with a beta, ``LeashedGRPOTrainer``, and that with ``kleash.attach``, whose callbacks are
+those of ``kleash train grpo``. A step is all from one beginning to the next: generation, reward, loss, update, log.
+Seconds are those of the thread's processor, which other processes disturb less than the clock. The ratio is that of two
+steps of one round, the median over rounds.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from time import thread_time
 from typing import Any
 
 import torch
+from commands import SHAPES, make_pair
 from datasets import Dataset
 from harness import parser_of
 from transformers import TrainerCallback
@@ -78,7 +81,7 @@ def reward(completions: list[str], **_: Any) -> list[float | None]:
     return [text.count("e") / max(1, len(text)) for text in completions]
 
 
-def trainer_of(name: str, folder: Path, size: argparse.Namespace) -> Any:
+def trainer_of(name: str, model: str, folder: Path, size: argparse.Namespace) -> Any:
     """One of the three trainers."""
     rows = size.prompts * size.samples
     config = GRPOConfig(
@@ -99,7 +102,7 @@ def trainer_of(name: str, folder: Path, size: argparse.Namespace) -> Any:
     )
     prompts = [json.loads(line)["prompt"] for line in shipped_prompts().read_text().splitlines()]
     trainer = (GRPOTrainer if name == "TRL" else LeashedGRPOTrainer)(
-        model=str(shipped_folder("reference")),
+        model=model,
         reward_funcs=reward,
         args=config,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
@@ -113,7 +116,8 @@ def seconds_of_steps(size: argparse.Namespace, folder: Path) -> dict[str, list[f
     """The seconds of each counted step, by trainer; the steps of one round have one place."""
     turns = Turns(len(NAMES))
     watches = [Stopwatch(turns, number) for number in range(len(NAMES))]
-    trainers = [trainer_of(name, folder, size) for name in NAMES]
+    model = str(shipped_folder("reference")) if size.shape == "shipped" else make_pair(folder, size.shape)[1]
+    trainers = [trainer_of(name, model, folder, size) for name in NAMES]
 
     def run(number: int) -> None:
         trainers[number].add_callback(watches[number])
@@ -134,7 +138,9 @@ def seconds_of_steps(size: argparse.Namespace, folder: Path) -> dict[str, list[f
 
 def main() -> None:
     """Print the table."""
-    size = parser_of(__doc__, prompts=16, samples=8, tokens=12, rounds=30).parse_args()
+    parser = parser_of(__doc__, prompts=16, samples=8, tokens=12, rounds=30)
+    parser.add_argument("--shape", choices=[*SHAPES, "shipped"], default="shipped")
+    size = parser.parse_args()
     torch.set_num_threads(1)
     with TemporaryDirectory() as folder:
         seconds = seconds_of_steps(size, Path(folder))
