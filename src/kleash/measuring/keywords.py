@@ -84,7 +84,10 @@ def pair_in_memory(options: Mapping[str, Any]) -> Generator[tuple[dict[str, Any]
         return
     require_one_process("a measurement of a model in memory")
     for role, network in networks.items():
-        if not hasattr(network, "generate"):
+        has_head = hasattr(network, "get_input_embeddings") and (
+            hasattr(network, "generate") or network.get_output_embeddings() is not None
+        )
+        if not has_head:
             raise OptionError(
                 f"{role} is a name or a transformers model with a language-model head, as AutoModelForCausalLM loads; "
                 f"it is of type {type(network).__name__}"
