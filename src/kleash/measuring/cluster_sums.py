@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kleash.estimators import ESTIMATORS, importance_weights
 from kleash.measuring.sequence_clusters import Floats, sequence_starts
-from kleash.store.statistics import ALL_STATISTICS, EXACT_KL, STATISTICS, columns_of, log_ratio
+from kleash.store.statistics import ALL_STATISTICS, KL_POLICY_REFERENCE, STATISTICS, columns_of, log_ratio
 
 Weighting = Literal["unweighted", "importance"]
 """How estimators of sampled tokens are averaged: "unweighted" if the policy drew the tokens, "importance" if another
@@ -60,7 +60,7 @@ class SumKey(NamedTuple):
 
 
 TOKENS = SumKey("tokens")
-KL = SumKey(EXACT_KL)
+KL = SumKey(KL_POLICY_REFERENCE)
 
 
 def token_quantities(

@@ -11,7 +11,7 @@ from kleash.errors import OptionError
 from kleash.measuring.sequence_clusters import hashes_as_ints
 from kleash.models import Pair, Prompt, Sampling, generate, score
 from kleash.registry import require_choice
-from kleash.store.statistics import EXACT_KL
+from kleash.store.statistics import KL_POLICY_REFERENCE
 from kleash.uncertainty import Estimate, controlled_total
 from kleash.uncertainty.ratios import mean_per_token
 
@@ -80,7 +80,7 @@ def draw_drift(
         prompt=hashes_as_ints(response.prompt_hash for response in responses),
         tokens=lengths,
         log_ratio=np.bincount(response_of, weights=ratios, minlength=len(responses)),
-        exact=np.bincount(response_of, weights=columns[EXACT_KL], minlength=len(responses)),
+        exact=np.bincount(response_of, weights=columns[KL_POLICY_REFERENCE], minlength=len(responses)),
     )
 
 

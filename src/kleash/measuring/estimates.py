@@ -20,7 +20,7 @@ from kleash.measuring.sequence_clusters import Clusters, labelled_parts
 from kleash.store import RunFolder
 from kleash.store.measurement import Bin, ConvergencePoint, EstimatorRecord, SequenceTotal
 from kleash.store.measurement_summary import FIELD_LABELS
-from kleash.store.statistics import ALL_STATISTICS, DIVERGENCE_COLUMNS, EXACT_KL, STATISTICS
+from kleash.store.statistics import ALL_STATISTICS, DIVERGENCE_COLUMNS, KL_POLICY_REFERENCE, STATISTICS
 from kleash.uncertainty import (
     Estimate,
     controlled_total,
@@ -193,7 +193,7 @@ def reasons_left_out(unknown_columns: Mapping[str, str]) -> dict[str, str]:
         for column in statistic.columns
         if column in unknown_columns
     }
-    reason = f"made of the exact KL of each token; {unknown_columns[EXACT_KL]}"
+    reason = f"made of the exact KL of each token; {unknown_columns[KL_POLICY_REFERENCE]}"
     return reasons | dict.fromkeys(FIELD_LABELS, reason)
 
 

@@ -15,7 +15,7 @@ from kleash.measuring.sequence_clusters import sequence_rows, sequence_spans, se
 from kleash.models.tokenizers import token_texts
 from kleash.store import RunFolder
 from kleash.store.measurement import Drifted, PromptDrift
-from kleash.store.statistics import EXACT_KL
+from kleash.store.statistics import KL_POLICY_REFERENCE
 from kleash.store.tables import ALTERNATIVE_COLUMNS, TOP_COLUMNS
 
 MAX_TOKENS = 50
@@ -63,7 +63,7 @@ class Largest:
 class LargestDrift:
     """Collects the tokens, sequences and prompts with the largest KL, one shard at a time."""
 
-    def __init__(self, column: str = EXACT_KL) -> None:
+    def __init__(self, column: str = KL_POLICY_REFERENCE) -> None:
         """Begin without tokens; ``column`` is the KL, as a column of ``tokens/``."""
         self.column = column
         self.tokens, self.sequences = Largest(MAX_TOKENS), Largest(MAX_SEQUENCES)

@@ -43,9 +43,9 @@ from kleash.store.cache import REMAKE_CACHE
 from kleash.store.file_hashes import require_unchanged_files, watching_files
 from kleash.store.job_folder import ADVICE_IF_LOCKED
 from kleash.store.locks import folder_lock
-from kleash.store.statistics import EXACT_KL
+from kleash.store.statistics import KL_POLICY_REFERENCE
 
-ROUNDING_COLUMNS = ("prompt_id", "sample_id", EXACT_KL)
+ROUNDING_COLUMNS = ("prompt_id", "sample_id", KL_POLICY_REFERENCE)
 """Columns of the noise floor and the dtype gap that are stored."""
 
 

@@ -17,7 +17,7 @@ from kleash.measuring.sequence_clusters import (
 from kleash.measuring.shards import source_sequences
 from kleash.models import Pair, TokenSequence, read_prompts
 from kleash.store import RunFolder
-from kleash.store.statistics import EXACT_KL
+from kleash.store.statistics import KL_POLICY_REFERENCE
 from kleash.uncertainty import Estimate
 
 NOISE_SHARE = 1 / 50
@@ -105,5 +105,5 @@ def _mean_kl(columns: Mapping[str, np.ndarray] | None, sequences: Sequence[Token
         for start in sequence_starts(prompt, sample)
     ]
     # is_one_model: a KL of 0 on every token is exact here, since the same model is scored twice.
-    sums = sum_sequences(columns, hashes, columns[EXACT_KL])
+    sums = sum_sequences(columns, hashes, columns[KL_POLICY_REFERENCE])
     return mean_of_sequences([sums], on_text=False, is_one_model=True)

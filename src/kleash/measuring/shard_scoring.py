@@ -27,7 +27,7 @@ from kleash.store import RunFolder
 from kleash.store.checksums import Checksums
 from kleash.store.file_hashes import require_unchanged_files
 from kleash.store.locks import claim, wait_for_parts
-from kleash.store.statistics import EXACT_KL
+from kleash.store.statistics import KL_POLICY_REFERENCE
 
 MIN_CLUSTERS = 64
 """``until_relative_error`` does not stop a run before so many: an error estimated from fewer can be small by chance."""
@@ -125,7 +125,7 @@ def run_shards(run: OpenRun, engine: Engine) -> ShardPlan:
         RunFolderError: if a shard cannot be written.
         ChangedInputError: if a file of the source or a model changes before a shard that needs it is written.
     """
-    running = RunningKL(run=run, has_kl=EXACT_KL not in engine.traits.unknown_columns)
+    running = RunningKL(run=run, has_kl=KL_POLICY_REFERENCE not in engine.traits.unknown_columns)
     if on_disk := run.folder.on_disk():
         run.reporter.note(f"resuming after {len(on_disk)} finished shards in {run.folder.root}")
     running.advance()

@@ -32,7 +32,7 @@ from kleash.reports.formatting import (
 from kleash.store import Measurement
 from kleash.store.measurement import Bin, ConvergencePoint
 from kleash.store.measurement_summary import upper_bound
-from kleash.store.statistics import EXACT_KL, kl_directions, label_of
+from kleash.store.statistics import KL_POLICY_REFERENCE, kl_directions, label_of
 
 
 def means_chart(measurement: Measurement) -> Chart:
@@ -67,7 +67,7 @@ def means_chart(measurement: Measurement) -> Chart:
 
 def _draw_means(axes: Any, *, kls: Mapping[str, Estimate], estimators: Mapping[str, Estimate]) -> None:
     """Draw a row for each KL and each estimator, and a band over the interval of what the estimators estimate."""
-    exact = kls.get(EXACT_KL)
+    exact = kls.get(KL_POLICY_REFERENCE)
     if exact is not None and math.isfinite(exact.value):
         if all(map(math.isfinite, exact.ci95)):
             axes.axvspan(*exact.ci95, color=BAND, linewidth=0, zorder=0)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kleash.estimate import Estimate
 from kleash.store.measurement import Counts, Gate
-from kleash.store.statistics import EXACT_KL
+from kleash.store.statistics import KL_POLICY_REFERENCE
 from kleash.store.summary import MeasuredResult
 
 
@@ -60,7 +60,7 @@ class Comparison(MeasuredResult):
     """Version that compared."""
     runs: tuple[ComparedRun, ...]
     """At least two; the first is what the others are compared with."""
-    headline: str = EXACT_KL
+    headline: str = KL_POLICY_REFERENCE
     """The KL that stands first, by its name in ``STATISTICS``: that of the first run."""
     differences: tuple[RunDifference, ...]
     """One for every run but the first, in their order."""

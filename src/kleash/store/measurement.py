@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from kleash.errors import RunFolderError
 from kleash.estimate import Estimate
 from kleash.store.checksums import read_result
 from kleash.store.codec import NOT_WRITTEN
-from kleash.store.statistics import EXACT_KL, KL_DIRECTIONS, STATISTICS, from_fields
+from kleash.store.statistics import KL_DIRECTIONS, KL_POLICY_REFERENCE, STATISTICS, from_fields
 from kleash.store.summary import MeasuredResult
 
 SCHEMA = 3
@@ -264,7 +265,7 @@ class Measurement(MeasuredResult):
     device: str = ""
     """Where the models ran: "cpu", "cuda:0"; empty in files of older versions."""
     counts: Counts
-    headline: str = EXACT_KL
+    headline: str = KL_POLICY_REFERENCE
     """The KL that stands first, by its name in ``STATISTICS``, and of which ``by_position``, ``by_confidence``,
     ``top_percent_share``, ``convergence``, ``prompts`` and the worst tokens and sequences are. Older files do not say
     it."""
@@ -311,7 +312,13 @@ class Measurement(MeasuredResult):
     """Where its files are; None if it was not read from them."""
 
     def __fspath__(self) -> str:
-        """Its run folder, for functions that take one, such as ``kleash.compare``."""
+        """Its run folder, for functions that take one, such as ``kleash.compare``.
+
+        Raises:
+            RunFolderError: if it was not read from one.
+        """
+        if self.folder is None:
+            raise RunFolderError("this measurement was not read from a run folder; give the folder")
         return str(self.folder)
 
     @property

@@ -238,9 +238,9 @@ STATISTICS: Mapping[str, Statistic] = MappingProxyType(
     }
 )
 """Name -> statistic, in the order in which they are shown."""
-EXACT_KL = "kl_policy_reference"
+KL_POLICY_REFERENCE = "kl_policy_reference"
 """KL(policy || reference) of each token: the column and the statistic."""
-KL_DIRECTIONS = (EXACT_KL, "kl_reference_policy")
+KL_DIRECTIONS = (KL_POLICY_REFERENCE, "kl_reference_policy")
 DIVERGENCE_COLUMNS = tuple(
     name for name, each in STATISTICS.items() if each.function is stored_column and len(each.models) == 2
 )

@@ -9,7 +9,7 @@ from kleash.estimate import Estimate
 from kleash.registry import grouped
 from kleash.store.checksums import read_result, require_sha256, write_checked
 from kleash.store.measurement import Gate, SweepGate
-from kleash.store.statistics import EXACT_KL, kl_directions
+from kleash.store.statistics import KL_POLICY_REFERENCE, kl_directions
 from kleash.store.summary import MeasuredResult
 
 SWEEP = "sweep.json"
@@ -99,7 +99,7 @@ class Attribution:
     """"layers" or "modules"."""
     failure: str = ""
     """Why there are no numbers; empty if there are."""
-    statistic: str = EXACT_KL
+    statistic: str = KL_POLICY_REFERENCE
     """The mean per token that is attributed."""
     sequences: int = 0
     tokens: int = 0

@@ -215,12 +215,10 @@ class ResponseRecorder:
         metrics = self.trainer._metrics["train"]
         local, self._responses["train"] = self._responses["train"], []
         sums, self._update_sums = self._update_sums, (0, 0.0, 0)
-        gathered: list[tuple[int, float, int]] = gather_object([sums])
-        tokens = sum(tokens for _, _, tokens in gathered)
+        gathered: Any = gather_object([sums])
+        _, nats, tokens = (sum(each) for each in zip(*gathered, strict=True))
         if tokens:
-            metrics["kl/update"] = [
-                sum(nats for _, nats, _ in gathered) / tokens
-            ]  # of the last update that shows
+            metrics["kl/update"] = [nats / tokens]  # of the last update that shows
         responses = gather_object(local)
         if responses:
             metrics.update({name: [x] for name, x in response_metrics(responses, self.trainer.beta).items()})
