@@ -1,11 +1,12 @@
 """``--show-reference``: the reference's own responses are those that it draws when it is the policy."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import kleash
-from kleash.errors import OptionError
+from kleash.errors import OptionError, RunFolderError
 from kleash.jobs import MeasureJob
 from kleash.store import RunFolder
 
@@ -35,6 +36,9 @@ def test_both_models_answer_the_prompts_with_the_largest_kl(tmp_path: Path) -> N
     page = (tmp_path / "shown" / "report.html").read_text(encoding="utf-8")
     assert page.count("<summary>Responses</summary>") == 3
     assert kleash.open(tmp_path / "shown").prompts == kleash.open(shown).prompts == shown.prompts
+    pytest.raises(RunFolderError, kleash.open, replace(shown, folder=None)).match(
+        "not read from a run folder"
+    )
 
 
 @pytest.mark.parametrize(
