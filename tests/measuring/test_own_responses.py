@@ -33,12 +33,10 @@ def test_both_models_answer_the_prompts_with_the_largest_kl(tmp_path: Path) -> N
         assert prompt.policy_response == own[prompt.prompt_id]
         assert prompt.reference_response == drawn[prompt.prompt_id]
     assert shown.per_token == plain.per_token and plain.prompts[0].reference_response is None
-    page = (tmp_path / "shown" / "report.html").read_text(encoding="utf-8")
-    assert page.count("<summary>Responses</summary>") == 3
+    assert (tmp_path / "shown" / "report.html").read_text().count("<summary>Responses</summary>") == 3
     assert kleash.open(tmp_path / "shown").prompts == kleash.open(shown).prompts == shown.prompts
-    pytest.raises(RunFolderError, kleash.open, replace(shown, folder=None)).match(
-        "not read from a run folder"
-    )
+    with pytest.raises(RunFolderError, match="not read from a run folder"):
+        kleash.open(replace(shown, folder=None))
 
 
 @pytest.mark.parametrize(
