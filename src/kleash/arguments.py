@@ -66,7 +66,11 @@ def validated(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def argument_spec(parameter: inspect.Parameter) -> ArgumentSpec | None:
-    """The values that a parameter's annotation allows; None if it is not checked."""
+    """The values that a parameter's annotation allows; None for a parameter that is not checked.
+
+    Checked are ``float`` alone, and unions of tensors, classes of kleash, numbers and None with at least one tensor or
+    class; beside a class, str is allowed as the name of a record.
+    """
     annotation = parameter.annotation
     options = get_args(annotation) or (annotation,)
     tensors = [x for x in options if getattr(x, "array_type", None) is Tensor]

@@ -51,8 +51,13 @@ def is_batched(tensor: Tensor) -> bool:
 def refuse_transforms(name: str, instead: str, *tensors: Tensor | None, inside: bool = True) -> None:
     """Raise an error if a tensor is differentiated by forward mode or ``torch.func`` in a function without support.
 
-    Also if, inside a transform of ``torch.func``, a tensor requires a gradient outside of it. ``inside``: whether the
-    function supports constants inside a transform.
+    Also if, inside a transform of ``torch.func``, a tensor requires a gradient outside of it.
+
+    Args:
+        name: of the function, for the error.
+        instead: what to do.
+        tensors: its arguments.
+        inside: whether the function supports constants inside a transform.
 
     Raises:
         CannotRunError: it names the function and says what to do instead.
@@ -69,7 +74,7 @@ def uncompiled_in_transforms(function: Callable[P, R]) -> Callable[P, R]:
 
     If a function raises while torch.compile traces it, torch runs it uncompiled but compiles the functions it calls.
     Tangents are not visible in those, so ``refuse_transforms`` would not raise. With ``fullgraph=True`` torch reports
-    the error itself.
+    the error itself. Without ``torch._dynamo``, which takes seconds to import, nothing is compiled.
     """
 
     @functools.wraps(function)
@@ -78,11 +83,10 @@ def uncompiled_in_transforms(function: Callable[P, R]) -> Callable[P, R]:
             if dual_level_active():
                 raise CannotRunError(f"a compiled {function.__name__} has no forward-mode derivative")
             return function(*args, **kwargs)
-        if "torch._dynamo" not in sys.modules:
-            return function(*args, **kwargs)
-        if not (dual_level_active() or torch._C._are_functorch_transforms_active()):
-            return function(*args, **kwargs)
-        return cast("Any", torch).compiler.disable(function)(*args, **kwargs)
+        in_transform = dual_level_active() or torch._C._are_functorch_transforms_active()
+        if in_transform and "torch._dynamo" in sys.modules:
+            return cast("Any", torch).compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return call
 

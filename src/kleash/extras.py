@@ -31,12 +31,12 @@ def import_extra(module: str, extra: str) -> ModuleType:
     Raises:
         MissingExtraError: if it is not installed, with the command that installs it.
     """
+    package = module.partition(".")[0]
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != module.partition(".")[0]:
-            raise
-        package = module.partition(".")[0]
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise  # something else is missing, which the package imports
         raise MissingExtraError(f"{package} is not installed; run: pip install 'kleash[{extra}]'") from error
 
 

@@ -26,13 +26,11 @@ def as_mask(mask: Bool[Tensor, "*tokens"] | Integer[Tensor, "*tokens"]) -> Bool[
 def select_and_call(
     names: tuple[str, str], aggregate: Callable[..., Tensor], *args: Any, **kwargs: Any
 ) -> Tensor:
-    """The result of ``aggregate``, which multiplies by its mask, with values of 0 where that is 0.
-
-    NaN times 0 would be NaN.
+    """Call a function that multiplies values by a mask, with the masked values replaced by 0: NaN times 0 is NaN.
 
     Args:
-        names: of its arguments with the values and with the mask, which may be None.
-        aggregate: another package's function.
+        names: the name of its parameter for the values, then of that for the mask; a mask of None masks nothing.
+        aggregate: the function, of another package.
         args: its arguments.
         kwargs: its arguments by keyword.
     """

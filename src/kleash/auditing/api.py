@@ -176,6 +176,11 @@ def audits_of(cases: Sequence[Case]) -> Iterator[Audit]:
 def _audit_of(audited: AuditedFunction, first: Tensor, impurities: list[Finding]) -> Audit:
     """The audit of a function after ``check_purity``; a random one is averaged and has fewer checks.
 
+    Args:
+        audited: the function.
+        first: the result of its first call, with which its last call is compared.
+        impurities: what ``check_purity`` found.
+
     Raises:
         CannotRunError, ShapeError: if a call fails that all functions must allow.
     """

@@ -131,7 +131,10 @@ class _Parser:
         )
 
     def _placed(self, tensors: list[StoredTensor], alignment: int) -> tuple[StoredTensor, ...]:
-        """The tensors with their offsets in the file, to whose end they must follow one another."""
+        """The tensors with their offsets from the beginning of the file.
+
+        They must follow one another without gaps, each on a multiple of ``alignment``, up to the end of the file.
+        """
         start, end = -(-self._position // alignment) * alignment, 0
         for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
             if tensor.offset != -(-end // alignment) * alignment:

@@ -169,17 +169,18 @@ def skew_kl_record(mix: float) -> Divergence:
 
 
 def _skew_kl(mix: float, rest: float) -> Divergence:
-    """``skew_kl_record``; ``rest`` is ``1 - mix``."""
+    """``skew_kl_record``; ``rest`` is ``1 - mix``, an argument because the difference would be rounded."""
     if mix == 0:
         return KL
     if rest == 0:
         zero = Side(of=torch.zeros_like, score=torch.zeros_like, limit=0.0)
         return Divergence(from_p=zero, from_q=zero)
 
+    # m is the mixture; u = log p - log q, v = -u
     def log_p_over_mixture(u: Tensor) -> Tensor:
         return -log_mixture(rest, mix, -u)
 
-    def from_q(v: Tensor) -> Tensor:
+    def from_q(v: Tensor) -> Tensor:  # m/q psi(log m/p)
         return torch.exp(log_mixture(mix, rest, -v)) * psi(log_mixture(rest, mix, v))
 
     return Divergence(
@@ -226,7 +227,12 @@ def alpha_record(alpha: float) -> Divergence:
 
 
 def _alpha_side(a: float, rest: float) -> Side:
-    """One side of the alpha divergence. ``rest`` is ``1 - a``, an argument because the difference would be rounded."""
+    """One side of the alpha divergence, of p with a = alpha, of q with a = 1 - alpha.
+
+        f(gap) = (rest (exp(-gap) - 1) - (exp(-rest gap) - 1)) / (a rest),    rest = 1 - a
+
+    ``rest`` is an argument because the difference would be rounded.
+    """
     of = (
         _alpha_above_one(a, -rest)
         if rest < 0
@@ -243,17 +249,21 @@ def _alpha_side(a: float, rest: float) -> Side:
 
 
 def _alpha_above_one(a: float, growth: float) -> Elementwise:
-    """The generator for a > 1; ``growth`` is ``a - 1``."""
+    """``exp(-growth gap) f(gap)`` for a > 1 and growth = a - 1, as a sum of two terms that are never negative."""
     return lambda gap: (psi(growth * gap) + growth * torch.exp(-growth * gap) * phi(gap)) / (a * growth)
 
 
 def _alpha_below_zero(b: float) -> Elementwise:
-    """The generator for a = -b < 0."""
+    """f for a = -b < 0, as a sum of two terms that are never negative."""
     return lambda gap: (torch.exp(-gap) * phi(b * gap) + b * psi(gap)) / (b * (1 + b))
 
 
 def _alpha_between_zero_and_one(a: float, rest: float) -> Elementwise:
-    """The generator for 0 < a < 1, a difference: one form for small gaps, which would cancel, and one for large."""
+    """f for 0 < a < 1, a difference of terms that cancel for small gaps.
+
+    Up to a gap of 1 it is computed from phi and psi, whose linear parts are cancelled already. Each has a form for
+    ``a`` below 1/2 and one for ``rest`` up to 1/2, so that dividing by a small one loses no digits.
+    """
 
     def of(gap: Tensor) -> Tensor:
         near = gap < 1

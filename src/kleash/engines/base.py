@@ -95,11 +95,11 @@ class JobEngine(Engine):
     def rounding_columns(
         self, kind: RoundingKind, sequences: Sequence[TokenSequence]
     ) -> Mapping[str, np.ndarray] | None:
-        """Token columns of the reference compared with itself, in another batch layout or in float32.
+        """Token columns of the reference compared with itself, in another batch layout ("noise") or in float32 ("gap").
 
-        For a stored reference, the columns that were computed when it was stored; None if its temperature differs. None
-        also for one that is not here, and for the gap of one that FSDP stores on several ranks, which would all have to
-        load it again, or that was given in memory, and has no file to load.
+        Those of a stored reference were computed when it was stored. None if that was at another temperature, or if the
+        reference's network is not here. Also None for the gap of a reference that cannot be loaded again: one that was
+        given in memory, or that FSDP stores on several ranks, which would all have to load it.
         """
         reference, temperature = self.pair.reference, self.traits.temperature
         if reference.stored is not None:

@@ -227,7 +227,10 @@ def _mass_outside(head: LogpInterval) -> LogpInterval:
 
 
 def _smallest_contributions(record: Divergence, p: LogpInterval, q: LogpInterval) -> Tensor:
-    """The smallest contributions of tokens within both intervals: p and q as close as possible."""
+    """The smallest contributions of tokens within both intervals: p and q as close as possible.
+
+    Where the intervals overlap p and q can be equal, so any number for both gives the contribution 0.
+    """
     p_above, p_below = p.low > q.high, p.high < q.low
     nearest_p = torch.where(p_above, p.low, p.high)
     nearest_q = torch.where(p_above, q.high, torch.where(p_below, q.low, p.high))
@@ -238,8 +241,11 @@ def _smallest_contributions(record: Divergence, p: LogpInterval, q: LogpInterval
 def _largest_tail(record: Divergence, p: LogpInterval, q: LogpInterval, tail: Tail) -> Tensor:
     """The largest contribution of the tokens outside the head, from their masses and the bounds of their ratios.
 
-    A convex function lies below its chord, so it is reached if all of the mass sits on the two extreme ratios (see
-    ``kl_bounds``).
+        [(P - mQ) F(M)/M + (Q - P/M) F(m)] / (1 - m/M),    m = min p / max q,    M = max p / min q
+
+    as ``kl_bounds`` explains: P at its largest and Q at its smallest in the first term, and the other way round in the
+    second. F(M)/M is the contribution per unit of p's mass at the ratio M, F(m) that per unit of q's mass at m. Without
+    a ratio to choose (m = M) all of P is at M.
 
     Args:
         record: the divergence.
@@ -252,15 +258,15 @@ def _largest_tail(record: Divergence, p: LogpInterval, q: LogpInterval, tail: Ta
         for x in (tail.logp_least, tail.logp_most, tail.logq_least, tail.logq_most)
     )
     max_p, max_q = torch.minimum(max_p, p.high), torch.minimum(max_q, q.high)
-    most_p = torch.where(max_p == -inf, 0.0, p.high.exp())
+    largest_p = torch.where(max_p == -inf, 0.0, p.high.exp())
     log_max_ratio = torch.where(max_p == -inf, -inf, max_p - min_q)
     log_min_ratio = torch.where(min_p == -inf, -inf, min_p - max_q)
     one_ratio = (log_min_ratio == log_max_ratio) & (log_max_ratio > -inf)
     ratio_range = -torch.expm1(torch.where(log_min_ratio == -inf, -inf, log_min_ratio - log_max_ratio))
-    excess_p = most_p - _product(log_min_ratio, q.low)
+    excess_p = largest_p - _product(log_min_ratio, q.low)
     excess_q = q.high.exp() - _product(p.low, -log_max_ratio)
-    # p's mass at the largest ratio, q's mass at the smallest; each is multiplied by D per unit of that side
-    mass_at_max = torch.where(one_ratio, most_p, excess_p / ratio_range)
+    # p's mass at M and q's mass at m
+    mass_at_max = torch.where(one_ratio, largest_p, excess_p / ratio_range)
     mass_at_min = torch.where(one_ratio, 0.0, excess_q / ratio_range)
     zero = torch.zeros_like(log_max_ratio)
     total = _times(mass_at_max, contributions(record, zero, -log_max_ratio)) + _times(

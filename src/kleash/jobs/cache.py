@@ -66,7 +66,7 @@ class CacheJob(ScoringOptions):
                 "--layers says what the files of --from-hidden-states hold; give that folder as well",
             ),
         )
-        self.layer_ids()
+        self.layer_ids()  # raises an error of its own
         if self.format == "llama.cpp":
             unused = changed_options(self, ("responses", "stride", "from_hidden_states", "temperature"))
             yield from (
@@ -80,7 +80,7 @@ class CacheJob(ScoringOptions):
                     f"--window must be at least 4 for --format llama.cpp; it is {self.window}",
                 ),
             )
-        self.measurement()
+        self.measurement()  # which refuses what a measurement does
 
     @property
     def chunk_tokens(self) -> int:

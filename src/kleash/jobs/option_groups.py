@@ -180,7 +180,7 @@ class WorkerOptions(Options):
                 f"{flag(name)} is for --engine ray; add that, or leave {flag(name)} out",
             )
         if self.resources_per_worker is not None:
-            parse_resources(self.resources_per_worker)
+            parse_resources(self.resources_per_worker)  # raises an error of its own
 
 
 def parse_resources(text: str) -> dict[str, float]:

@@ -128,7 +128,11 @@ def checked_option(name: str, value: Any, annotation: Any) -> Any:
 
 
 def _converted(value: Any, annotation: Any) -> Any:
-    """``value`` in a type; raises ValueError of what it must be and of what is wrong."""
+    """``value`` in the type of an annotation.
+
+    Raises:
+        ValueError: with two arguments, words for what it must be, and the value that is wrong: itself or a part of it.
+    """
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         value = _converted(value, parts[0])

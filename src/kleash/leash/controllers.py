@@ -93,7 +93,7 @@ class ZieglerBeta(TargetController):
             require_above(0.0, horizon=self.horizon)
 
     def respond(self, ratio: float, error: float | None, sequences: int) -> "tuple[ZieglerBeta, float]":
-        """The published rule with a ``horizon``, and otherwise the damped one."""
+        """The controller and the factor for beta: by the published rule with a ``horizon``, otherwise by the damped."""
         if self.horizon is not None:
             share = min(sequences, LARGEST_COUNT) / self.horizon
             return self, 1 + clip(ratio - 1, 0.2) * share
@@ -132,7 +132,7 @@ class DualBeta(TargetController):
         require_above(0.0, largest_error=self.largest_error)
 
     def respond(self, ratio: float, error: float | None, sequences: int) -> "tuple[DualBeta, float]":
-        """The step of the damped ascent."""
+        """The controller and the factor for beta: exp of the ascent's step and its damping."""
         controller, ratio = self.filtered(ratio, error)
         log_factor = self.rate * clip(ratio - 1, self.largest_error)
         return controller, bounded_exp(log_factor + self.proportional * controller.growth(REACH))

@@ -62,8 +62,7 @@ def weighted_sum(
 
     def compute(needed: Needed) -> LossAndGradients:
         per_token, gradients = chunked.value_and_grad(pair, options, record, weights, needed)
-        factors = torch.where(weights != 0, weights.to(per_token.dtype), 0.0)
-        return (per_token * factors).sum(), (per_token,), gradients
+        return (per_token * weights.to(per_token.dtype)).sum(), (per_token,), gradients
 
     loss, per_token = _loss_and_outputs(pair, compute)
     return LinearLoss(loss, per_token)
@@ -106,7 +105,11 @@ def _refuse_second_derivative(name: str) -> None:
 
 
 class _Values(torch.autograd.Function):
-    """A divergence per token; stores its inputs, or the gradient of each token in the hidden states."""
+    """A divergence per token; stores its inputs, or the gradient of each token in the hidden states.
+
+    The first three arguments are no tensors, and have no gradient. The six tensors are those of ``HeadPair.tensors``:
+    if only hidden states (places 0 and 3) need a gradient, it is computed with the values.
+    """
 
     @staticmethod
     def forward(  # pyrefly: ignore[bad-override]

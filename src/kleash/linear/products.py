@@ -126,7 +126,13 @@ def logits_backward_(
 def hidden_gradient(
     gradient: Float[Tensor, "tokens vocab"], model: HeadInputs, tile: int
 ) -> Float[Tensor, "tokens dim"]:
-    """``gradient W``, of this rank's rows."""
+    """The gradient in the hidden states, ``gradient W``, from that in the logits of this rank's rows of the head.
+
+    Args:
+        gradient: in the logits.
+        model: whose head has the weight W; a head without one passes the hidden states on as logits.
+        tile: the number of rows of W that are converted and multiplied at a time, where W is not multiplied whole.
+    """
     weight = model.head.weight
     if weight is None:
         return gradient

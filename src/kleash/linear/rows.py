@@ -159,7 +159,8 @@ def divergence_gradient_rows(
 ) -> tuple[Tensor | None, ...]:
     """D(p || q) of rows of finite logits, and the gradients of ``weight D`` in both logits, where needed.
 
-    With the record's scores, they are ``finish' p (s_p - E_p s_p)`` and ``finish' q (s_q - E_q s_q)``.
+    With the record's scores, they are ``finish' p (s_p - E_p s_p)`` and ``finish' q (s_q - E_q s_q)``. The value is NaN
+    where a score overflows, so that ``any_divergence_gradient_rows`` computes the row again.
     """
     sum_p, sum_q = log_sum_exps(zp, zq, vocab_shards)
     logp, logq = minus(zp, sum_p), minus(zq, sum_q)
@@ -168,12 +169,13 @@ def divergence_gradient_rows(
     if not any(needs):
         return value, None, None
     slope = slope_of_finish(record, total, weight)
-    sides = (record.from_p, logp, logq), (record.from_q, logq, logp)
-    (in_p, score_p), (in_q, score_q) = (
-        side_gradient(*side, slope, vocab_shards) if needed else (None, total)
-        for needed, side in zip(needs, sides, strict=True)
-    )
-    return torch.where((score_p + score_q).isfinite(), value, torch.nan), in_p, in_q
+    in_p = in_q = None
+    mean_score_p = mean_score_q = torch.zeros_like(total)
+    if needs[0]:
+        in_p, mean_score_p = side_gradient(record.from_p, logp, logq, slope, vocab_shards)
+    if needs[1]:
+        in_q, mean_score_q = side_gradient(record.from_q, logq, logp, slope, vocab_shards)
+    return torch.where((mean_score_p + mean_score_q).isfinite(), value, torch.nan), in_p, in_q
 
 
 def slope_of_finish(record: Divergence, total: Tensor, weight: Tensor) -> Tensor:

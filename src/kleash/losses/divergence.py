@@ -61,7 +61,11 @@ def divergence_loss(
 
 
 def _value_and_gradients(record: Divergence, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """f, f + f' and -f' for every log ratio, continued linearly where an exponential would overflow."""
+    """f, f + f' and -f' for every log ratio, continued linearly where an exponential would overflow.
+
+    Beyond the edges the slope of the value is f', that of the score its difference over the last nat before the edge,
+    and -f' keeps its value. Where q is 0 (u = inf), value and score are the record's ``where_q_is_zero``.
+    """
     limit = largest_log_ratio(u.dtype)
     above, below = limit / max(1.0, record.from_p.growth), limit / (1 + record.from_q.growth)
     clamped_u = u.clamp(-below, above)
@@ -70,7 +74,6 @@ def _value_and_gradients(record: Divergence, u: Tensor) -> tuple[Tensor, Tensor,
     excess, deficit = (u - above).clamp(min=0), (u + below).clamp(max=0)
     edges = u.new_tensor([above, above - 1, -below, 1 - below])
     f, s = record.of(edges), record.score(edges)
-    # beyond the edges the slope is f' for the value, and the last nat's difference for the score
     value = value + _linear_term(s[0] - f[0], excess) + _linear_term(s[2] - f[2], deficit)
     score = score + _linear_term(s[0] - s[1], excess) + _linear_term(s[3] - s[2], deficit)
     q_is_zero, mass = u == torch.inf, record.where_q_is_zero

@@ -158,7 +158,7 @@ def with_gradient(
     token_logq: Tensor | None = None,
     grad_q: Tensor | None = None,
 ) -> Tensor:
-    """``value`` with the gradient ``grad_p`` in ``token_logp``.
+    """``value`` with the gradient ``grad_p`` in ``token_logp``; forward mode, which would lose it, is refused.
 
     Args:
         value: one number per token.

@@ -320,7 +320,14 @@ def _group_changes(
 
 
 def _warnings(models: SwapModels, mean: float, remaining: float, control: Estimate) -> tuple[str, ...]:
-    """Warnings about passes that do not repeat, and about what swapping cannot change."""
+    """Warnings about passes that do not repeat, and about what swapping cannot change.
+
+    Args:
+        models: of the attribution.
+        mean: the candidate's KL, nats per token.
+        remaining: its KL with all groups swapped.
+        control: the difference between two passes of the candidate without a swap.
+    """
     warnings: list[str] = []
     if control.value != 0:
         warnings.append(

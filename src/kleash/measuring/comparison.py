@@ -241,6 +241,10 @@ def _perplexity_differences(minuend: Floats, subtrahend: Floats) -> dict[str, Es
     """Differences of perplexities exp(m), m a mean of negative log-probabilities, by linearisation in the clusters.
 
     exp(m) (s_c - m n_c + n_c) sums to exp(m) sum_c n_c, and varies with cluster c as exp(m) does.
+
+    Args:
+        minuend: a run's sums by cluster, in the columns of ``_Run.sums``: tokens, ``COMPARED``, ``PERPLEXITIES``.
+        subtrahend: those of the first run.
     """
     differences: dict[str, Estimate] = {}
     for column, name in enumerate(PERPLEXITIES, start=1 + len(COMPARED)):

@@ -84,7 +84,10 @@ def _read(folder: Path, name: str) -> _TrainingRun:
 
 
 def _compared(run: _TrainingRun, first: _TrainingRun, steps: range) -> ComparedTraining:
-    """A run's entry in the comparison."""
+    """A run's entry in the comparison: its means over the compared steps, and where its settings differ from the first.
+
+    A metric of ``PAIRED`` is the mean over prompts, with its error; one of ``SHOWN`` is the mean over steps.
+    """
     numbers = {
         metric: clustered_mean(np.array([*values.values()]), np.arange(len(values)), unit=_unit(metric))
         for metric in PAIRED

@@ -105,11 +105,13 @@ class Model:
     def states_from(
         self, texts: Sequence[Sequence[int]], starts: Sequence[int]
     ) -> list[Float[Tensor, "positions dim"]]:
-        """The hidden states of each text from a position on, of texts that are padded where it changes no number.
+        """The hidden states of each text from a position on, in the order of the texts.
+
+        Texts of unlike lengths are padded to one batch only where padding changes no number.
 
         Args:
-            texts: token ids.
-            starts: the first position that is returned of each.
+            texts: the token ids of each text.
+            starts: for each text the first position whose hidden state is returned.
         """
         states: dict[int, Tensor] = {}
         for group in group_for_padding([len(text) for text in texts], self.max_padded_length):

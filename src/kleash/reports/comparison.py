@@ -30,6 +30,8 @@ from kleash.store.statistics import BOUND_STATISTICS, COMPARED, PERPLEXITIES, kl
 from kleash.store.summary import summarize
 
 CHARTED = (*PAIRED, "beta", "policy/entropy", "pairs/accuracy", "teacher/divergence")
+FRONTIER = ("reward/score", "kl/exact_per_sequence")
+"""The metrics that are drawn against each other, the second on the horizontal axis."""
 STROKES = tuple(product(("-", "--", ":"), (ACCENT, MUTED, INK)))
 """Dash and colour of the runs' lines, in their order."""
 Run = tuple[str, Sequence[StepRecord]]
@@ -152,7 +154,7 @@ def write_training_comparison(path: Path, comparison: TrainingComparison) -> Pat
     runs = [(name, read_steps(Path(run.folder))) for name, run in zip(names, comparison.runs, strict=True)]
     has = {metric for _, steps in runs for record in steps for metric in record.metrics}
     charts = [_metric_chart(metric, runs) for metric in CHARTED if metric in has]
-    if {*PAIRED[:2]} <= has:
+    if has.issuperset(FRONTIER):
         charts.insert(0, frontier_chart(runs))
     return write_page(
         path,
@@ -188,7 +190,7 @@ def _metric_chart(metric: str, runs: Sequence[Run]) -> Chart:
 
 def frontier_chart(runs: Sequence[Run]) -> Chart:
     """Each run's reward against its KL, step by step."""
-    reward, kl = PAIRED[:2]
+    reward, kl = FRONTIER
     return Chart(
         name="frontier",
         title="Reward against KL",
@@ -205,10 +207,10 @@ def frontier_chart(runs: Sequence[Run]) -> Chart:
 def _draw_frontier(axes: Any, *, runs: Sequence[Run]) -> None:
     """Draw a line for each run that has both numbers."""
     for (name, steps), (dash, color) in zip(runs, cycle(STROKES), strict=False):
-        shown = [record for record in steps if {*PAIRED[:2]} <= record.metrics.keys()]
-        reward, kl = (metric_values(thin_steps(shown, MAX_POINTS), metric) for metric in PAIRED[:2])
+        shown = [record for record in steps if record.metrics.keys() >= {*FRONTIER}]
+        reward, kl = (metric_values(thin_steps(shown, MAX_POINTS), metric) for metric in FRONTIER)
         line(axes, kl, reward, color=color, label=name, linestyle=dash)
-    name_axes(axes, title_of(PAIRED[1]), title_of(PAIRED[0]))
+    name_axes(axes, title_of(FRONTIER[1]), title_of(FRONTIER[0]))
 
 
 def _draw_metric(axes: Any, *, metric: str, title: str, runs: Sequence[Run]) -> None:

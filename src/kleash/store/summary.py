@@ -40,7 +40,10 @@ def to_display_unit(number: Estimate) -> tuple[Estimate, str]:
 
 
 def cells(number: Estimate) -> tuple[str, str, str, str]:
-    """Value, 95 % interval, standard error and unit as text; unknown ones are empty."""
+    """Value, 95 % interval, standard error and unit as text; unknown ones are empty.
+
+    So is an interval with an infinite end and without a standard error, as of one cluster, which says nothing.
+    """
     number, unit = to_display_unit(number)
     low, high = (number.format(end) for end in number.ci95)
     is_one_cluster = math.isnan(number.standard_error) and any(map(math.isinf, number.ci95))
@@ -223,7 +226,7 @@ def to_html(summary: Summary) -> str:
 
 
 def _table(table: SummaryTable) -> str:
-    """A table."""
+    """A table as HTML, its title above it."""
     styles = [
         CELL.format(align="left", wrap="normal") if is_left else CELL.format(align="right", wrap="nowrap")
         for is_left in table.is_left

@@ -152,7 +152,7 @@ def _check(trainer: Any, on_hacking: str, report_to: Sequence[str]) -> None:
         checked_option(name, value, TrainJob.__dataclass_fields__[name].type)
     if not hasattr(trainer, "callback_handler"):
         raise OptionError(
-            f"trainer is a trainer of TRL or transformers; it is of type {type(trainer).__name__}"
+            f"trainer must be a trainer of TRL or transformers; it is of type {type(trainer).__name__}"
         )
     if any(isinstance(callback, StepLogger) for callback in trainer.callback_handler.callbacks):
         raise OptionError("this trainer has a run log already; attach to it once")

@@ -214,30 +214,26 @@ class HackingMonitor:
         """The sentence if the held-out reward is below its best, and a smaller KL is not the reason; None otherwise."""
         if "eval/reward" not in history[-1].metrics:
             return None
-        earlier = [at for at, record in enumerate(history[:-1]) if "eval/reward" in record.metrics]
-        if not earlier:
+        evaluated = [at for at, record in enumerate(history[:-1]) if "eval/reward" in record.metrics]
+        if not evaluated:
             return None
-        at = max(earlier, key=lambda at: history[at].metrics["eval/reward"])
-        now, best, paired = (
-            level([record], name)
-            for record, name in (
-                (history[-1], "eval/reward"),
-                (history[at], "eval/reward"),
-                (history[-1], "eval/reward_change"),
-            )
-        )
+        best_at = max(evaluated, key=lambda at: history[at].metrics["eval/reward"])
+        now, best = (level([history[at]], "eval/reward") for at in (-1, best_at))
+        paired = level([history[-1]], "eval/reward_change")
         change = now.minus(best) if math.isnan(paired.value) else paired
         if not change.value < -self.held_out_sure * change.error:
             return None
         half = self.window // 2
-        then, last = history[max(0, at + 1 - half) : at + 1], history[-half:]
-        kl = self._kl(last).minus(self._kl(then))
-        beyond = change.minus(level(last, "reward/score").minus(level(then, "reward/score")))
-        if kl.value <= self.sure * kl.error and not beyond.value < -self.held_out_sure * beyond.error:
+        then, last = history[max(0, best_at + 1 - half) : best_at + 1], history[-half:]
+        kl_rise = self._kl(last).minus(self._kl(then))
+        training_change = level(last, "reward/score").minus(level(then, "reward/score"))
+        beyond_training = change.minus(training_change)
+        is_beyond = beyond_training.value < -self.held_out_sure * beyond_training.error
+        if kl_rise.value <= self.sure * kl_rise.error and not is_beyond:
             return None  # a policy that went back towards the reference, and lost as much on the training prompts
         return (
-            f"the held-out reward is {now.value:.3g}, and was {best.value:.3g} in step {history[at].step}, its best: "
-            f"a fall by {-change.value / change.error:.1f} standard errors of the difference; the policy is "
+            f"the held-out reward is {now.value:.3g}, and was {best.value:.3g} in step {history[best_at].step}, its "
+            f"best: a fall by {-change.value / change.error:.1f} standard errors of the difference; the policy is "
             "over-optimised: take the checkpoint near that step, and for another run a smaller --target-nats or more "
             "--prompts"
         )
@@ -260,31 +256,30 @@ class HackingMonitor:
         )
 
     def _entropy_collapse(self, history: History) -> str | None:
-        """The sentence if the entropy fell and the reward did not rise meanwhile; None otherwise."""
-        entropies = _values(history, "policy/entropy")
-        now, steps = fmean(entropies[-self.steps :]), self.steps
+        """The sentence if the entropy fell and the reward did not rise meanwhile; None otherwise.
+
+        The fall began after the last ``steps`` steps with a mean entropy of which less than ``entropy_left`` is left.
+        """
+        entropies, steps = _values(history, "policy/entropy"), self.steps
+        now = fmean(entropies[-steps:])
         if len(history) < 2 * self.window or not any(now < self.entropy_left * then for then in entropies):
             return None
-        ends = range(len(history) - steps, steps - 1, -1)
-        end = next(
-            (end for end in ends if now < self.entropy_left * fmean(entropies[end - steps : end])), None
-        )
-        if end is None:
+        for start in range(len(history) - steps, steps - 1, -1):
+            then = fmean(entropies[start - steps : start])
+            if now < self.entropy_left * then:
+                break
+        else:
             return None
-        period = len(history) - end  # a slow fall is compared over more steps
-        before = history[max(0, end - max(self.window, period)) : end]
-        after = history[-max(self.window, period // 3) :]
-        then, rewards = (
-            fmean(entropies[end - steps : end]),
-            [level(part, "reward/score") for part in (before, after)],
-        )
-        rise = rewards[1].minus(rewards[0])
+        period = len(history) - start  # a slow fall is compared over more steps
+        before = level(history[max(0, start - max(self.window, period)) : start], "reward/score")
+        after = level(history[-max(self.window, period // 3) :], "reward/score")
+        rise = after.minus(before)
         if not rise.value < self.no_rise * rise.error:
             return None
         return (
-            f"the policy's entropy fell from {then:.3g} to {now:.3g} nats per token since step {history[end - 1].step} "
-            f"and the reward did not rise ({rewards[0].value:.3g} before, {rewards[1].value:.3g} now): it explores "
-            "less and gains nothing by it; lower --learning-rate, or raise --beta"
+            f"the policy's entropy fell from {then:.3g} to {now:.3g} nats per token since step "
+            f"{history[start - 1].step} and the reward did not rise ({before.value:.3g} before, {after.value:.3g} now): "
+            "it explores less and gains nothing by it; lower --learning-rate, or raise --beta"
         )
 
     def _prompt_runaway(self, history: History) -> str | None:

@@ -64,7 +64,8 @@ def linearise(terms: Sequence[RatioTerm]) -> LinearisedEstimate:
     their order nor on their labels.
     """
     active = ~np.all([term.counts <= 0 for term in terms], axis=0)
-    columns = [np.asarray(column, np.float64) for term in terms for column in term[1:]]
+    # sums and counts of each term in turn: columns[::2] are all sums, columns[1::2] all counts
+    columns = [np.asarray(column, np.float64) for term in terms for column in (term.sums, term.counts)]
     if not active.all():
         columns = [column[active] for column in columns]
     why_no_standard_error = _why_no_standard_error(columns)
@@ -73,7 +74,13 @@ def linearise(terms: Sequence[RatioTerm]) -> LinearisedEstimate:
             ratios = zip(terms, columns[::2], columns[1::2], strict=True)
             value = float(sum(term.sign * (sums.sum() / counts.sum()) for term, sums, counts in ratios))
         influence = np.full(int(active.sum()), math.nan)
-        return LinearisedEstimate(value, influence, math.nan, 0, why_no_standard_error)
+        return LinearisedEstimate(
+            value=value,
+            influence=influence,
+            effective_clusters=math.nan,
+            tied=0,
+            why_no_standard_error=why_no_standard_error,
+        )
     if len(columns[0]) <= MAX_SORTED_CLUSTERS:
         order = np.lexsort(columns[::-1])
         columns = [column[order] for column in columns]
@@ -89,11 +96,17 @@ def linearise(terms: Sequence[RatioTerm]) -> LinearisedEstimate:
         influence = np.zeros_like(influence)
     can_count_ties = len(influence) <= MAX_SORTED_CLUSTERS
     tied = _count_tied([term.sign for term in terms], columns) if can_count_ties else 0
-    return LinearisedEstimate(value, influence, effective_clusters, tied, "")
+    return LinearisedEstimate(
+        value=value,
+        influence=influence,
+        effective_clusters=effective_clusters,
+        tied=tied,
+        why_no_standard_error="",
+    )
 
 
 def _is_rounding(influence: FloatArray, columns: Sequence[FloatArray]) -> bool:
-    """Whether every influence is within the rounding error of the sums that it was computed from."""
+    """Whether every influence is within the rounding error of the columns (sums and counts in turn) it comes from."""
     rounding = np.zeros(len(influence))
     for sums, counts in zip(columns[::2], columns[1::2], strict=True):
         total = counts.sum()
@@ -120,7 +133,7 @@ def _count_tied(signs: Sequence[float], columns: Sequence[FloatArray]) -> int:
 
 
 def _why_no_standard_error(columns: Sequence[FloatArray]) -> str:
-    """Why no standard error can be computed: infinite or NaN sums or counts; empty if there are none."""
+    """Why no standard error can be computed: columns with infinite or NaN numbers; empty if there are none."""
     non_finite = ~np.all([np.isfinite(column) for column in columns], axis=0)
     if not non_finite.any():
         return ""

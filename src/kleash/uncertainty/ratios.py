@@ -232,6 +232,7 @@ def running_mean(
     ends = np.unique(np.rint(np.linspace(len(sums), 1, min(points, len(sums)))).astype(np.int64))
     finite = np.isfinite(sums)
     centre = sums[finite].sum() / max(counts[finite].sum(), 1.0)
+    # the deviations from the running mean, centre + shift, are residual - shift counts; their squares, expanded:
     residual = sums - centre * counts
     with np.errstate(invalid="ignore", divide="ignore"):
         tokens, residual_sums, residual_squares, residual_products, count_squares = (

@@ -43,7 +43,7 @@ def student_t_quantile(probability: float, degrees_of_freedom: float | int) -> f
 
 @lru_cache(maxsize=1024)
 def _upper_quantile(probability: float, degrees_of_freedom: float | int) -> float:
-    """The quantile of a probability of at least 1/2."""
+    """The quantile of a probability of at least 1/2, by Newton's method for theta (see ``student_t_quantile``)."""
     nodes, weights = _gauss_legendre()
     scale = math.exp(_log_gamma_ratio(degrees_of_freedom / 2)) / math.sqrt(math.pi)
     theta, step = 0.0, 1.0

@@ -281,7 +281,8 @@ def _zones(
         low, high = u[inside], u[outside]
         while abs(high - low) > BOUNDARY_PRECISION:
             between = torch.linspace(low, high, sections + 1, dtype=torch.float64)
-            last_inside = [True, *is_inside(probe(between[1:-1])).tolist(), False].index(False) - 1
+            # after between[0], which is inside, the points are inside up to the first that is not
+            last_inside = [*is_inside(probe(between[1:-1])).tolist(), False].index(False)
             low, high = between[last_inside].item(), between[last_inside + 1].item()
         return (low + high) / 2
 

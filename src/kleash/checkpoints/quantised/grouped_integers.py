@@ -199,21 +199,21 @@ def _decode(
 
 
 def _check_symmetric_zeros(tensors: ModuleTensors, zeros: Tensor, bits: int, has_shifted_zeros: bool) -> None:
-    """Refuse the zero points of symmetric weights that are 2^(bits - 1) only by the other version of the layout.
+    """Refuse symmetric weights whose stored zero points show that the layout is the other version than it says.
+
+    The zero points of symmetric weights are 2^(bits - 1); "gptq" stores them minus 1 (``has_shifted_zeros``),
+    "gptq_v2" as they are.
 
     Raises:
-        ModelError: if all of them are.
+        ModelError: if all stored zero points are what the other version stores.
     """
-    stored, other = (1 << (bits - 1)) - 1, 1 << (bits - 1)
-    name = "gptq_v2"
-    if not has_shifted_zeros:
-        stored, other = other, stored
-        name = "gptq"
+    middle = 1 << (bits - 1)
+    stored, other = (middle - 1, middle) if has_shifted_zeros else (middle, middle - 1)
     if bool((zeros == other).all()):
         raise ModelError(
             f"{tensors.checkpoint} is symmetric (sym) by its quantization_config, whose layout stores its zero points "
             f"as {stored}, and all those of {tensors.name[:MAX_SHOWN_CHARACTERS]} are {other}; set checkpoint_format "
-            f"to {name}"
+            f"to {'gptq_v2' if has_shifted_zeros else 'gptq'}"
         )
 
 

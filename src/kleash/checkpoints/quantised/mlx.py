@@ -173,7 +173,11 @@ def _decode(tensors: ModuleTensors, settings: MLXSettings, expert: int | None, d
 
 
 def arrange_tensors(checkpoint: Checkpoint) -> Callable[[str, Tensor], Iterator[tuple[str, Tensor]]]:
-    """The function that gives transformers' tensors for one that is not packed, by its name and content in the file."""
+    """A function from the name and content of a tensor that is not packed to names and contents in transformers.
+
+    mlx-lm stores the kernels of some convolutions with their last two axes exchanged, the norms of
+    ``SHIFTED_ARCHITECTURES`` with 1 added, and the experts of a layer as one tensor.
+    """
     model_type = str(checkpoint.config.get("model_type", ""))
     has_moved_kernels = any(_is_moved_kernel(name, x.shape) for name, x in checkpoint.safetensors.items())
     is_shifted = has_moved_kernels and model_type.startswith(SHIFTED_ARCHITECTURES)

@@ -39,9 +39,12 @@ class ExactKL:
     def __init__(self) -> None:
         """Start without the reference's head."""
         self._head: Head | None = None
+        """The reference's head, from its last pass."""
         self._is_reference_pass = False
         self._head_input: Tensor | None = None
+        """What the reference's head was called with in a pass: the final hidden states of the micro-batch."""
         self._engines_without_adapter: list[Any] = []
+        """The engines whose adapter is off, so that they run the reference."""
         self.micro_batch_kl: Float[Tensor, "batch time"] | None = None
         """The KL of the micro-batch whose loss verl is computing; None outside of ``ppo_loss``."""
 

@@ -150,7 +150,10 @@ class EngineStates:
         return rows
 
     def token_logps(self, sequence: TokenSequence) -> Float[np.ndarray, " response"] | None:
-        """The engine's log-probability of each response token, NaN where unknown; None if none was saved."""
+        """The engine's log-probability of each response token, NaN where unknown; None if none was saved.
+
+        They are found under the tokens of the whole sequence, or of all but the last, which is then unknown.
+        """
         num_prompt, num_tokens = len(sequence.prompt_ids), sequence.num_input_tokens + 1
         for key, count in zip(_keys_of(sequence), (num_tokens, num_tokens - 1), strict=True):
             if key in self._logps:

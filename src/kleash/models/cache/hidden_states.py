@@ -117,7 +117,8 @@ class HiddenStateStore:
         number, start = len(self._paths), 0
         self._paths.append(path)
         for key, length in zip(keys, lengths, strict=True):
-            self._index.setdefault(key.tobytes(), number << START_BITS | start)
+            entry = number << START_BITS | start
+            self._index.setdefault(key.tobytes(), entry)  # the first file that has a sequence is read
             start += length
         self.tokens += start
 

@@ -82,6 +82,7 @@ class ResponseRecorder:
         self._update_sums = (0, 0.0, 0)
         """A step whose responses were updated on before, the KL of these updates over its tokens, and their number."""
         self._passes: list[tuple[Tensor, Tensor]] = []
+        """Log-probabilities and entropies of the tokens, in each pass of a model by the method of TRL that runs."""
         self._samples: list[Sample] = []
         self._best: Mapping[str, float] | None = None
         """Prompt -> mean reward in the best evaluation."""
@@ -138,6 +139,7 @@ class ResponseRecorder:
     def _calculate_rewards(
         self, original: Callable[..., Tensor], inputs: Any, prompts: Any, completions: Any, token_ids: Any
     ) -> Tensor:
+        """TRL's method; its rewards, gathered from all processes, are kept with this process's responses."""
         rewards = original(inputs, prompts, completions, token_ids)
         columns = rewards.double().cpu()
         totals = (columns * self.trainer.reward_weights.double().cpu()).nansum(-1)
@@ -162,6 +164,7 @@ class ResponseRecorder:
     def _generate_and_score_completions(
         self, original: Callable[..., dict[str, Any]], inputs: Any
     ) -> dict[str, Any]:
+        """TRL's method; its batch gets ``ROW`` and, of TRL's own passes, ``BEFORE_LOGP`` and ``REFERENCE_LOGP``."""
         self._passes = []
         output = original(inputs)
         ids = output["completion_ids"]
@@ -177,11 +180,13 @@ class ResponseRecorder:
     def _get_per_token_logps_and_entropies(
         self, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
+        """TRL's pass of a model, which is added to ``_passes``."""
         result = original(*args, **kwargs)
         self._passes.append((result[0].detach(), result[1]))
         return result
 
     def _compute_loss(self, original: Callable[..., Tensor], model: Any, inputs: dict[str, Any]) -> Tensor:
+        """TRL's loss; responses that it reads for the first time are measured in its pass of the policy."""
         self._passes = []
         loss = original(model, inputs)
         logp, entropy = self._passes[0]
