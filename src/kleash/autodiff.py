@@ -82,9 +82,9 @@ def uncompiled_in_transforms(function: Callable[P, R]) -> Callable[P, R]:
         if torch.compiler.is_compiling():
             if dual_level_active():
                 raise CannotRunError(f"a compiled {function.__name__} has no forward-mode derivative")
-            return function(*args, **kwargs)
-        in_transform = dual_level_active() or torch._C._are_functorch_transforms_active()
-        if in_transform and "torch._dynamo" in sys.modules:
+        elif "torch._dynamo" in sys.modules and (
+            dual_level_active() or torch._C._are_functorch_transforms_active()
+        ):
             return cast("Any", torch).compiler.disable(function)(*args, **kwargs)
         return function(*args, **kwargs)
 

@@ -384,11 +384,12 @@ def kl_gaussian(
     >>> kleash.kl_gaussian(mean, log_variance)  # from the standard normal
     tensor(0.5000)
     """
-    mp, vp = promote_pair(mean_p, log_variance_p)
-    mq, vq = (
-        at_least_float32(x) if isinstance(x, Tensor) else mp.new_tensor(x) for x in (mean_q, log_variance_q)
+    mean_p, log_variance_p = promote_pair(mean_p, log_variance_p)
+    mean_q, log_variance_q = (
+        at_least_float32(x) if isinstance(x, Tensor) else mean_p.new_tensor(x)
+        for x in (mean_q, log_variance_q)
     )
-    parameters = mp, vp, mq, vq
+    parameters = mean_p, log_variance_p, mean_q, log_variance_q
     try:
         torch.broadcast_shapes(*(x.shape for x in parameters))
     except RuntimeError as error:
@@ -396,4 +397,5 @@ def kl_gaussian(
         raise ShapeError(f"means and log-variances of shapes {shapes} do not broadcast") from error
     if all(x.ndim == 0 for x in parameters):
         raise ShapeError("means and log-variances have no axis to sum over; give at least one dimension")
-    return ((phi(vq - vp) + ((mp - mq) * torch.exp(-vq / 2)).square()) / 2).sum(-1)
+    distance = (mean_p - mean_q) * torch.exp(-log_variance_q / 2)
+    return ((phi(log_variance_q - log_variance_p) + distance.square()) / 2).sum(-1)

@@ -130,7 +130,7 @@ class MeasureJob(
             )
 
     def _refusals_of_servers(self) -> Iterator[Refusal]:
-        """Those where a model is behind a server, or might be."""
+        """The combinations that are refused since a model is behind a server, or is not though an option says so."""
         for named in ("policy", "reference"):
             yield Refusal(
                 getattr(self, f"{named}_model") is not None and not is_endpoint(getattr(self, named)),

@@ -220,7 +220,18 @@ def select_rows(columns: Columns, index: TokenIndex) -> Columns:
 def compute_rows(
     pair: HeadPair, fast: RowFunction, general: RowFunction, zp: Tensor, zq: Tensor, *columns: Columns
 ) -> tuple[Any, ...]:
-    """The results of ``fast``, or those of ``general`` where a column that ``fast`` returns is not finite."""
+    """The results of ``fast`` for a block of rows, with those of ``general`` in rows where one is not finite.
+
+    Finite must be the results with one number for each row, not the gradients in the logits.
+
+    Args:
+        pair: both models.
+        fast: a function of rows whose logits are finite.
+        general: the same function of any rows, which is slower.
+        zp: logits of the block under p, [rows, vocab].
+        zq: logits of the block under q.
+        columns: further arguments of both functions, with an entry for each row.
+    """
     results = fast(zp, zq, *columns, pair.vocab_shards)
     sums = [x for x in results if x is not None and x.shape[1] == 1]
     not_finite = (~torch.cat(sums, -1).isfinite().all(-1)).nonzero()[:, 0]

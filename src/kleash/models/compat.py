@@ -98,13 +98,12 @@ def without_zero3_loading() -> Iterator[None]:
     With a ZeRO-3 configuration in the process, ``from_pretrained`` gives each rank a part of the weights, and networks
     cannot be built on the meta device.
     """
-    # None: there is no configuration
     integration = sys.modules.get("transformers.integrations.deepspeed")
     name = "_hf_deepspeed_config_weak_ref"
-    if getattr(integration, name, None) is None:
+    configuration = getattr(integration, name, None)
+    if configuration is None:
         yield
         return
-    configuration = getattr(integration, name)
     setattr(integration, name, None)
     try:
         yield

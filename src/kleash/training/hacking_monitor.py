@@ -278,8 +278,8 @@ class HackingMonitor:
             return None
         return (
             f"the policy's entropy fell from {then:.3g} to {now:.3g} nats per token since step "
-            f"{history[start - 1].step} and the reward did not rise ({before.value:.3g} before, {after.value:.3g} now): "
-            "it explores less and gains nothing by it; lower --learning-rate, or raise --beta"
+            f"{history[start - 1].step} and the reward did not rise ({before.value:.3g} before, {after.value:.3g} now)"
+            ": it explores less and gains nothing by it; lower --learning-rate, or raise --beta"
         )
 
     def _prompt_runaway(self, history: History) -> str | None:

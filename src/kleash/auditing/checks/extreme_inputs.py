@@ -167,7 +167,10 @@ def _row(audited: AuditedFunction, case: ExtremeCase) -> EdgeRow:
 
 
 def _problem(value: float, gradient: float, exact: float) -> str:
-    """A key of ``PROBLEMS``, the difference of an inexact value, or ""."""
+    """What is wrong with a value and its gradient where ``exact`` is the divergence; "" if nothing is.
+
+    That is a key of ``PROBLEMS``, or a sentence with the numbers of an inexact value.
+    """
     if isnan(value):
         return "value is NaN where the divergence is infinite" if exact == inf else "value is NaN"
     if exact == inf:

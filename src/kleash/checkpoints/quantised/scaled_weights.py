@@ -223,8 +223,8 @@ def _find_block(
             return block
     if scales == (rows,):
         return 1, columns
-    group_sizes = (scheme.group_size or columns for scheme in schemes)
-    sizes = {size if size > 0 else columns for size in group_sizes}
+    # without a group size, or with -1, a row is one group
+    sizes = {scheme.group_size if (scheme.group_size or 0) > 0 else columns for scheme in schemes}
     tensors.require(
         len(scales) == 2
         and scales[0] == rows

@@ -84,13 +84,9 @@ def read_pairs(
     """
     rows: list[dict[str, Any]] = []
     for record in islice(find_source(name, "pairs", options).records(), limit):
-        if record.fields is None:  # an entry of a JSON array
-            raise SourceError(
-                f"{record.location}: expected a record with 'prompt', 'chosen' and 'rejected' and found text"
-            )
         row = parse_preference(record)._asdict()
         if rows and type(row["prompt"]) is not type(rows[0]["prompt"]):
-            raise SourceError(f"{record.location}: texts and lists of messages in one file; split it")
+            raise record.error("texts and lists of messages in one file; split it")
         rows.append(row)
     if not rows:
         raise SourceError(f"{name} holds no pair; give a file with at least one")
