@@ -474,9 +474,16 @@ def statistics(
         (id_p, probability_p), (id_q, probability_q) = chunk.likeliest(1, *log_sums)
         listed = chunk.likeliest(exchanged, *log_sums)
         ranks = row_functions.ranks_of(chunk.zq, ids, pair.vocab_shards, out=chunk.zp)
-        all_columns = *sums[:8], id_p, id_q, probability_p, probability_q, ranks
-        for column, x in zip(columns, all_columns, strict=True):
-            column[chunk.index] = x[chunk.local, 0].to(column.dtype)
+        computed = {
+            **sums._asdict(),
+            "top1_p": id_p,
+            "top1_q": id_q,
+            "top1_probability_p": probability_p,
+            "top1_probability_q": probability_q,
+            "rank_q": ranks,
+        }
+        for name, column in columns._asdict().items():
+            column[chunk.index] = computed[name][chunk.local, 0].to(column.dtype)
         for model, words in zip(likeliest, listed, strict=True):
             for column, x in zip(model, words, strict=True):
                 column[chunk.index] = x[chunk.local, :top].to(column.dtype)
