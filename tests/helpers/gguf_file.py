@@ -231,10 +231,8 @@ def written_tensors(folder: Path, config: Mapping[str, Any]) -> Any:
 
 def named_tensors(folder: Path, config: Mapping[str, Any], arch: str) -> Any:
     """The tensors of a checkpoint with their names in a GGUF file; experts of a layer are stacked."""
-    keys = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}  # arch is missing? see ARCHITECTURES
-    names = gguf.get_tensor_name_map(
-        keys[arch], config.get("num_hidden_layers") or len(config["layers_block_type"])
-    )
+    key = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[arch]  # a KeyError: see ARCHITECTURES
+    names = gguf.get_tensor_name_map(key, config.get("num_hidden_layers") or len(config["layers_block_type"]))
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, values in written_tensors(folder, config):
         if config["model_type"] in INTERLEAVED and re.search(r"\.[qk]_proj\.", name):
