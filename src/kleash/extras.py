@@ -204,6 +204,7 @@ class _PostImportFinder(MetaPathFinder):
         self.module, self.function, self.is_finding = module, function, False
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """The spec of the module, whose loader then calls the function; None for other modules."""
         if fullname != self.module or self.is_finding:
             return None
         self.is_finding = True

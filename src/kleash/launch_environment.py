@@ -43,6 +43,7 @@ def require_one_process(command: str) -> None:
 
 
 def _variable(name: str, default: int) -> int:
+    """The number in an environment variable; ``default`` if it is not set, or holds something else."""
     try:
         return int(os.environ.get(name, default))
     except ValueError:

@@ -2,6 +2,7 @@
 
 import os
 import platform
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 from kleash.jobs.reading_jobs import EnvJob
@@ -46,8 +47,6 @@ def environment() -> dict[str, str]:
         "GPUs": f"{', '.join(gpus) or 'none'} (CUDA {torch.version.cuda})",
     }
     for name in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             values[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return values | {name: os.environ[name] for name in VARIABLES if name in os.environ}

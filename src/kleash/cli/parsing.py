@@ -351,7 +351,9 @@ def read_words(words: Sequence[str]) -> Command | DryRun:
         OptionError: with the invalid word, the nearest valid one, and the command that shows the help.
         SystemExit: after help, the version or a completion script has been printed.
     """
-    name, rest = "", [*words[1:], "--help"] if not words or words[0] == "help" else list(words)
+    name = ""
+    # "kleash" and "kleash help WORDS" are "kleash WORDS --help"
+    rest = [*words[1:], "--help"] if not words or words[0] == "help" else list(words)
     while rest and name in SUBCOMMANDS and not rest[0].startswith("-"):
         name = _subcommand(name, rest.pop(0))
     rest = ["--help"] if name in SUBCOMMANDS and not rest else rest

@@ -118,6 +118,7 @@ def _phi_of_elementary_functions(u: Tensor) -> Tensor:
 
 
 def _psi_of_elementary_functions(v: Tensor) -> Tensor:
+    """1 - (1 + v) exp(-v): a polynomial for small ``v``, where the difference cancels, and itself beyond."""
     far = v > SERIES_LIMIT
     near, rest = torch.where(far, 0.0, v), torch.where(far, v, 1.0)
     rest = torch.where(rest > EXP_SATURATES, EXP_SATURATES, rest)

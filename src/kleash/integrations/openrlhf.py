@@ -201,12 +201,14 @@ def _save_with_controller(
     logs_dict: Any = None,
     client_states: Any = None,
 ) -> None:
+    """Save as OpenRLHF, with the state of the controller among the states of the checkpoint."""
     states = {} if client_states is None else client_states
     states[STATE] = trainer.kl_ctl.leash.to_dict()
     save(trainer, global_step, logs_dict, states)
 
 
 def _restore_with_controller(restore: Callable[..., None], trainer: Any, checkpoint_states: Any) -> None:
+    """Restore as OpenRLHF, and the controller from its state; a warning if the checkpoint has none."""
     restore(trainer, checkpoint_states)
     states, controller = checkpoint_states or {}, trainer.kl_ctl
     if STATE not in states and states.get("global_step") and not isinstance(controller.leash, FixedBeta):

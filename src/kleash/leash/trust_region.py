@@ -114,6 +114,7 @@ def kl_mask(
     is_counted, log_ratio = counted_log_ratio(token_logp, behaviour_logp, mask)
     values = torch.where(is_counted, record.of(-log_ratio), 0.0)
     if over == "sequence_max":
+        # with one step more, so that there is a maximum over no steps
         values = pad(torch.where(is_counted, values, -inf), (0, 1), value=-inf).amax(-1)
     elif over != "token":
         values = values.sum(-1) / (is_counted.sum(-1) if over == "sequence_mean" else 1)

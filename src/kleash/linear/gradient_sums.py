@@ -74,6 +74,7 @@ class GradientSums:
                 if model.head.weight is not None:
                     rows = self.vocab_shards.all_reduce_gradient(rows)
                 rows = rows[local].to(of_hidden.dtype)
+                # hidden states of both models have the sum of two gradients
                 of_hidden[index] = of_hidden[index] + rows if self.is_shared(first) else rows
 
     @property

@@ -81,6 +81,7 @@ class VocabShards:
         return x.scatter_add_(-1, local, torch.where(is_local, source, 0.0)) if self.local_size else x
 
     def _local_ids(self, ids: Int[Tensor, " tokens"]) -> tuple[Tensor, Tensor]:
+        """The ids as rows of this rank, cut to them, and whether they are among them; both [tokens, 1]."""
         local = ids[:, None] - self.offset
         is_local = (local >= 0) & (local < self.local_size)
         return local.clamp(0, max(0, self.local_size - 1)), is_local

@@ -259,14 +259,18 @@ def attribution_of(
         grouping: "layers" or "modules".
         sums: by the names of the passes.
         names: of the groups' passes, as from ``plan_passes``.
+
+    Of a candidate c, groups g that are swapped one by one, and all of them together:
+
+        sum of changes = sum_g (KL_g - KL_c),    interaction = sum of changes - (KL_all - KL_c)
     """
     candidate, clusters, groups = sums[CANDIDATE], models.clusters, models.groups[grouping]
     again = sums.get(CONTROL, candidate)
     swapped = [group for group in groups if not group.is_identical]
     candidate_sums, counts = clusters.sum(candidate.total), clusters.sum(candidate.tokens)
     single = [clusters.sum(sums[names[group.parts]].total) for group in swapped]
-    everything = clusters.sum(sums.get(ALL, candidate).total)
-    total = np.sum(single, axis=0) if single else np.zeros_like(candidate_sums)
+    all_swapped = clusters.sum(sums.get(ALL, candidate).total)
+    sum_of_single = np.sum(single, axis=0) if single else np.zeros_like(candidate_sums)
 
     def difference(first: Floats, second: Floats, *, is_0: bool) -> Estimate:
         return paired_difference(first, counts, second, counts, known_value=0.0 if is_0 else None)
@@ -276,7 +280,7 @@ def attribution_of(
     control = difference(
         clusters.sum(again.total), candidate_sums, is_0=np.array_equal(candidate.total, again.total)
     )
-    change_of_all = difference(everything, candidate_sums, is_0=not single)
+    change_of_all = difference(all_swapped, candidate_sums, is_0=not single)
     columns = np.stack([candidate_sums, *single], axis=1)
     counts_of_columns = np.repeat(counts[:, None], columns.shape[1], axis=1)
     changes = differences_from_control(columns, counts_of_columns) if single else None
@@ -293,9 +297,11 @@ def attribution_of(
         clusters=clusters.count,
         mean=mean,
         groups=_group_changes(groups, swapped, changes),
-        sum_of_changes=difference(total, len(single) * candidate_sums, is_0=not single),
+        sum_of_changes=difference(sum_of_single, len(single) * candidate_sums, is_0=not single),
         change_of_all=change_of_all,
-        interaction=difference(total, (len(single) - 1) * candidate_sums + everything, is_0=len(single) < 2),
+        interaction=difference(
+            sum_of_single, (len(single) - 1) * candidate_sums + all_swapped, is_0=len(single) < 2
+        ),
         control=control,
         critical_value=float("nan") if changes is None else changes.critical_value,
         warnings=tuple(dict.fromkeys(warnings)),

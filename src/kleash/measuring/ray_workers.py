@@ -81,6 +81,7 @@ class ShardWorker:
 
     @cached_property
     def _engine(self) -> LocalEngine:
+        """The engine with its models, loaded at the first use."""
         with suppress(OSError):
             os.chdir(self._folder)
         with watching_files():  # by the engine, as long as it lives

@@ -95,6 +95,7 @@ def measure_rounding(
 
 
 def _mean_kl(columns: Mapping[str, np.ndarray] | None, sequences: Sequence[TokenSequence]) -> Estimate | None:
+    """The mean KL of a reference from itself, from ``Engine.rounding_columns``; None if there are none."""
     if columns is None:
         return None
     hash_of = {(sequence.prompt_id, sequence.sample_id): sequence.prompt_hash for sequence in sequences}

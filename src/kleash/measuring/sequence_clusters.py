@@ -93,11 +93,11 @@ def distinct_prompts(prompt: Ids, sample: Ids, prompt_hash: Ids, *, on_text: boo
     contents = prompt_hash
     if on_text:
         of_document = np.zeros(len(ids), dtype=np.uint64)
-        np.add.at(
-            of_document, ids, prompt_hash.view(np.uint64) * (2 * sample + 1).astype(np.uint64)
-        )  # mod 2**64
+        # a hash of all windows of a document and their order, modulo 2**64
+        np.add.at(of_document, ids, prompt_hash.view(np.uint64) * (2 * sample + 1).astype(np.uint64))
         contents = of_document[ids]
     contents = np.unique(contents, return_inverse=True)[1]
+    # each round gives all sequences of one content, and of one id, the lowest of their labels
     labels, previous = ids, None
     while previous is None or not np.array_equal(labels, previous):
         previous = labels

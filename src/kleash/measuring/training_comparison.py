@@ -69,6 +69,7 @@ def compare_training(folders: Sequence[Path], names: Sequence[str]) -> TrainingC
 
 
 def _read(folder: Path, name: str) -> _TrainingRun:
+    """A run with what of its files is compared."""
     files = TrainingFolder(folder)
     header, history = files.header(), files.history()
     if not history:

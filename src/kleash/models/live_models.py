@@ -65,7 +65,7 @@ def live_model(
     except KleashError as raised:
         error = raised
     if storage is not None:
-        storage.raise_together(error)
+        storage.raise_together(error)  # one of any rank, so that none waits for the others
         network = view_of_shards(network, storage)
         adapters = None if adapters is None else network
     elif error is not None:

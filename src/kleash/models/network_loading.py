@@ -78,6 +78,7 @@ def load_networks(
     notes: list[str] = []
 
     def load_base(checkpoint: Checkpoint) -> LoadedNetwork:
+        """The network without adapters, on the device, in evaluation mode, and sharded if that is asked for."""
         if device_map in PARALLEL_MAPS:
             _require_ranks(checkpoint, device_map)
         if checkpoint.gguf:

@@ -157,6 +157,7 @@ class Checksums:
             raise RunFolderError(f"{path} cannot be trusted: {CHECKSUMS} is missing or empty; {advice}")
 
     def _require(self, path: Path, checksum: FileChecksum, advice: str) -> None:
+        """Raise RunFolderError unless this checksum was recorded for the file."""
         if not self.expects(path):
             raise RunFolderError(f"{path} cannot be trusted: {CHECKSUMS} has no checksum of it; {advice}")
         if checksum not in self._files[self._name(path)]:

@@ -76,6 +76,7 @@ _hints_of = cache(get_type_hints)
 
 
 def _value(hint: Any, data: Any) -> Any:
+    """What ``encode`` made ``data`` of, by the annotation of the field that it belongs to."""
     origin, parts = get_origin(hint), get_args(hint)
     if data is None:
         return None

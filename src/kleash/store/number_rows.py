@@ -100,6 +100,7 @@ def measurement_rows(measurement: Measurement) -> Iterator[NumberRow]:
 
 
 def _of_measurement(measurement: Measurement) -> Iterator[NumberRow]:
+    """The numbers of a measurement, and the KL of each bin."""
     yield from measurement_rows(measurement)
     run = measurement.models["policy"].path
     for kind, bins in (("position", measurement.by_position), ("confidence", measurement.by_confidence)):
@@ -109,6 +110,7 @@ def _of_measurement(measurement: Measurement) -> Iterator[NumberRow]:
 
 
 def _of_comparison(comparison: Comparison | TrainingComparison) -> Iterator[NumberRow]:
+    """The numbers of each run, then the differences."""
     for run in comparison.runs:
         if isinstance(run, ComparedTraining):
             yield from (_row(run.name, name, number) for name, number in run.numbers.items())
@@ -135,6 +137,7 @@ def candidate_rows(sweep: Sweep, candidate: SweepCandidate) -> Iterator[NumberRo
 
 
 def _of_sweep(sweep: Sweep) -> Iterator[NumberRow]:
+    """The numbers of each candidate, then those of pairs and of attributions with both of their intervals."""
     names = {candidate.number: candidate.name for candidate in sweep.candidates}
     for candidate in sweep.ranking:
         yield from candidate_rows(sweep, candidate)
@@ -162,6 +165,7 @@ def _of_sweep(sweep: Sweep) -> Iterator[NumberRow]:
 
 
 def _of_mismatch(record: MismatchRecord) -> Iterator[NumberRow]:
+    """The numbers of all rollouts, or under the names of another package, then the KL of each file."""
     if record.renamed:
         for name, value in record.renamed.items():
             yield NumberRow(run=record.file, name=name, value=value)

@@ -19,6 +19,7 @@ def prompt_indices(num_prompts: int, positions: range, seed: int) -> list[int]:
 
 @lru_cache(maxsize=2)
 def _epoch_order(num_prompts: int, epoch: int, seed: int) -> list[int]:
+    """The indices of all prompts in the order of an epoch."""
     random = Random(f"{seed}/{epoch}")
     numbers = [random.random() for _ in range(num_prompts)]
     return sorted(range(num_prompts), key=numbers.__getitem__)

@@ -89,6 +89,7 @@ class _RewardModel(NamedTuple):
 
     @torch.inference_mode()
     def scores(self, dialogues: Sequence[Dialogue]) -> list[float]:
+        """The reward of each dialogue, in their order."""
         texts = [torch.tensor(self._tokens(dialogue), device=self.network.device) for dialogue in dialogues]
         padding, scores = self.network.config.pad_token_id, dict[int, float]()
         most = 1 if padding is None else len(texts)
@@ -101,6 +102,7 @@ class _RewardModel(NamedTuple):
         return [scores[at] for at in range(len(texts))]
 
     def _tokens(self, dialogue: Dialogue) -> list[int]:
+        """The token ids of a dialogue in the reward model's chat template, or as plain text."""
         if dialogue.messages is not None and getattr(self.tokenizer, "chat_template", None):
             messages = [*dialogue.messages, {"role": "assistant", "content": dialogue.response}]
             text, special = render_chat(self.tokenizer, messages), False

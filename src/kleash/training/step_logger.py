@@ -231,6 +231,7 @@ class StepLogger(AttachedCallback):
         return next((callback for callback in callbacks if isinstance(callback, kind)), None)
 
     def _carry_out(self, advice: Advice, control: Any) -> None:
+        """Do what the response to the step's alerts is, on this rank."""
         match advice.act:
             case "stop":
                 self.stopped = stopped_by(advice.alerts, self.step)

@@ -163,6 +163,7 @@ def _statements_of(file: Path, where: str) -> Iterator[Statement]:
 
 
 def _statement(node: ast.stmt) -> Statement:
+    """A statement with the names that it binds, and the global names that it uses."""
     table = symtable(STRING_ANNOTATIONS + ast.unparse(node), "", "exec")
     binds = {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported()}
     return Statement(node, frozenset(binds - {"annotations"}), frozenset(_names_used(table)))

@@ -127,6 +127,7 @@ class DriftMonitor(AttachedCallback):
         return drift_of([part for part in parts if part is not None])
 
     def _measure_and_log(self, control: Any) -> None:
+        """Measure the drift and log it; stop the training if the KL is beyond the budget."""
         start = monotonic()
         self.last = drift = self.measure()
         self.log_metrics(
@@ -158,12 +159,14 @@ class DriftMonitor(AttachedCallback):
         return {role: unwrap(x) for role, x in networks.items() if x is not None and not isinstance(x, str)}
 
     def _load(self, policy: Model) -> Pair:
+        """The policy beside the reference of that name, which is loaded once."""
         if self._loaded_pair is None:
             self._loaded_pair = load_beside_live(policy, "reference", self.reference)
         return self._loaded_pair
 
 
 def _tokenizer(trainer: Any) -> Any:
+    """The tokenizer of a trainer, which may be a part of its processor; raises ModelError if there is none."""
     tokenizer = getattr(trainer, "processing_class", None)
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     if tokenizer is None:

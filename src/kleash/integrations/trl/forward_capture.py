@@ -118,6 +118,7 @@ class ForwardCapture(MIXIN):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        """TRL's pass; in ``_record_passes`` it is recorded, and its log-probabilities are 0 at padding."""
         original = super()._get_per_token_logps_and_entropies
         args = (input_ids, attention_mask, logits_to_keep, *args)
         if self._passes is None:

@@ -76,6 +76,7 @@ class GRPOLeash(KLMixin):
         )
 
     def _behaviour_logp(self, inputs: dict[str, Any]) -> Tensor | None:
+        """Log-probabilities under what drew the tokens: the engine's, or the old ones where those are not known."""
         old = inputs.get("old_per_token_logps")
         engine = inputs.get("sampling_per_token_logps")
         if old is None or engine is None:

@@ -106,6 +106,17 @@ def loss_of_lists(
 
     The tokens outside a list are taken for one ("bucket": a lower bound), or the drawn token stands for them
     ("sampled": unbiased). The logits of some tokens exist together; the backward pass computes them again.
+
+    Args:
+        policy: its final hidden states, [tokens of all responses, dim], and its head.
+        responses: with the teacher's ids and log-probabilities in their columns ``LISTS``.
+        weight: of the sum.
+        record: the divergence D.
+        temperature: divides the policy's logits.
+        tail: "bucket" or "sampled".
+
+    Returns:
+        The loss; of each token, detached, the divergence and the policy's entropy.
     """
     hidden, head = policy
 
@@ -143,11 +154,13 @@ class DistillationMixin(MIXIN):
             self.teacher_model = prepare_frozen(self, networks.frozen)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """TRL's method, whose output keeps the numbers of the prompts or responses."""
         self._batch = [self._items[row[PROMPT_COLUMN]] for row in inputs]
         output = super()._generate_and_score_completions(inputs)
         return output | {PROMPT_COLUMN: torch.tensor([row[PROMPT_COLUMN] for row in inputs])}
 
     def _compute_loss(self, student: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> Any:
+        """The loss in place of TRL's, with the sum of the entropies and the number of tokens, as TRL's returns them."""
         mask: Bool[Tensor, "batch time"] = inputs["completion_mask"].bool()
         items: list[Any] = [self._items[index] for index in inputs[PROMPT_COLUMN].tolist()]
         head = current_head(student, self._pair.policy.head, requires_grad=True)

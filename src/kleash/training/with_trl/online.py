@@ -83,6 +83,7 @@ def train_online(job: GRPOJob | RLOOJob, run_log: RunLog | None) -> TrainingResu
 
 
 def _arguments(job: GRPOJob | RLOOJob, prompts: list[Prompt]) -> dict[str, Any]:
+    """The fields of TRL's configuration that the job decides."""
     longest = max(len(prompt.token_ids) for prompt in prompts) + job.max_new_tokens
     arguments = {
         **shared_arguments(job, rows=job.responses_per_step, row_tokens=longest, updates=job.epochs),
