@@ -406,9 +406,8 @@ def completion_script(shell: str) -> str:
     if shell not in SHELLS:
         raise OptionError(f"--completion takes {', '.join(SHELLS)}; it is {shell!r}")
     shtab: Any = import_extra("shtab", "cli")
-    commands = {
-        "": (root := ArgumentParser("kleash", parents=[parser_of("")], add_help=False)).add_subparsers()
-    }
+    root = ArgumentParser("kleash", parents=[parser_of("")], add_help=False)
+    commands = {"": root.add_subparsers()}
     for name in (*filter(None, SUBCOMMANDS), *RECORDS):
         parent, _, word = name.rpartition(" ")
         parser = parser_of(name)
@@ -420,5 +419,5 @@ def completion_script(shell: str) -> str:
         )
         if name in SUBCOMMANDS:
             commands[name] = copy.add_subparsers()
-    script: str = shtab.complete(root, shell, preamble={"zsh": COMPINIT})
-    return script.replace('"(*):', '"*:')  # otherwise zsh completes only the first folder
+    # with "(*)" zsh would complete only the first folder
+    return shtab.complete(root, shell, preamble={"zsh": COMPINIT}).replace('"(*):', '"*:')
