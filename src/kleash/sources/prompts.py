@@ -276,13 +276,17 @@ def describe_forms(
 ) -> tuple[str, ...]:
     """The notes about what the chat template renders of a source that was read, and what not.
 
+    A form of the source has a note only if it could have been read otherwise: texts have none where the tokenizer has no
+    chat template, or where they are documents.
+
     Args:
         kind: what the source was read for.
-        forms: what its prompts or documents are.
+        forms: how many of its prompts or documents are of each form.
         tokenizer: of the policy.
         options: how it was read, such as a job; None for the defaults.
     """
     template, noun, total = ReadOptions.of(options).chat_template, NOUNS.get(kind, "prompts"), forms.total()
+    # "{}" stands for "messages", or "a list of messages" of a single prompt
     treatments: dict[SourceForm, str] = {
         "messages": "{}, rendered by the policy's chat template",
         "rendered text": "plain text that begins as the policy's chat template does",
