@@ -276,8 +276,8 @@ def describe_forms(
 ) -> tuple[str, ...]:
     """The notes about what the chat template renders of a source that was read, and what not.
 
-    A form of the source has a note only if it could have been read otherwise: texts have none where the tokenizer has no
-    chat template, or where they are documents.
+    A form of the source has a note only if it could have been read otherwise: texts have none where the tokenizer has
+    no chat template, or where they are documents.
 
     Args:
         kind: what the source was read for.

@@ -337,7 +337,7 @@ class Measurement(MeasuredResult):
         """The measurement in a run folder.
 
         Raises:
-            RunFolderError: if there is none, it is damaged, or a newer kleash wrote it.
+            RunFolderError: if there is none, it is damaged, or a kleash with another schema wrote it.
         """
         folder = Path(folder).expanduser()
         advice = "run again with --resume to make it anew"

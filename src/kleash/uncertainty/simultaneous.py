@@ -199,7 +199,8 @@ def _critical_value(
     """The 95 % quantile of the largest |t| over these pairs; NaN without a pair.
 
     With influences U = Q R, the differences of normal variables with covariance U^T U are those of z R, z standard
-    normal: R keeps also a difference that is many digits smaller than what the two candidates share.
+    normal: R keeps also a difference that is many digits smaller than what the two candidates share. The quantile of
+    the draws is at least that of a single pair, and at most Bonferroni's.
 
     Args:
         sums: per cluster and candidate, the sum over its tokens; each cluster has a token.
