@@ -3,18 +3,23 @@
 import json
 import os
 import re
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+from typing import get_type_hints
 
 from docutils import nodes
 from docutils.parsers.rst import Directive
+from docutils.statemachine import StringList
+from sphinx.ext.autosummary import Autosummary
 
-from kleash import __version__
+import kleash
 from kleash.cli.parsing import RECORDS, parser_of
 
 project = "kleash"
 author = "The kleash maintainers"
 copyright = author
-release = __version__
+release = kleash.__version__
 
 extensions = [
     "myst_parser",
@@ -71,6 +76,7 @@ def as_markup(app: object, what: str, name: str, obj: object, options: object, l
     """Docstrings are plain text: indented blocks and tables are formulas or code, and stars are no emphasis."""
     made: list[str] = []
     literal, section = False, False
+    lines[:] = [line.replace(" || ", " ‖ ") for line in lines]
     for number, line in enumerate(lines):
         begins = number == 0 or not lines[number - 1].strip()
         if line == "::":  # the block that follows is literal anyway
@@ -130,6 +136,63 @@ def read_notebook(app, docname: str, source: list[str]) -> None:
         source[0] = "\n\n".join([*parts, f"This page is a notebook: {{download}}`{file.name}`."])
 
 
+PACKAGES = [
+    import_module(name)
+    for page in sorted((Path(__file__).parent / "reference" / "api").glob("*.md"))
+    for name in re.findall(r"^\.\. automodule:: (\S+)$", page.read_text(encoding="utf-8"), re.M)
+]
+"""What the reference of names describes."""
+
+
+def public_names(package: ModuleType) -> list[str]:
+    """The names of a package that the reference lists, if they are its own."""
+    return getattr(package, "__all__", dir(package))
+
+
+class Names(Autosummary):
+    """A table of what ``kleash`` itself has to be called, each with a link to where its package describes it."""
+
+    has_content = False
+
+    def run(self) -> list[nodes.Node]:
+        """The table, in the order of the alphabet."""
+        names = []
+        for name in dir(kleash):
+            value = getattr(kleash, name)
+            if callable(value):
+                homes = [x for x in PACKAGES if name in public_names(x) and getattr(x, name) is value]
+                names.append(f"~{homes[-1].__name__ if homes else 'kleash'}.{name}")
+        self.options["nosignatures"] = None
+        self.content = StringList(names, source=__file__)
+        return super().run()
+
+
+def show_types_alone() -> None:
+    """Take from the annotations of records what the command line reads: bounds, choices and help."""
+    for package in PACKAGES:
+        for value in [getattr(package, name) for name in public_names(package)]:
+            for owner in (value, *value.__mro__) if isinstance(value, type) else ():
+                for holder in (owner, owner.__init__):
+                    if "Annotated" in str(annotations := getattr(holder, "__annotations__", {})):
+                        hints = get_type_hints(holder)
+                        annotations.update((name, hints[name]) for name in annotations)
+
+
+def defaults_in_words(
+    app: object,
+    what: str,
+    name: str,
+    obj: object,
+    options: object,
+    signature: str | None,
+    returns: str | None,
+) -> tuple[str | None, str | None]:
+    """Defaults that are no Python, which a signature is shown as one long line with."""
+    if signature is not None:
+        signature = re.sub(r"<function (\w+)[^>]*>", r"\1", signature.replace("<factory>", "..."))
+    return signature, returns
+
+
 class Commands(Directive):
     """A section for each command, with the help that has all of its options."""
 
@@ -149,7 +212,10 @@ class Commands(Directive):
 
 def setup(app) -> None:
     """Add the page of commands, and connect what converts docstrings before napoleon reads their sections."""
+    show_types_alone()
     app.add_directive("kleash-commands", Commands)
+    app.add_directive("kleash-names", Names)
+    app.connect("autodoc-process-signature", defaults_in_words)
     app.connect("source-read", read_notebook)
     app.connect("source-read", name_files)
     app.connect("autodoc-process-docstring", as_markup, priority=400)

@@ -58,3 +58,8 @@ def __getattr__(name: str) -> Any:
     if name not in MODULE_OF:
         return unknown(name)
     return getattr(import_module(f"{__name__}.{MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, whether imported or not."""
+    return sorted(__all__)
