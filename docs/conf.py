@@ -41,6 +41,7 @@ autodoc_preserve_defaults = True
 napoleon_use_rtype = False
 napoleon_use_ivar = True
 maximum_signature_line_length = 88
+smartquotes_action = "qe"  # two hyphens begin an option
 
 html_theme = "pydata_sphinx_theme"
 html_title = "kleash"
