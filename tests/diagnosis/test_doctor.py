@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
+import pyarrow as pa
 import pytest
 import torch
 from rectangular_rollouts import rollouts_of
@@ -455,8 +455,8 @@ def test_logits_are_read_by_the_doctor_alone_and_numbers_that_are_none_by_nobody
     trainer, engine = raw_logits(world)
     path = written(tmp_path / "rollouts.jsonl", world.rollouts(trainer, engine))
     assert len(read_rollouts(path, allow_logits=True)) == SEQUENCES
-    records = pd.DataFrame(map(json.loads, Path(path).read_text().splitlines()))
-    found = [diagnose(x) for x in (path, records, records.to_dict("records"))]
+    records = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    found = [diagnose(x) for x in (path, records, pa.Table.from_pylist(records))]
     assert found[0].findings and found[0].findings == found[1].findings == found[2].findings
     for nothing in ([], None, [1.0], {"a": 1}):
         with pytest.raises(SourceError, match=r"the responses given|responses are|responses, entry 1"):
