@@ -11,7 +11,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kleash.checkpoints.gguf.vocabulary import begin_token, puts_begin_token
-from kleash.checkpoints.resolution import find_checkpoint
 from kleash.engines.base import (
     EngineTraits,
     JobEngine,
@@ -67,14 +66,11 @@ class BaseLogits(Model):
             yield chunk_sequence(chunk, self.file.tokens(chunk), self.begin_token, self.tokenizer)
 
 
-def base_logits_beside(
-    policy: Model, revision: str | None, file: BaseLogitsFile, fingerprint: str
-) -> BaseLogits:
+def base_logits_beside(policy: Model, file: BaseLogitsFile, fingerprint: str) -> BaseLogits:
     """The reference of a file, to which a policy is compared.
 
     Args:
         policy: loaded.
-        revision: with which it was asked for.
         file: of base logits.
         fingerprint: hash of the file.
 
@@ -103,7 +99,7 @@ def base_logits_beside(
         network=None,
         backbone=None,
         file=file,
-        begin_token=begin_token_of(policy, revision),
+        begin_token=begin_token_of(policy),
     )
 
 
@@ -120,14 +116,13 @@ def require_context(model: Model, context: int) -> None:
         )
 
 
-def begin_token_of(model: Model, revision: str | None) -> int | None:
+def begin_token_of(model: Model) -> int | None:
     """The token that llama.cpp puts in place of the first of each chunk; None for none.
 
     The settings of a GGUF file say it. Of other models, it is the begin token that the tokenizer puts before a text.
     """
-    checkpoint = find_checkpoint(model.path, revision)
-    if checkpoint.gguf:
-        return begin_token(checkpoint.gguf_files.settings)
+    if model.checkpoint is not None and model.checkpoint.gguf:
+        return begin_token(model.checkpoint.gguf_files.settings)
     return model.tokenizer.bos_token_id if puts_begin_token(model.tokenizer) else None
 
 

@@ -41,7 +41,7 @@ from kleash.models.keyed_draws import SAMPLER
 from kleash.models.pair_loading import load_pair_with, load_reference
 from kleash.models.tokenizers import compare_tokenizers, load_tokenizer, tokenizer_fingerprint
 from kleash.sources.documents import resolve_window
-from kleash.store.cache import CachedSource, cache_fingerprint, read_label
+from kleash.store.cache import CachedSource, cache_fingerprint
 from kleash.store.job_folder import RunHeader
 from kleash.store.locks import folder_lock
 from kleash.version import __version__
@@ -110,7 +110,7 @@ def load_beside_base_logits(job: MeasureJob) -> Pair:
     """
     file = open_base_logits(Path(str(job.reference_cache)).expanduser())
     loaded = load_reference(job.policy, job.revision_policy, job, role="policy")
-    reference = base_logits_beside(loaded.policy, job.revision_policy, file, f"sha256:{hash_source(job)}")
+    reference = base_logits_beside(loaded.policy, file, f"sha256:{hash_source(job)}")
     size, vocabulary = file.vocab_size, f"the {file.vocab_size} logits of the file"
     note = (
         f"the reference is the file of base logits {file.path}, of {file.chunks} chunks of {file.context} tokens: each "
@@ -295,13 +295,12 @@ def header_of(job: MeasureJob, pair: Pair, source_digest: str) -> RunHeader:
         role: model.fingerprint or f"in memory {token_hex(8)}"
         for role, model in zip(("policy", "reference"), models, strict=True)
     }
-    if job.source[0] == "prompts" and not pair.policy.is_in_memory:
-        checkpoint = find_checkpoint(job.policy, job.revision_policy)
-        fingerprints[f"policy {GENERATION_CONFIG}"] = checkpoint.fingerprint(of_generation=True)
+    if job.source[0] == "prompts" and pair.policy.checkpoint is not None:
+        fingerprints[f"policy {GENERATION_CONFIG}"] = pair.policy.checkpoint.fingerprint(of_generation=True)
     fingerprints |= fingerprint_of_tokenizer(job, pair.tokenizer)
-    cache = finished_cache(job)
-    if cache is not None and read_label(cache).from_engine:
-        fingerprints["reference hidden states, made by an engine"] = cache_fingerprint(cache)
+    stored = pair.reference.stored
+    if stored is not None and stored.label.from_engine:
+        fingerprints["reference hidden states, made by an engine"] = cache_fingerprint(stored.folder)
     return RunHeader(
         kleash=__version__,
         settings=job.settings(),

@@ -121,6 +121,10 @@ class RayEngine(Engine):
         """The traits of a worker's engine."""
         return self.loaded.traits
 
+    def header(self, source_sha256: str) -> RunHeader:
+        """The header of the run, which is that of the workers."""
+        return replace(self.loaded.header, source_sha256=source_sha256)
+
     def results(self, shards: Iterator[Shard]) -> Iterator[tuple[Shard, ShardResult]]:
         """Score shards, and iterate over them with their results, in the order in which they are finished.
 
@@ -254,6 +258,7 @@ def without_networks(pair: Pair) -> Pair:
             model,
             head=Head(weight=None),
             padding=None,
+            checkpoint=None,
             tokenizer=None,
             network=names[id(model.network)],
             backbone=None,

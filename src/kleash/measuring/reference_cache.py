@@ -207,7 +207,7 @@ def write_base_logits(job: CacheJob, reporter: ProgressReporter) -> WrittenLogit
     """
     pair = load_reference(job.reference, job.revision_reference, job)
     model, notes = pair.reference, pair.notes
-    begin = begin_token_of(model, job.revision_reference)
+    begin = begin_token_of(model)
     text = read_whole_text(job.measurement().source[1])
     token_ids = pair.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     tokens = split_chunks([*([] if begin is None else [begin]), *token_ids], job.chunk_tokens, job.limit)

@@ -207,7 +207,7 @@ def opened_run(job: MeasureJob, reporter: ProgressReporter, pair: Pair | None = 
         source_notes = tuple(filter(None, (*described, sampler_note(job, pair.policy))))
         reporter.note_all((*pair.notes, *source_notes))
         folder.begin(
-            header_of(job, pair, digest),
+            header_of(job, pair, digest) if workers is None else workers.header(digest),
             on_wait=lambda: reporter.note(f"waiting for a process that has the lock of {folder.root}"),
         )
         if workers is None:

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from kleash.checkpoints.resolution import Checkpoint
 from kleash.linear import Head
 from kleash.models.padding_rows import PaddingRows
 from kleash.models.sharded_networks import ShardStorage
@@ -48,6 +49,8 @@ class Model:
     the head."""
     fingerprint: str
     """Hash of the checkpoint's files: see ``Checkpoint.fingerprint``; "" for a network in memory."""
+    checkpoint: Checkpoint | None = None
+    """The files that it was loaded from; None for a network in memory and a model that is not loaded."""
     weights: StoredWeights | None = None
     """How the checkpoint stores the weights; None for a network in memory."""
     base: str | None = None

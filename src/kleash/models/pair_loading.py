@@ -150,6 +150,7 @@ def _load_models(
                 path=checkpoint.name,
                 revision=checkpoint.revision,
                 fingerprint=checkpoint.fingerprint(),
+                checkpoint=checkpoint,
                 weights=describe_weights(checkpoint, networks[role]),
                 base=None if checkpoint.adapter is None else checkpoint.base,
                 device_map=loading.device_map,

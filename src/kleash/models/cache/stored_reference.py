@@ -189,9 +189,11 @@ def finish_cache(folder: Path, model: Model, contents: CacheContents) -> None:
         RunFolderError: if the folder cannot be written.
     """
     save_tensors(folder / HEAD, head_tensors(model.head), root=folder)
-    checkpoint = find_checkpoint(model.path, model.revision)
-    # The tokenizer of a GGUF model is that of another folder.
-    source = Path(model.tokenizer.name_or_path) if checkpoint.gguf else tokenizer_folder(checkpoint)
+    checkpoint, source = model.checkpoint, Path(model.tokenizer.name_or_path)
+    if (
+        checkpoint is not None and not checkpoint.gguf
+    ):  # the tokenizer of a GGUF model is that of another folder
+        source = tokenizer_folder(checkpoint)
     try:
         (folder / TOKENIZER).mkdir(exist_ok=True)
         for path in list_input_files(source):
