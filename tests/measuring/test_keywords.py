@@ -67,8 +67,8 @@ def test_the_reference_of_an_adapter_in_memory_is_its_base(pair, tokenizer, tmp_
 
     adapter = tiny_adapter(tmp_path / "adapter", pair[1])
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(pair[1]), adapter).eval()
-    run = tmp_path / "run"
-    measured = kleash.measure(policy=adapted, tokenizer=str(pair[1]), text=TEXTS, out=run)
+    tokenizer.save_pretrained(alone := tmp_path / "tokenizer")
+    measured = kleash.measure(policy=adapted, tokenizer=alone, text=TEXTS, out=tmp_path / "run")
     base = AutoModelForCausalLM.from_pretrained(pair[1]).eval()
     expected = mean_kl(adapted, base, tokenizer, TEXTS)
     assert measured.per_token["kl_policy_reference"].value == pytest.approx(expected, rel=1e-5)

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
-from kleash.checkpoints.resolution import find_checkpoint
 from kleash.errors import OptionError
 from kleash.jobs import MeasureJob, SweepJob
 from kleash.jobs.option_groups import SHIPPED_POLICY
@@ -14,7 +13,7 @@ from kleash.jobs.reading import SourceKind
 from kleash.launch_environment import require_one_process
 from kleash.measuring.live_pair import live_pair, load_beside_live
 from kleash.models import Model, Pair, at_rest
-from kleash.models.tokenizers import load_tokenizer
+from kleash.models.tokenizers import load_named_tokenizer
 from kleash.sources.in_memory import write_source
 from kleash.store.job_folder import SOURCE
 
@@ -101,7 +100,7 @@ def pair_in_memory(options: Mapping[str, Any]) -> Generator[tuple[dict[str, Any]
     if tokenizer is None:
         raise OptionError("a model in memory needs its tokenizer: give tokenizer=…, an object or a name")
     if _is_name(tokenizer):
-        tokenizer = load_tokenizer(find_checkpoint(str(tokenizer), role="tokenizer"), trust_remote_code=False)
+        tokenizer = load_named_tokenizer(str(tokenizer), trust_remote_code=False)
     if not hasattr(tokenizer, "get_vocab"):
         raise OptionError(f"tokenizer is a name or a tokenizer; it is of type {type(tokenizer).__name__}")
     (other,) = [role for role in ROLES if role not in networks] or [None]

@@ -8,7 +8,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from kleash.checkpoints.resolution import GENERATION_CONFIG, find_checkpoint
+from kleash.checkpoints.resolution import GENERATION_CONFIG
 from kleash.engines import Engine, LocalEngine
 from kleash.engines.base_logits import BaseLogits, BaseLogitsEngine, base_logits_beside
 from kleash.engines.endpoints import (
@@ -39,7 +39,7 @@ from kleash.models.base_logits import open_base_logits
 from kleash.models.cache.reference_cache import check_cache_folder
 from kleash.models.keyed_draws import SAMPLER
 from kleash.models.pair_loading import load_pair_with, load_reference
-from kleash.models.tokenizers import compare_tokenizers, load_tokenizer, tokenizer_fingerprint
+from kleash.models.tokenizers import compare_tokenizers, load_named_tokenizer, tokenizer_fingerprint
 from kleash.sources.documents import resolve_window
 from kleash.store.cache import CachedSource, cache_fingerprint
 from kleash.store.job_folder import RunHeader
@@ -158,7 +158,7 @@ def load_beside_server(job: MeasureJob, role: str) -> Pair:
     local, notes = getattr(loaded, local_role), loaded.notes
     tokenizer = loaded.tokenizer
     if job.tokenizer is not None:
-        tokenizer = load_tokenizer(find_checkpoint(job.tokenizer, role="tokenizer"), job.trust_remote_code)
+        tokenizer = load_named_tokenizer(job.tokenizer, job.trust_remote_code)
         notes += compare_tokenizers(tokenizer, loaded.tokenizer)
     endpoint = connect(
         client, listed_model, tokenizer=tokenizer, vocab_size=local.vocab_size, top=job.top_logprobs

@@ -152,7 +152,7 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
         tokenizer("a", add_special_tokens=True, verbose=False)
         return tokenizer
     except Exception as error:  # tokenizers raise exceptions of every type, Exception itself included
-        if not any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
+        if not has_tokenizer(folder):
             raise ModelError(
                 f"{checkpoint} has no tokenizer: there is no tokenizer.json in {folder}; copy the "
                 "tokenizer's files of the model it was made from into that folder"
@@ -160,6 +160,26 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
         raise ModelError(
             f"the tokenizer of {checkpoint} cannot be loaded from {folder}: {summarise_error(error)}"
         ) from error
+
+
+def load_named_tokenizer(name: str, trust_remote_code: bool) -> Any:
+    """Load the tokenizer of a folder, which needs no weights beside it, or of a hub id.
+
+    Raises:
+        ModelError: if there is none, or it cannot be loaded.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir() and has_tokenizer(folder):
+        checkpoint = Checkpoint(role="tokenizer", name=name, folder=folder)
+        checkpoint.watch()
+    else:
+        checkpoint = find_checkpoint(name, role="tokenizer")
+    return load_tokenizer(checkpoint, trust_remote_code)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds the files of a tokenizer."""
+    return any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES)
 
 
 def tokenizer_folder(checkpoint: Checkpoint) -> Path:
@@ -205,7 +225,7 @@ def load_tokenizers(
     notes: list[str] = []
     stated_tokenizer = None
     if tokenizer is not None and len(tokenizers) < len(checkpoints):
-        stated_tokenizer = load_tokenizer(_find_tokenizer(tokenizer), trust_remote_code)
+        stated_tokenizer = load_named_tokenizer(tokenizer, trust_remote_code)
     if stored_reference is not None:
         tokenizers["reference"] = stored_reference
     available = dict(tokenizers)
@@ -217,7 +237,7 @@ def load_tokenizers(
         elif available:
             other = next(iter(available))
             owner, loaded = f"the {other}'s tokenizer", available[other]
-        elif any(next(checkpoint.folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
+        elif has_tokenizer(checkpoint.folder):
             owner, loaded = "the tokenizer beside it", load_tokenizer(checkpoint, trust_remote_code)
         else:
             raise ModelError(
@@ -241,14 +261,6 @@ def _hashed_files(folder: Path) -> list[tuple[str, str]]:
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Hash of the files of a loaded tokenizer, as ``Checkpoint.fingerprint``."""
     return fingerprint_of(_hashed_files(Path(tokenizer.name_or_path)))
-
-
-def _find_tokenizer(name: str) -> Checkpoint:
-    """The folder of a tokenizer; it needs no weights if it is a folder on disk."""
-    folder = Path(name).expanduser()
-    if folder.is_dir() and any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
-        return Checkpoint(role="tokenizer", name=name, folder=folder)
-    return find_checkpoint(name, role="tokenizer")
 
 
 def _compare_gguf(checkpoint: Checkpoint, tokenizer: Any, owner: str) -> list[str]:
