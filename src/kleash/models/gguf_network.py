@@ -121,20 +121,18 @@ def load_gguf_network(
     except ModelError as error:
         raise ModelError(f"{subject} cannot be loaded: {error}") from error
     transformers = import_extra("transformers", "models")
-    with loading(checkpoint):
-        config = transformers.AutoConfig.for_model(architecture.model_type, **attributes)
-    skeleton = check_network_size(checkpoint, config, transformers.AutoModelForCausalLM.from_config)
     resolved = torch.bfloat16 if isinstance(dtype, str) else dtype
     tensors = [tensor for tensor in files.tensors if not _is_draft(tensor.name, name, files)]
-    names = ParameterNames.of(name, architecture.names, skeleton)
     with loading(checkpoint):
+        config = transformers.AutoConfig.for_model(architecture.model_type, **attributes)
+        skeleton = check_network_size(checkpoint, config, transformers.AutoModelForCausalLM.from_config)
+        names = ParameterNames.of(name, architecture.names, skeleton)
         parameters, unused = read_parameters(tensors, architecture, names, attributes, resolved)
-    if unused:
-        raise ModelError(
-            f"{subject} has {len(unused)} tensors that the architecture {name!r} does not have here, such as "
-            f"{', '.join(unused[:MAX_SHOWN_NAMES])}; give the model as a folder of safetensors"
-        )
-    with loading(checkpoint):
+        if unused:
+            raise ModelError(
+                f"{subject} has {len(unused)} tensors that the architecture {name!r} does not have here, such as "
+                f"{', '.join(unused[:MAX_SHOWN_NAMES])}; give the model as a folder of safetensors"
+            )
         network, report = fill_network(
             type(skeleton).from_pretrained, config, parameters, resolved, device_map
         )

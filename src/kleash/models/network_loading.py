@@ -88,6 +88,7 @@ def load_networks(
         if device_map is None:
             base.network.to(device)
         base.network.eval()
+        run_uncompiled(base.network)
         if base.network.dtype == torch.float64:
             use_exact_experts(base.network)
         storage = shard_storage(base.network, str(checkpoint)) if device_map == "fsdp" else None
@@ -154,7 +155,8 @@ def _load_base(
             f"{checkpoint} is quantised ({checkpoint.quant_method}) and unpacked when it is loaded, which "
             f"--device-map {device_map} does not take; save it dequantised"
         )
-    with loading(checkpoint, quantisation_advice(checkpoint)):
+    advice = quantisation_advice(checkpoint) if packed is None else ""
+    with loading(checkpoint, advice):
         config = import_extra("transformers", "models").AutoConfig.from_pretrained(
             checkpoint.folder, trust_remote_code=trust_remote_code
         )
@@ -165,7 +167,7 @@ def _load_base(
     refusals: list[ModelError] = []
     for candidate in list_candidates(config, trust_remote_code):
         try:
-            base = _load_as(candidate, checkpoint, packed, dtype, device_map)
+            base = _load_as(candidate, checkpoint, packed, advice, dtype, device_map)
         except ModelError as error:
             refusals.append(error)
         else:
@@ -213,15 +215,16 @@ def _load_as(
     candidate: Candidate,
     checkpoint: Checkpoint,
     packed: PackedCheckpoint | None,
+    advice: str,
     dtype: torch.dtype | str,
     device_map: str | None,
 ) -> LoadedNetwork:
-    """Load the network of a folder as one class.
+    """Load the network of a folder as one class; ``advice`` is what to do if it does not fit the files.
 
     Raises:
         ModelError: if it does not fit the files.
     """
-    advice = "" if packed is not None else quantisation_advice(checkpoint)
+    placement = _placement(device_map)
     with loading(checkpoint, advice):
         skeleton = check_network_size(
             checkpoint, candidate.config, candidate.build, is_quantised=packed is not None
@@ -240,20 +243,19 @@ def _load_as(
                     checkpoint.folder,
                     config=skeleton.config,
                     dtype=dtype,
-                    **_placement(device_map),
+                    **placement,
                     use_safetensors=True,
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,  # reported by check_complete instead
                 )
-            run_uncompiled(network)
+    check_complete(report, str(checkpoint), advice)
     if candidate.names:
         forget_renaming(network)
-    check_complete(report, str(checkpoint), advice)
     unused = sorted(report["unexpected_keys"])
     check_unused_parts(
         unused, checkpoint, () if packed is None else [module.name for module in packed.modules]
     )
-    notes = (packed.describe(),) if packed is not None else describe_quantisation(checkpoint, network)
+    notes = describe_quantisation(checkpoint, packed, network)
     if unused:
         notes += (
             f"{len(unused)} tensors of {checkpoint} are not used by its architecture, such as {unused[0]}",

@@ -51,14 +51,30 @@ def has_kernels(checkpoint: Checkpoint, device: torch.device) -> bool:
     return method in KERNEL_PACKAGES and find_spec(KERNEL_PACKAGES[method]) is not None
 
 
-def describe_quantisation(checkpoint: Checkpoint, network: Any) -> tuple[str, ...]:
-    """A note on how a quantised checkpoint runs, on decoded or on packed weights; none if it is not quantised."""
+def describe_quantisation(
+    checkpoint: Checkpoint, packed: PackedCheckpoint | None, network: Any
+) -> tuple[str, ...]:
+    """A note on how a quantised checkpoint runs, on decoded or on packed weights; none if it is not quantised.
+
+    Args:
+        checkpoint: the checkpoint.
+        packed: its modules that were unpacked; None if its format is not.
+        network: as it was loaded.
+    """
     method, types = checkpoint.quant_method, {tensor.kind for tensor in checkpoint.tensors.values()}
     if method is None:
         small = " and ".join(sorted(types & SMALL_FLOAT_TYPES))
         note = f"{checkpoint} has weights in {small} without scales, which were read as they are"
         return (note,) if small else ()
-    if method == "bitnet":
+    if packed is not None:
+        served = "activations are not quantised"
+        if packed.also_quantised:
+            served = (
+                f"the format also quantises {' and '.join(packed.also_quantised)} in serving, which is not done here "
+                "and not in the numbers"
+            )
+        how = f", and its {len(packed.modules)} packed matrices were unpacked; {served}"
+    elif method == "bitnet":
         how = ", and its layers round activations to 8 bits, as the model was trained"
     elif is_packed(network):
         how = ", and it runs on packed weights"

@@ -54,20 +54,6 @@ class PackedCheckpoint:
     arrange: Callable[[str, Tensor], Iterator[tuple[str, Tensor]]] | None = None
     """Gives transformers' tensors for one that is not packed, by its name; None if it is stored as they are."""
 
-    def describe(self) -> str:
-        """A note on how the model is run."""
-        activations = (
-            f"; the format also quantises {' and '.join(self.also_quantised)} in serving, which is not done here and "
-            "not in the numbers"
-            if self.also_quantised
-            else "; activations are not quantised"
-        )
-        checkpoint, count = self.checkpoint, len(self.modules)
-        return (
-            f"{checkpoint} is quantised ({checkpoint.quant_method}), and its {count} packed matrices were "
-            f"unpacked{activations}"
-        )
-
 
 def find_packed_modules(checkpoint: Checkpoint) -> PackedCheckpoint | None:
     """The packed modules of a checkpoint; None if it is not quantised, or in a format that transformers loads.
@@ -80,9 +66,9 @@ def find_packed_modules(checkpoint: Checkpoint) -> PackedCheckpoint | None:
         return None
     subject = f"{checkpoint} is quantised ({method})"
     try:
+        also_quantised = _list_also_quantised(checkpoint, settings)
         check_rotations(settings)
         modules = FORMATS[method](checkpoint)
-        also_quantised = _list_also_quantised(checkpoint, settings)
     except UnsupportedLayoutError as error:
         raise ModelError(
             f"{subject} in a layout that is not read: {error}; quantise or convert it to another layout, or save it "
