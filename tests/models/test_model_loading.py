@@ -16,15 +16,14 @@ from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGenerat
 from kleash.checkpoints import files, resolution
 from kleash.checkpoints.resolution import find_checkpoint
 from kleash.errors import CannotRunError, ModelError, OptionError, UnknownNameError
-from kleash.models import Model, load_pair, score
+from kleash.models import Model, live_model, load_pair, score
 from kleash.models.pair_loading import pair_models
 
 
 @pytest.fixture
 def copied(folders, tmp_path):
     """A policy's folder that a test may spoil."""
-    policy, _ = folders("llama")
-    return shutil.copytree(policy, tmp_path / "policy")
+    return shutil.copytree(folders("llama")[0], tmp_path / "policy")
 
 
 def refuse(folder, match, error=ModelError, **options):
@@ -105,8 +104,10 @@ def test_fewer_embeddings_than_tokens_are_an_error(tmp_path, unhooked):
 
 
 def test_fewer_logits_than_tokens_are_an_error(pair, unhooked):
-    with pytest.raises(ModelError, match=r"the reference .* has 299 logits"):
-        pair_models(pair.policy, replace(pair.reference, vocab_size=299), ())
+    network = AutoModelForCausalLM.from_pretrained(pair.policy.path).eval()
+    network.lm_head = torch.nn.Linear(network.config.hidden_size, 299, bias=False)
+    with pytest.raises(ModelError, match=r"the policy .* has 299 logits"):
+        live_model(network, pair.tokenizer)
 
 
 def test_a_missing_model_is_an_error_that_names_the_revision(tmp_path, unhooked, folders):
@@ -239,8 +240,7 @@ def test_unknown_dtypes_and_devices_are_errors(folders, unhooked):
 
 def test_a_device_map_gives_the_same_numbers(folders):
     policy, reference = folders("llama")
-    pair = load_pair(str(policy), str(reference), device_map="cpu")
-    found = score(pair, random_sequences())
+    found = score(load_pair(str(policy), str(reference), device_map="cpu"), random_sequences())
     wanted = columns_by_enumeration(policy, reference, random_sequences())
     name = "kl_policy_reference"
     np.testing.assert_allclose(found[name], wanted[name], rtol=3e-5, atol=3e-6)

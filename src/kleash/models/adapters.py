@@ -3,7 +3,7 @@
 Rules by adapter_config.json come first; then the logits of a probe decide.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,6 +143,17 @@ def check_adapter(checkpoint: Checkpoint) -> None:
     if rule is not None and rule.treatment == "refused":
         kind = peft_type(checkpoint.adapter_settings)[:40]
         raise ModelError(f"{checkpoint.adapter_subject} ({kind}) {rule.reason}; {rule.advice}")
+
+
+def reason_not_to_share(adapters: Sequence[Checkpoint]) -> str | None:
+    """Why the settings of adapters rule out one base for them; None if they do not."""
+    for checkpoint in adapters:
+        rule = find_rule(checkpoint.adapter_settings)
+        if rule is not None:
+            return f"the adapter {checkpoint.name} {rule.reason}"
+        if len(adapters) > 1 and not is_plain_lora(checkpoint.adapter_settings):
+            return f"the adapter {checkpoint.name} is no plain LoRA, of which a base can carry several"
+    return None
 
 
 def describe_unknown_settings(checkpoint: Checkpoint) -> tuple[str, ...]:

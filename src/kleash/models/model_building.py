@@ -79,6 +79,7 @@ def build_model(
         vocab_size=extracted.vocab_size,
         max_padded_length=extracted.max_padded_length,
     )
+    check_vocab_size(model, model.vocab_size, "logits")
     return model, (*loaded.notes, *filter(None, (eos_note, extracted.note)))
 
 

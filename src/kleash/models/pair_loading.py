@@ -15,7 +15,7 @@ from kleash.jobs.reading_jobs import DoctorJob
 from kleash.models.cache.stored_reference import StoredReference
 from kleash.models.compat import without_zero3_loading
 from kleash.models.heads import truncate_head
-from kleash.models.model_building import build_model, check_vocab_size
+from kleash.models.model_building import build_model
 from kleash.models.network_loading import PARALLEL_MAPS, describe_weights, load_networks
 from kleash.models.padding_rows import PaddingRows
 from kleash.models.pair import Model, Pair
@@ -130,14 +130,15 @@ def _load_models(
     """
     models: dict[str, Model] = {}
     model_notes: list[str] = []
+    device = resolve_device(loading.device, loading.device_map)
+    dtype = resolve_dtype(loading.dtype, device)
     with suppress_library_output(), without_zero3_loading():
         tokenizers, tokenizer_notes = load_tokenizers(
             checkpoints, loading.trust_remote_code, loading.tokenizer, stored_reference=stored_tokenizer
         )
-        device = resolve_device(loading.device, loading.device_map)
         networks, sharing_notes = load_networks(
             checkpoints,
-            dtype=resolve_dtype(loading.dtype, device),
+            dtype=dtype,
             device=device,
             device_map=loading.device_map,
             trust_remote_code=loading.trust_remote_code,
@@ -168,8 +169,6 @@ def _load_models(
 def pair_models(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pair:
     """Make a pair of two models; heads of different sizes are truncated to the tokenizer's tokens."""
     tokens = token_count(policy.tokenizer)
-    for model in (policy, reference):
-        check_vocab_size(model, model.vocab_size, "logits")
     warnings = ()
     if policy.dtype != reference.dtype:
         warnings = (f"the policy ran in {policy.dtype} and the reference in {reference.dtype}; give --dtype",)
@@ -279,7 +278,6 @@ def load_reference(
     """
     models, notes = _load_models({role: find_checkpoint(name, revision, role)}, loading)
     model = models[role]
-    check_vocab_size(model, model.vocab_size, "logits")
     pair = Pair(policy=model, reference=model, tokenizer=model.tokenizer, notes=tuple(notes))
     return _with_kept_rows(pair, f"the {role}'s head has")
 

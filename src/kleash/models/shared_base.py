@@ -1,7 +1,7 @@
 """Policy and reference over one base, which is shared if attaching adapters leaves it bit for bit unchanged."""
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,9 @@ from kleash.models.adapters import (
     check_acts_by_weights,
     check_adapter,
     describe_unknown_settings,
-    find_rule,
-    is_plain_lora,
     make_probe,
     probe_logits,
+    reason_not_to_share,
     trained_token_ids,
 )
 from kleash.models.heads import has_tied_embeddings
@@ -80,7 +79,7 @@ def load_over_one_base(
     roles_by_adapter = _roles_by_adapter(checkpoints)
     if len(roles_by_adapter) == 1:
         return _load_on_one_base(checkpoints, load_base), ""
-    reason = _reason_from_settings(adapters)
+    reason = reason_not_to_share(adapters)
     if reason is None:
         relation = "two adapters over one base" if len(adapters) > 1 else "an adapter and its base"
         try:
@@ -105,17 +104,6 @@ def _roles_by_adapter(checkpoints: Mapping[str, Checkpoint]) -> dict[Path | None
         (None if checkpoint.adapter is None else checkpoint.adapter.resolve(), role)
         for role, checkpoint in checkpoints.items()
     )
-
-
-def _reason_from_settings(adapters: Sequence[Checkpoint]) -> str | None:
-    """Why the settings of adapters rule out a shared base; None if they do not."""
-    for checkpoint in adapters:
-        rule = find_rule(checkpoint.adapter_settings)
-        if rule is not None:
-            return f"the adapter {checkpoint.name} {rule.reason}"
-        if len(adapters) > 1 and not is_plain_lora(checkpoint.adapter_settings):
-            return f"the adapter {checkpoint.name} is no plain LoRA, of which a base can carry several"
-    return None
 
 
 def _load_on_one_base(
