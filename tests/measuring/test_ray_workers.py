@@ -13,7 +13,6 @@ from kleash.measuring.ray_workers import (
     LoadedModels,
     RayEngine,
     connected_cluster,
-    reserved,
     start_actors,
 )
 from kleash.records import MeasureJob
@@ -81,8 +80,8 @@ def test_a_worker_with_other_weights_or_versions_gets_no_shard(change):
 
 def test_a_worker_without_room_is_refused_and_memory_counts():
     job = MeasureJob(engine="ray", resources_per_worker="cpu=2,memory=1e9")
-    assert reserved(job, has_gpus=True) == {"CPU": 2.0, "memory": 1e9}
-    assert reserved(MeasureJob(engine="ray"), has_gpus=True) == {"CPU": 1.0, "GPU": 1.0}
+    assert job.reserved(has_gpus=True) == {"CPU": 2.0, "memory": 1e9}
+    assert MeasureJob(engine="ray").reserved(has_gpus=True) == {"CPU": 1.0, "GPU": 1.0}
     nodes = [{"Alive": True, "Resources": {"CPU": 8.0, "memory": 0.5e9}}]
     with pytest.raises(ClusterError, match=r"no node .* has CPU=2,memory=1e"):
         start_actors(SimpleNamespace(nodes=lambda: nodes), job, None, ())

@@ -19,8 +19,9 @@ from single_loads import load_one_at_a_time
 from kleash.engines import LocalEngine
 from kleash.errors import CannotRunError, OptionError, RunFolderError
 from kleash.measuring import Measurement, measure, model_pair, shard_scoring
+from kleash.measuring.model_pair import on_device_of_rank
 from kleash.measuring.progress import ProgressReporter
-from kleash.measuring.run import default_out, measure_together, on_device_of_rank
+from kleash.measuring.run import default_out, measure_together
 from kleash.measuring.sequence_clusters import SequenceSums, mean_of_sequences
 from kleash.measuring.shard_scoring import OpenRun, RunningKL, run_shards
 from kleash.models import load_pair

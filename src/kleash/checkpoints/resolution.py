@@ -54,6 +54,8 @@ NON_INPUT_FILES = re.compile(
     r"|checksums\.jsonl|consolidated.*"
 )
 """Names of files in a model's folder that change neither its computation nor its tokenizer."""
+NETWORK_FILES = re.compile(r"(adapter_|generation_)?config\.json|.*\.safetensors(\.index\.json)?")
+"""Names of the other files that say nothing of its tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +210,18 @@ def list_input_files(folder: Path) -> list[Path]:
     paths = {path for pattern in FETCHED_FILES for path in folder.glob(pattern)}
     paths |= set((folder / CHAT_TEMPLATES).glob("*.jinja"))
     return sorted(path for path in paths if path.is_file() and not NON_INPUT_FILES.fullmatch(path.name))
+
+
+def hash_tokenizer_files(folder: Path) -> list[tuple[str, str]]:
+    """Name and hash of each file of a tokenizer's folder."""
+    paths = [path for path in list_input_files(folder) if not NETWORK_FILES.fullmatch(path.name)]
+    names = [str(path.relative_to(folder)) for path in paths]
+    return list(zip(names, hash_files(paths), strict=True))
+
+
+def tokenizer_fingerprint(folder: Path) -> str:
+    """Hash of the files of a tokenizer's folder, as ``Checkpoint.fingerprint``."""
+    return fingerprint_of(hash_tokenizer_files(folder))
 
 
 def find_checkpoint(name: str, revision: str | None = None, role: str = "model") -> Checkpoint:

@@ -182,6 +182,13 @@ class WorkerOptions(Options):
         if self.resources_per_worker is not None:
             parse_resources(self.resources_per_worker)  # raises an error of its own
 
+    def reserved(self, *, has_gpus: bool) -> dict[str, float]:
+        """What a worker reserves on its node, by Ray's names: as asked for, or a CPU, and a GPU if there are any."""
+        amounts = parse_resources(self.resources_per_worker) if self.resources_per_worker is not None else {}
+        cpu = amounts.pop("cpu", 1.0)
+        gpu = amounts.pop("gpu", float(has_gpus and self.resources_per_worker is None))
+        return {name: x for name, x in {"CPU": cpu, "GPU": gpu, **amounts}.items() if x > 0}
+
 
 def parse_resources(text: str) -> dict[str, float]:
     """The amounts of ``--resources-per-worker`` by the names of resources: {"cpu": 4.0, "gpu": 1.0}.

@@ -11,9 +11,8 @@ from kleash.engines import LocalEngine, Shard
 from kleash.errors import RunFolderError
 from kleash.jobs import MeasureJob, SweepJob
 from kleash.launch_environment import local_world_size
-from kleash.measuring.model_pair import header_of, load_models
+from kleash.measuring.model_pair import header_of, load_models, on_device_of_rank
 from kleash.measuring.progress import ProgressReporter
-from kleash.measuring.run import on_device_of_rank
 from kleash.measuring.sequence_clusters import Clusters, Floats, Ids, SequenceSums, clusters_of
 from kleash.measuring.shard_scoring import claim_of
 from kleash.measuring.shards import group_by_cost, hash_source, source_sequences

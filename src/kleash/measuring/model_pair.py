@@ -3,12 +3,20 @@
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from kleash.checkpoints.resolution import GENERATION_CONFIG
+import torch
+
+from kleash.checkpoints.resolution import (
+    GENERATION_CONFIG,
+    Checkpoint,
+    find_checkpoint,
+    tokenizer_fingerprint,
+)
 from kleash.engines import Engine, LocalEngine
 from kleash.engines.base_logits import BaseLogits, BaseLogitsEngine, base_logits_beside
 from kleash.engines.endpoints import (
@@ -25,6 +33,7 @@ from kleash.jobs import MeasureJob
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE, is_endpoint, is_gguf
 from kleash.jobs.options import shared_options
 from kleash.jobs.reading import ReadOptions
+from kleash.launch_environment import local_rank, local_world_size
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.shards import hash_source, source_sequences
 from kleash.models import (
@@ -38,8 +47,8 @@ from kleash.models import (
 from kleash.models.base_logits import open_base_logits
 from kleash.models.cache.reference_cache import check_cache_folder
 from kleash.models.keyed_draws import SAMPLER
-from kleash.models.pair_loading import load_pair_with, load_reference
-from kleash.models.tokenizers import compare_tokenizers, load_named_tokenizer, tokenizer_fingerprint
+from kleash.models.pair_loading import load_checkpoints
+from kleash.models.tokenizers import compare_tokenizers, load_named_tokenizer
 from kleash.sources.documents import resolve_window
 from kleash.store.cache import CachedSource, cache_fingerprint
 from kleash.store.job_folder import RunHeader
@@ -63,6 +72,7 @@ def load_models(job: MeasureJob, source_sha256: str | None) -> Pair:
         ModelError: if a model cannot be loaded, the two cannot be compared, or the cache is of another model.
         EndpointError: if a server cannot be reached, or gives no log-probabilities of prompts.
     """
+    job = on_device_of_rank(job)
     try:
         return in_lockstep(_load_models(job, source_sha256))
     except TokenizerMismatchError as error:
@@ -73,6 +83,38 @@ def load_models(job: MeasureJob, source_sha256: str | None) -> Pair:
                     f"--{role}"
                 ) from error
         raise
+
+
+def on_device_of_rank(job: MeasureJob) -> MeasureJob:
+    """The job with a GPU for each of the processes that were started on this machine, where it names none."""
+    is_named = job.device not in ("auto", "cuda") or job.device_map is not None
+    if local_world_size() == 1 or is_named or not torch.cuda.is_available():
+        return job
+    return replace(job, device=f"cuda:{local_rank() % torch.cuda.device_count()}")
+
+
+def checkpoints_of(job: MeasureJob, cache: Path | None = None) -> dict[str, Checkpoint]:
+    """The checkpoints of the models that a job loads, by role: not of one that is stored, or behind a server.
+
+    Args:
+        job: the job.
+        cache: that replaces the reference, from ``finished_cache``.
+
+    Raises:
+        ModelError: if one cannot be found.
+    """
+    other = "reference" if job.has_base_logits or cache is not None else job.endpoint_role
+    return {
+        role: find_checkpoint(getattr(job, role), getattr(job, f"revision_{role}"), role)
+        for role in ("policy", "reference")
+        if role != other
+    }
+
+
+def _loaded(job: MeasureJob) -> Pair:
+    """The pair of the models that a job loads; a single one is both policy and reference."""
+    checkpoints = checkpoints_of(job)
+    return load_checkpoints(checkpoints, job)
 
 
 def _load_models(job: MeasureJob, source_sha256: str | None) -> Pair:
@@ -86,7 +128,7 @@ def _load_models(job: MeasureJob, source_sha256: str | None) -> Pair:
         return load_beside_base_logits(job)
     folder = finished_cache(job)
     if folder is None:
-        return load_pair_with(job.policy, job.reference, job)
+        return _loaded(job)
     stored = StoredReference(folder)
     pair = load_beside(
         stored,
@@ -109,7 +151,7 @@ def load_beside_base_logits(job: MeasureJob) -> Pair:
         ModelError: if the policy cannot be loaded, or does not suit the file.
     """
     file = open_base_logits(Path(str(job.reference_cache)).expanduser())
-    loaded = load_reference(job.policy, job.revision_policy, job, role="policy")
+    loaded = _loaded(job)
     reference = base_logits_beside(loaded.policy, file, f"sha256:{hash_source(job)}")
     size, vocabulary = file.vocab_size, f"the {file.vocab_size} logits of the file"
     note = (
@@ -151,11 +193,8 @@ def load_beside_server(job: MeasureJob, role: str) -> Pair:
         retries=job.endpoint_retries,
     )
     listed_model = find_model(client, getattr(job, f"{role}_model"))
-    local_role = "reference" if role == "policy" else "policy"
-    loaded = load_reference(
-        getattr(job, local_role), getattr(job, f"revision_{local_role}"), job, role=local_role
-    )
-    local, notes = getattr(loaded, local_role), loaded.notes
+    loaded = _loaded(job)
+    local, notes = loaded.policy, loaded.notes
     tokenizer = loaded.tokenizer
     if job.tokenizer is not None:
         tokenizer = load_named_tokenizer(job.tokenizer, job.trust_remote_code)
@@ -167,7 +206,7 @@ def load_beside_server(job: MeasureJob, role: str) -> Pair:
         f"the {role} is {endpoint.probe.model} behind {address} ({endpoint.dialect.name}), which lists "
         f"{endpoint.probe.top} tokens at each position; its weights and settings cannot be checked"
     )
-    models = {role: served_model(endpoint, role, local), local_role: local}
+    models = {role: served_model(endpoint, role, local), local.role: local}
     return Pair(
         policy=models["policy"], reference=models["reference"], tokenizer=tokenizer, notes=(*notes, note)
     )
@@ -284,7 +323,7 @@ def fingerprint_of_tokenizer(job: MeasureJob, tokenizer: Any) -> dict[str, str]:
     """The fingerprint of the tokenizer by its name in a header; empty where that of a model includes it."""
     names = [job.policy] if job.has_base_logits else [job.policy, job.reference]
     is_apart = job.tokenizer is not None or all(is_gguf(name) or is_endpoint(name) for name in names)
-    return {"tokenizer": tokenizer_fingerprint(tokenizer)} if is_apart else {}
+    return {"tokenizer": tokenizer_fingerprint(Path(tokenizer.name_or_path))} if is_apart else {}
 
 
 def header_of(job: MeasureJob, pair: Pair, source_digest: str) -> RunHeader:

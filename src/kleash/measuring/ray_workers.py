@@ -20,17 +20,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from kleash.checkpoints.resolution import find_checkpoint
 from kleash.engines import Engine, LocalEngine, Shard, ShardResult
 from kleash.engines.base import EngineTraits
 from kleash.errors import CannotRunError, ClusterError, summarise_error
 from kleash.extras import import_extra, suppress_library_output
 from kleash.jobs import MeasureJob
-from kleash.jobs.option_groups import WorkerOptions, parse_resources
+from kleash.jobs.option_groups import WorkerOptions
 from kleash.linear import Head
 from kleash.measuring.largest_drift import NUM_ALTERNATIVES
 from kleash.measuring.model_pair import (
     PACKAGES,
+    checkpoints_of,
     fingerprint_of_tokenizer,
     finished_cache,
     header_of,
@@ -121,10 +121,6 @@ class RayEngine(Engine):
         """The traits of a worker's engine."""
         return self.loaded.traits
 
-    def header(self, source_sha256: str) -> RunHeader:
-        """The header of the run, which is that of the workers."""
-        return replace(self.loaded.header, source_sha256=source_sha256)
-
     def results(self, shards: Iterator[Shard]) -> Iterator[tuple[Shard, ShardResult]]:
         """Score shards, and iterate over them with their results, in the order in which they are finished.
 
@@ -209,9 +205,7 @@ def ray_engine(job: MeasureJob, reporter: ProgressReporter) -> Generator[RayEngi
             f"--reference-cache {job.reference_cache} would be filled by several processes; make it with kleash cache "
             "first, or leave it out"
         )
-    checkpoints = {"policy": find_checkpoint(job.policy, job.revision_policy)}
-    if cache is None:
-        checkpoints["reference"] = find_checkpoint(job.reference, job.revision_reference)
+    checkpoints = checkpoints_of(job, cache)
     with suppress_library_output():
         stored = None if cache is None else StoredReference(cache).tokenizer(job.trust_remote_code)
         tokenizers, _ = load_tokenizers(checkpoints, job.trust_remote_code, job.tokenizer, stored)
@@ -288,7 +282,7 @@ def connected_cluster(job: WorkerOptions) -> Generator[ModuleType]:
     address = job.address or os.environ.get("RAY_ADDRESS") or "local"
     settings: dict[str, Any] = {}
     if address == "local":
-        cpus = (job.workers or 0) * reserved(job, has_gpus=False).get("CPU", 0.0)
+        cpus = (job.workers or 0) * job.reserved(has_gpus=False).get("CPU", 0.0)
         settings = {"include_dashboard": False, "num_cpus": max(os.cpu_count() or 1, math.ceil(cpus))}
     with redirect_stdout(sys.stderr):  # Ray prints what its cluster reports, and a run may print JSON
         try:
@@ -327,14 +321,6 @@ def _keeping_handler(number: int) -> Generator[None]:
         signal.signal(number, handler)
 
 
-def reserved(job: WorkerOptions, *, has_gpus: bool) -> dict[str, float]:
-    """What a worker reserves on its node, by Ray's names: as asked for, or else a CPU, and a GPU if there are any."""
-    amounts = parse_resources(job.resources_per_worker) if job.resources_per_worker is not None else {}
-    cpu = amounts.pop("cpu", 1.0)
-    gpu = amounts.pop("gpu", float(has_gpus and job.resources_per_worker is None))
-    return {name: x for name, x in {"CPU": cpu, "GPU": gpu, **amounts}.items() if x > 0}
-
-
 def start_actors(ray: ModuleType, job: WorkerOptions, actor: Any, arguments: tuple[Any, ...]) -> list[Any]:
     """Ask the cluster for the workers of a job; those without room for now join when there is some.
 
@@ -348,7 +334,7 @@ def start_actors(ray: ModuleType, job: WorkerOptions, actor: Any, arguments: tup
         ClusterError: if no node has room for a worker.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    amounts = reserved(job, has_gpus=any(node.get("GPU", 0) for node in nodes))
+    amounts = job.reserved(has_gpus=any(node.get("GPU", 0) for node in nodes))
     places = sum(
         min((int(node.get(name, 0.0) / amount) for name, amount in amounts.items()), default=1)
         for node in nodes

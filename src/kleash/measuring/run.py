@@ -15,7 +15,7 @@ import torch
 from kleash.engines import Engine
 from kleash.errors import Interrupted, OptionError, TrackerWarning
 from kleash.jobs import MeasureJob
-from kleash.launch_environment import launched_world_size, local_rank, local_world_size
+from kleash.launch_environment import launched_world_size, local_world_size
 from kleash.measuring.estimand import sampler_note
 from kleash.measuring.keywords import job_of_keywords, pair_in_memory
 from kleash.measuring.largest_drift import NUM_ALTERNATIVES, first_texts, shorten_text
@@ -201,13 +201,18 @@ def opened_run(job: MeasureJob, reporter: ProgressReporter, pair: Pair | None = 
         workers = stack.enter_context(ray_engine(job, reporter)) if job.engine == "ray" else None
         is_resumable = pair is None
         if pair is None:
-            pair = workers.pair if workers is not None else load_models(on_device_of_rank(job), digest)
+            pair = workers.pair if workers is not None else load_models(job, digest)
         kind, name = job.source
         described = () if job.has_base_logits else describe_source(kind, name, job)
         source_notes = tuple(filter(None, (*described, sampler_note(job, pair.policy))))
         reporter.note_all((*pair.notes, *source_notes))
+        header = (
+            header_of(job, pair, digest)
+            if workers is None
+            else replace(workers.loaded.header, source_sha256=digest)
+        )
         folder.begin(
-            header_of(job, pair, digest) if workers is None else workers.header(digest),
+            header,
             on_wait=lambda: reporter.note(f"waiting for a process that has the lock of {folder.root}"),
         )
         if workers is None:
@@ -235,11 +240,3 @@ def resumable(out: Path, how: str = "finished shards are on disk: resume with --
         yield
     except KeyboardInterrupt as stop:
         raise Interrupted(f"{str(stop) or 'interrupted'}; {how} --out {out}") from stop
-
-
-def on_device_of_rank(job: MeasureJob) -> MeasureJob:
-    """The job with a GPU for each of the processes that were started on this machine, where it names none."""
-    is_named = job.device not in ("auto", "cuda") or job.device_map is not None
-    if local_world_size() == 1 or is_named or not torch.cuda.is_available():
-        return job
-    return replace(job, device=f"cuda:{local_rank() % torch.cuda.device_count()}")

@@ -216,22 +216,23 @@ def attach_adapter(network: Any, wrapper: Any, checkpoint: Checkpoint) -> Any:
         checkpoint: of the adapter.
 
     Returns:
-        The PEFT model around the base.
+        The PEFT model around the base, in evaluation mode.
 
     Raises:
         ModelError: if its tensors do not fit the base.
         ChangedInputError: if it was written to since it was found.
     """
     peft = import_extra("peft", "models")
-    role = checkpoint.role
     with loading(checkpoint.adapter_subject, action=f"put on {checkpoint.base}"):
         if wrapper is None:
-            wrapper = peft.PeftModel.from_pretrained(network, str(checkpoint.adapter), adapter_name=role)
+            wrapper = peft.PeftModel.from_pretrained(
+                network, str(checkpoint.adapter), adapter_name=checkpoint.role
+            )
         else:
-            wrapper.load_adapter(str(checkpoint.adapter), adapter_name=role)
-            wrapper.set_adapter(role)
+            wrapper.load_adapter(str(checkpoint.adapter), adapter_name=checkpoint.role)
+            wrapper.set_adapter(checkpoint.role)
         _check_fits(wrapper, checkpoint)
-    return wrapper
+    return wrapper.eval()
 
 
 def _check_fits(wrapper: Any, checkpoint: Checkpoint) -> None:

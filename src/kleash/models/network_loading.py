@@ -48,7 +48,7 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def load_networks(
-    checkpoints: dict[str, Checkpoint],
+    checkpoints: Mapping[str, Checkpoint],
     *,
     dtype: torch.dtype | str,
     device: torch.device,

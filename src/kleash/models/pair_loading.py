@@ -1,6 +1,6 @@
 """Loading policy and reference, and checking that they can be compared."""
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,7 +9,6 @@ import torch
 from kleash.checkpoints.resolution import Checkpoint, find_checkpoint
 from kleash.errors import CannotRunError, OptionError, summarise_error
 from kleash.extras import suppress_library_output
-from kleash.jobs import MeasureJob
 from kleash.jobs.option_groups import ScoringOptions
 from kleash.jobs.reading_jobs import DoctorJob
 from kleash.models.cache.stored_reference import StoredReference
@@ -95,11 +94,28 @@ def load_pair(
         "policy": find_checkpoint(policy, revision_policy, "policy"),
         "reference": find_checkpoint(reference, revision_reference, "reference"),
     }
+    return load_checkpoints(checkpoints, loading)
+
+
+def load_checkpoints(checkpoints: Mapping[str, Checkpoint], loading: Loading | ScoringOptions) -> Pair:
+    """Load the models of checkpoints as a pair; a single one is both policy and reference.
+
+    Args:
+        checkpoints: by role.
+        loading: how they are loaded, such as a job.
+
+    Raises:
+        ModelError, OptionError, CannotRunError: as ``load_pair``.
+    """
     models, notes = _load_models(checkpoints, loading)
-    return pair_models(models["policy"], models["reference"], tuple(dict.fromkeys(notes)))
+    if len(models) == 2:
+        return pair_models(models["policy"], models["reference"], tuple(dict.fromkeys(notes)))
+    ((role, model),) = models.items()
+    pair = Pair(policy=model, reference=model, tokenizer=model.tokenizer, notes=tuple(notes))
+    return _with_kept_rows(pair, f"the {role}'s head has")
 
 
-def load_pair_with(policy: str, reference: str, options: MeasureJob | DoctorJob) -> Pair:
+def load_pair_with(policy: str, reference: str, options: DoctorJob) -> Pair:
     """``load_pair`` with the options of a job.
 
     Raises:
@@ -114,12 +130,11 @@ def load_pair_with(policy: str, reference: str, options: MeasureJob | DoctorJob)
         device=options.device,
         device_map=options.device_map,
         trust_remote_code=options.trust_remote_code,
-        tokenizer=options.tokenizer if isinstance(options, MeasureJob) else None,
     )
 
 
 def _load_models(
-    checkpoints: dict[str, Checkpoint], loading: Loading | ScoringOptions, stored_tokenizer: Any = None
+    checkpoints: Mapping[str, Checkpoint], loading: Loading | ScoringOptions, stored_tokenizer: Any = None
 ) -> tuple[dict[str, Model], list[str]]:
     """Load the model of each role, with its tokenizer; also return notes for the user.
 
@@ -276,10 +291,7 @@ def load_reference(
     Raises:
         ModelError, OptionError, CannotRunError: as ``load_pair``.
     """
-    models, notes = _load_models({role: find_checkpoint(name, revision, role)}, loading)
-    model = models[role]
-    pair = Pair(policy=model, reference=model, tokenizer=model.tokenizer, notes=tuple(notes))
-    return _with_kept_rows(pair, f"the {role}'s head has")
+    return load_checkpoints({role: find_checkpoint(name, revision, role)}, loading)
 
 
 def load_beside(

@@ -134,7 +134,7 @@ def _load_on_one_base(
         loaded = base
         if folder is not None:
             wrapper = attach_adapter(network, wrapper, checkpoint)
-            wrapper.eval()
+            notes = describe_unknown_settings(checkpoint)
             check_acts_by_weights(wrapper, network, checkpoint, probe, tied=is_tied)
             if logits:
                 _check_tensors(network, tensors, checkpoint)
@@ -144,7 +144,7 @@ def _load_on_one_base(
                 base,
                 adapter=role,
                 parameters=base.parameters + sum(x.elements for x in checkpoint.adapter_tensors.values()),
-                notes=(*base.notes, *describe_unknown_settings(checkpoint)),
+                notes=(*base.notes, *notes),
             )
         networks |= dict.fromkeys((role, *other_roles), loaded)
     return {role: replace(networks[role], adapters=wrapper) for role in checkpoints}

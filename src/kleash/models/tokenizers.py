@@ -1,6 +1,5 @@
 """Loading tokenizers, and checking that two of them, or one and the vocabulary of a GGUF file, give the same tokens."""
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,9 @@ from kleash.checkpoints.gguf.vocabulary import (
     find_difference,
     read_vocabulary,
 )
-from kleash.checkpoints.resolution import Checkpoint, find_checkpoint, fingerprint_of, list_input_files
+from kleash.checkpoints.resolution import Checkpoint, find_checkpoint, hash_tokenizer_files
 from kleash.errors import ModelError, summarise_error
 from kleash.extras import import_extra
-from kleash.store.file_hashes import hash_files
 
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 PROBES = (
@@ -29,8 +27,6 @@ PROBES = (
 MAX_SHOWN_DIFFERENCES = 3
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "tekken.json")
 """File patterns; every tokenizer has a file of at least one."""
-NETWORK_FILES = re.compile(r"(adapter_|generation_)?config\.json|.*\.safetensors(\.index\.json)?")
-"""Names of input files that say nothing of a tokenizer."""
 
 
 class TokenizerMismatchError(ModelError):
@@ -218,49 +214,36 @@ def load_tokenizers(
     tokenizers: dict[str, Any] = {}
     for role, checkpoint in checkpoints.items():
         if not checkpoint.gguf:
-            files = (str(checkpoint.config.get("model_type")), *_hashed_files(tokenizer_folder(checkpoint)))
+            files = (
+                str(checkpoint.config.get("model_type")),
+                *hash_tokenizer_files(tokenizer_folder(checkpoint)),
+            )
             if files not in loaded_by_files:
                 loaded_by_files[files] = load_tokenizer(checkpoint, trust_remote_code)
             tokenizers[role] = loaded_by_files[files]
-    notes: list[str] = []
-    stated_tokenizer = None
-    if tokenizer is not None and len(tokenizers) < len(checkpoints):
-        stated_tokenizer = load_named_tokenizer(tokenizer, trust_remote_code)
     if stored_reference is not None:
         tokenizers["reference"] = stored_reference
-    available = dict(tokenizers)
-    for role, checkpoint in checkpoints.items():
-        if not checkpoint.gguf:
-            continue
-        if stated_tokenizer is not None:
-            owner, loaded = f"the tokenizer {tokenizer}", stated_tokenizer
-        elif available:
-            other = next(iter(available))
-            owner, loaded = f"the {other}'s tokenizer", available[other]
-        elif has_tokenizer(checkpoint.folder):
-            owner, loaded = "the tokenizer beside it", load_tokenizer(checkpoint, trust_remote_code)
-        else:
+    gguf = {role: checkpoint for role, checkpoint in checkpoints.items() if checkpoint.gguf}
+    readers = {f"the {role}'s tokenizer": loaded for role, loaded in tokenizers.items()}
+    if gguf and tokenizer is not None:
+        readers = {f"the tokenizer {tokenizer}": load_named_tokenizer(tokenizer, trust_remote_code)}
+    notes: list[str] = []
+    for role, checkpoint in gguf.items():
+        if not readers and not has_tokenizer(checkpoint.folder):
             raise ModelError(
                 f"{checkpoint} is a GGUF file, and no other model has a tokenizer for it; give "
                 "--tokenizer, the folder or hub id of the model that it was made from"
             )
+        owner, loaded = (
+            next(iter(readers.items()))
+            if readers
+            else ("the tokenizer beside it", load_tokenizer(checkpoint, trust_remote_code))
+        )
         notes += _compare_gguf(checkpoint, loaded, owner)
         tokenizers[role] = loaded
     if len(tokenizers) == 2 and tokenizers["policy"] is not tokenizers["reference"]:
         notes += compare_tokenizers(tokenizers["policy"], tokenizers["reference"])
     return tokenizers, tuple(notes)
-
-
-def _hashed_files(folder: Path) -> list[tuple[str, str]]:
-    """Name and hash of each file of a tokenizer's folder."""
-    paths = [path for path in list_input_files(folder) if not NETWORK_FILES.fullmatch(path.name)]
-    names = [str(path.relative_to(folder)) for path in paths]
-    return list(zip(names, hash_files(paths), strict=True))
-
-
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Hash of the files of a loaded tokenizer, as ``Checkpoint.fingerprint``."""
-    return fingerprint_of(_hashed_files(Path(tokenizer.name_or_path)))
 
 
 def _compare_gguf(checkpoint: Checkpoint, tokenizer: Any, owner: str) -> list[str]:

@@ -67,12 +67,12 @@ def describe_quantisation(
         note = f"{checkpoint} has weights in {small} without scales, which were read as they are"
         return (note,) if small else ()
     if packed is not None:
-        served = "activations are not quantised"
-        if packed.also_quantised:
-            served = (
-                f"the format also quantises {' and '.join(packed.also_quantised)} in serving, which is not done here "
-                "and not in the numbers"
-            )
+        served = (
+            f"the format also quantises {' and '.join(packed.also_quantised)} in serving, which is not done here and "
+            "not in the numbers"
+            if packed.also_quantised
+            else "activations are not quantised"
+        )
         how = f", and its {len(packed.modules)} packed matrices were unpacked; {served}"
     elif method == "bitnet":
         how = ", and its layers round activations to 8 bits, as the model was trained"
