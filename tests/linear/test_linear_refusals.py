@@ -4,15 +4,16 @@ import pytest
 import torch
 from linear_cases import head_case
 
-from kleash.errors import (
-    CannotRunError,
-    KleashError,
-    OptionError,
-    ShapeError,
-    UnknownNameError,
-    VocabularyMismatchError,
+from kleash.errors import CannotRunError, OptionError, ShapeError, UnknownNameError, VocabularyMismatchError
+from kleash.linear import (
+    Head,
+    LinearOptions,
+    compiled_rows,
+    linear_kl,
+    log_probabilities,
+    rows,
+    token_statistics,
 )
-from kleash.linear import Head, LinearOptions, chunked, linear_kl, log_probabilities, rows, token_statistics
 
 pytestmark = pytest.mark.usefixtures("unhooked")
 W = torch.randn(9, 4)
@@ -38,9 +39,8 @@ H = torch.randn(5, 4)
     ],
 )
 def test_invalid_arguments_raise(make, error, says):
-    with pytest.raises(error, match=says) as caught:
+    with pytest.raises(error, match=says):
         make()
-    assert isinstance(caught.value, KleashError)
 
 
 @pytest.mark.parametrize(
@@ -58,24 +58,24 @@ def test_invalid_token_ids_raise(tokens, error, says):
 
 def test_compiling_without_a_compiler_raises_and_auto_does_not_compile(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    chunked.missing_for_compiling.cache_clear()
+    compiled_rows.missing_for_compiling.cache_clear()
     case = head_case(torch.float64)
     with pytest.raises(CannotRunError, match="no-such-compiler is not there"):
         case.kl(LinearOptions(compile=True))
-    monkeypatch.setattr(chunked, "PAYS_FROM", 1)
+    monkeypatch.setattr(compiled_rows, "PAYS_FROM", 1)
     assert torch.equal(case.kl(), case.kl(LinearOptions(compile=False)))
-    chunked.missing_for_compiling.cache_clear()
+    compiled_rows.missing_for_compiling.cache_clear()
 
 
 def test_auto_compiles_only_calls_that_save_time(monkeypatch):
     case = head_case(torch.float64, tokens=(37,), vocab_size=101)
     compiled = []
-    monkeypatch.setattr(chunked, "missing_for_compiling", lambda device: None)
+    monkeypatch.setattr(compiled_rows, "missing_for_compiling", lambda device: None)
     monkeypatch.setattr(
         "kleash.linear.chunked.compiled",
         lambda function, device: compiled.append(function) or getattr(rows, function.__name__),
     )
     for work, times in ((37 * 101 + 1, 0), (37 * 101, 1)):
-        monkeypatch.setattr(chunked, "PAYS_FROM", work)
+        monkeypatch.setattr(compiled_rows, "PAYS_FROM", work)
         case.kl()
         assert len(compiled) == times

@@ -39,10 +39,8 @@ def checked_pair(p: Side, q: Side, temperature: float | Float[Tensor, "*tokens"]
     for name, side in zip("pq", sides, strict=True):
         check_model(name, *side)
     group = common_group(*groups)
-    vocab_sizes = [head.vocabulary(hidden) for hidden, head in sides]
-    vocab_shards = VocabShards(None, vocab_sizes[:1], p[0].device)
+    vocab_shards = agreed_shards(group, sides, groups, temperature, has_own_tokens=stored_on is not None)
     if group is not None:
-        vocab_shards = agreed_shards(group, sides, groups, temperature, has_own_tokens=stored_on is not None)
         sides = [
             side if part is not None else local_part(name, *side, vocab_shards)
             for name, side, part in zip("pq", sides, groups, strict=True)
@@ -138,7 +136,7 @@ def agreed_shards(
     """The vocabulary on the ranks of a group, once it is known that what they must have in common is.
 
     Args:
-        group: the ranks.
+        group: the ranks; None for this process alone.
         sides: hidden states of p and of q with this rank's head.
         groups: the group of p's head and of q's; None for one that is whole.
         temperature: of the call.
@@ -148,7 +146,9 @@ def agreed_shards(
         VocabularyMismatchError: if the rows of the two heads are divided in different ways.
         CannotRunError: if the ranks have other arguments.
     """
-    (hidden_p, _), (hidden_q, _) = sides
+    (hidden_p, head_p), (hidden_q, _) = sides
+    if group is None:
+        return VocabShards(None, [head_p.vocabulary(hidden_p)], hidden_p.device)
     tensors = [x for hidden, head in sides for x in (hidden, head.weight, head.bias)]
     needed = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in tensors]
     common = {

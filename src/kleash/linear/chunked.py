@@ -15,10 +15,10 @@ from torch import Tensor
 
 from kleash.autodiff import refuse_transforms
 from kleash.divergences import DIVERGENCES, Divergence
-from kleash.errors import CannotRunError, ShapeError
+from kleash.errors import ShapeError
 from kleash.linear import compiled_rows
 from kleash.linear import rows as row_functions
-from kleash.linear.compiled_rows import compiled, missing_for_compiling
+from kleash.linear.compiled_rows import compiled, should_compile
 from kleash.linear.gradient_sums import GradientSums
 from kleash.linear.pair import HeadPair, Tensors, TokenIndex
 from kleash.linear.products import finish_logits_, logits_backward_, multiply_, tile_rows, widens
@@ -41,10 +41,6 @@ Objective: TypeAlias = Callable[[TokenTerms, slice], Tensor]
 REVERSE_KL = DIVERGENCES["reverse_kl"]
 CPU_BYTES = 128 * 2**20
 """The default of ``buffer_bytes`` on a CPU, where larger chunks are no faster."""
-PAYS_FROM = 5 * 10**9
-"""Logits of one model above which compiling (about 10 s) saves time (about 2 ns a logit) on a CPU."""
-PAYS_FROM_ON_A_GPU = 10**8
-"""Such logits on a GPU: a tenth of a nanosecond is saved for each, in a thousand such calls of a training run."""
 ENOUGH_TOKENS = 1024
 """The most tokens in a chunk: a matmul gets no faster with more."""
 ROW_BLOCK = 2**16
@@ -247,28 +243,6 @@ def compute_rows(
     return results
 
 
-def should_compile(pair: HeadPair, options: LinearOptions) -> bool:
-    """Whether torch compiles this call's row functions.
-
-    This depends on the call and the installation only, so that a number never depends on earlier calls.
-
-    Raises:
-        CannotRunError: if ``compile=True`` and something is missing.
-    """
-    if options.compile is False or (options.compile is None and pair.is_sharded):
-        return False
-    if pair.is_sharded:
-        raise CannotRunError(
-            "compile=True cannot compile the collectives of a head on several ranks; leave compile out"
-        )
-    missing = missing_for_compiling(pair.device.type)
-    if options.compile and missing is not None:
-        raise CannotRunError(f"compile=True needs {missing}; install it, or leave compile out")
-    pays_from = PAYS_FROM if pair.device.type == "cpu" else PAYS_FROM_ON_A_GPU
-    is_long = pair.tokens * pair.vocab_shards.local_size >= pays_from
-    return missing is None and (options.compile is True or is_long)
-
-
 def row_function(name: str, is_compiled: bool, device: str) -> RowFunction:
     """A function that ``rows`` and ``compiled_rows`` have."""
     return compiled(getattr(compiled_rows, name), device) if is_compiled else getattr(row_functions, name)
@@ -309,7 +283,7 @@ def value_and_grad(
     result = torch.zeros_like(weights)
     for chunk in chunks(pair, options, is_compiled, positions):
         column = chunk.spread(weights[chunk.index])[:, None].double()
-        gradients = new_gradients(chunk, sums)
+        gradients = sums.buffers(chunk.pair, chunk.zp, chunk.zq)
         blocks: list[Tensor] = []
         for rows, zp, zq in chunk.logit_blocks():
             value, *in_logits = compute_rows(pair, fast, general, zp, zq, column[rows])
@@ -319,16 +293,6 @@ def value_and_grad(
         if any(needed):
             sums.add(chunk.pair, chunk.index, chunk.local, gradients, chunk.plan.tiles)
     return result, sums.gradients
-
-
-def new_gradients(chunk: Chunk, sums: GradientSums) -> tuple[Tensor | None, ...]:
-    """Where the gradients in a chunk's logits are written: over the logits, if they have the same dtype."""
-    return tuple(
-        (z if dtype == z.dtype else torch.empty_like(z, dtype=dtype)) if needed else None
-        for z, dtype, needed in zip(
-            (chunk.zp, chunk.zq), sums.gradient_dtypes(chunk.pair), sums.needs, strict=True
-        )
-    )
 
 
 def write_gradients(
@@ -385,7 +349,7 @@ def add_objective_gradient(
     is_compiled: bool,
 ) -> None:
     """Replace a chunk's logits by the gradient of its losses, and add what follows from it to the sums."""
-    pair, gradients = chunk.pair, new_gradients(chunk, sums)
+    pair, gradients = chunk.pair, sums.buffers(chunk.pair, chunk.zp, chunk.zq)
     fast = partial(row_function("objective_gradient_rows", is_compiled, pair.device.type), needs=sums.needs)
     unused = torch.stack([x == 0 for x in c]).all(0)
 

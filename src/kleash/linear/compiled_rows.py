@@ -24,8 +24,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.divergences.generator import phi_series
+from kleash.errors import CannotRunError
+from kleash.linear.pair import HeadPair
 from kleash.linear.rows import StatisticRows, TermRows, cut_rounding, nan_unless_finite
-from kleash.linear.types import TokenTerms
+from kleash.linear.types import LinearOptions, TokenTerms
 from kleash.linear.vocab_shards import VocabShards
 
 NEAR = 1.0
@@ -34,6 +36,33 @@ PHI_SERIES = {torch.float32: 11, torch.float64: 20}
 """The highest power in the series of phi, by dtype."""
 GAP_SERIES = {torch.float32: 10, torch.float64: 24}
 """The terms of the series of ``entropy_gap``, by dtype."""
+
+PAYS_FROM = 5 * 10**9
+"""Logits of one model above which compiling (about 10 s) saves time (about 2 ns a logit) on a CPU."""
+PAYS_FROM_ON_A_GPU = 10**8
+"""Such logits on a GPU: a tenth of a nanosecond is saved for each, in a thousand such calls of a training run."""
+
+
+def should_compile(pair: HeadPair, options: LinearOptions) -> bool:
+    """Whether torch compiles this call's row functions.
+
+    This depends on the call and the installation only, so that a number never depends on earlier calls.
+
+    Raises:
+        CannotRunError: if ``compile=True`` and something is missing.
+    """
+    if options.compile is False or (options.compile is None and pair.is_sharded):
+        return False
+    if pair.is_sharded:
+        raise CannotRunError(
+            "compile=True cannot compile the collectives of a head on several ranks; leave compile out"
+        )
+    missing = missing_for_compiling(pair.device.type)
+    if options.compile and missing is not None:
+        raise CannotRunError(f"compile=True needs {missing}; install it, or leave compile out")
+    pays_from = PAYS_FROM if pair.device.type == "cpu" else PAYS_FROM_ON_A_GPU
+    is_long = pair.tokens * pair.vocab_shards.local_size >= pays_from
+    return missing is None and (options.compile is True or is_long)
 
 
 @cache

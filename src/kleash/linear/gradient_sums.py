@@ -34,15 +34,22 @@ class GradientSums:
         """The sum of the tensor at one of the six places; None if it needs no gradient."""
         return self.sums.get(id(self.tensors[place])) if self.needed[place] else None
 
-    def gradient_dtypes(self, pair: HeadPair) -> list[torch.dtype]:
-        """The dtype in which the gradient in p's logits, and in q's, is multiplied."""
-        return [
+    def buffers(self, chunk: HeadPair, *logits: Float[Tensor, "chunk vocab"]) -> tuple[Tensor | None, ...]:
+        """Where the gradients in a chunk's logits of p and q are written; None where not needed.
+
+        They are written over the logits, unless they are multiplied in another dtype.
+        """
+        dtypes = [
             torch.bfloat16
             if has_bfloat16_gradient(model)
             and not any(self.is_shared(n) for n in range(first, first + 3) if self.needed[n])
-            else pair.dtype
-            for first, model in zip((0, 3), pair, strict=True)
+            else chunk.dtype
+            for first, model in zip((0, 3), chunk, strict=True)
         ]
+        return tuple(
+            (z if dtype == z.dtype else torch.empty_like(z, dtype=dtype)) if is_needed else None
+            for z, dtype, is_needed in zip(logits, dtypes, self.needs, strict=True)
+        )
 
     def add(
         self,
