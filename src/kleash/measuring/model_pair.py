@@ -330,10 +330,7 @@ def header_of(job: MeasureJob, pair: Pair, source_digest: str) -> RunHeader:
     """The header of a measurement."""
     models = (pair.policy, pair.reference)
     # no other run has the fingerprint of a network in memory, whose weights can be any
-    fingerprints = {
-        role: model.fingerprint or f"in memory {token_hex(8)}"
-        for role, model in zip(("policy", "reference"), models, strict=True)
-    }
+    fingerprints = {model.role: model.fingerprint or f"in memory {token_hex(8)}" for model in models}
     if job.source[0] == "prompts" and pair.policy.checkpoint is not None:
         fingerprints[f"policy {GENERATION_CONFIG}"] = pair.policy.checkpoint.fingerprint(of_generation=True)
     fingerprints |= fingerprint_of_tokenizer(job, pair.tokenizer)
