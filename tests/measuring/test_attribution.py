@@ -3,6 +3,7 @@
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from kleash.cli.dispatch import EXIT_FAILED, run
 from kleash.errors import OptionError, RunFolderError
 from kleash.jobs import SweepJob
-from kleash.measuring import sweep
+from kleash.measuring import attribution, sweep
 from kleash.measuring.attribution import (
     attribute,
     choose_sequences,
@@ -28,7 +29,7 @@ from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.sweep_ranking import sum_run
 from kleash.models.weight_groups import WeightGroup
 from kleash.reports.sweep import describe_attribution
-from kleash.store import Measurement, RunFolder
+from kleash.store import RunFolder
 from kleash.store.sweep import Sweep
 
 DOCUMENTS = [
@@ -223,7 +224,7 @@ def test_another_source_than_was_measured_is_refused(job, result):
 
 
 def test_processes_share_the_passes(job, result, tmp_path, monkeypatch):
-    """Two threads, each with models of its own, that score all passes of one candidate in shards of a few sequences."""
+    """Two threads, each with models and a device of its own, that score all passes of one candidate in small shards."""
     job = SweepJob(**{**vars(job), "batch_tokens": 64, "attribute": ("layers",)})
     scored = []
     write_shard = RunFolder.write_shard
@@ -233,14 +234,14 @@ def test_processes_share_the_passes(job, result, tmp_path, monkeypatch):
         write_shard(self, index, *arguments)
 
     monkeypatch.setattr(RunFolder, "write_shard", recorded)
-    measured = Path(str(job.out)) / "candidates" / "02-planted"
-    run = sum_run(measured, job.statistic, Measurement.read(measured).counts.shards)
+    devices = iter(("auto", "cpu"))  # two names of one
+    monkeypatch.setattr(attribution, "on_device_of_rank", lambda job: replace(job, device=next(devices)))
+    run = sum_run(Path(str(job.out)) / "candidates" / "02-planted", job.statistic, 1)
     models = [load_swap_models(job, Path(str(job.out)), result.candidates[1], run) for _ in range(2)]
     passes, _ = plan_passes(models[0].groups)
-    header = header_of(models[0].job, models[0].pair, "digest")
 
     def work(own):
-        return run_passes(passes, own, tmp_path / "passes", header, ProgressReporter())
+        return run_passes(passes, own, tmp_path, header_of(own.job, own.pair, "digest"), ProgressReporter())
 
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(work, models)
@@ -248,9 +249,8 @@ def test_processes_share_the_passes(job, result, tmp_path, monkeypatch):
     assert max(index for _, index in scored) > 1
     for name, sums in first.items():
         assert all(np.array_equal(*columns) for columns in zip(sums, second[name], strict=True))
-    expected = attribution_of(result, 2, "layers").mean
     mean = first["candidate"].total.sum() / first["candidate"].tokens.sum()
-    assert mean == pytest.approx(expected.value, rel=1e-6)
+    assert mean == pytest.approx(attribution_of(result, 2, "layers").mean.value, rel=1e-6)
 
 
 @pytest.mark.parametrize(

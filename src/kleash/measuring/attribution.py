@@ -222,9 +222,9 @@ def load_swap_models(job: SweepJob, out: Path, candidate: SweepCandidate, run: S
     Raises:
         ModelError: if a model cannot be loaded, or they differ in architecture.
     """
-    measure_job = on_device_of_rank(job.measure_job(candidate.number, out))
-    pair = load_models(measure_job, None)
-    reference = load_reference(job.reference, job.revision_reference, measure_job).reference
+    measure_job = job.measure_job(candidate.number, out)
+    pair, loading = load_models(measure_job, None), on_device_of_rank(measure_job)
+    reference = load_reference(job.reference, job.revision_reference, loading).reference
     groups = {grouping: weight_groups(pair.policy, reference, grouping) for grouping in job.attribute}
     chosen = choose_sequences(run.tokens, job.attribute_tokens)
     places = set(chosen.tolist())
