@@ -219,11 +219,6 @@ def hash_tokenizer_files(folder: Path) -> list[tuple[str, str]]:
     return list(zip(names, hash_files(paths), strict=True))
 
 
-def tokenizer_fingerprint(folder: Path) -> str:
-    """Hash of the files of a tokenizer's folder, as ``Checkpoint.fingerprint``."""
-    return fingerprint_of(hash_tokenizer_files(folder))
-
-
 def find_checkpoint(name: str, revision: str | None = None, role: str = "model") -> Checkpoint:
     """Resolve ``name`` to a checkpoint: a folder, a hub id, a shipped model, an adapter's folder, or a GGUF file.
 

@@ -15,7 +15,8 @@ from kleash.checkpoints.resolution import (
     GENERATION_CONFIG,
     Checkpoint,
     find_checkpoint,
-    tokenizer_fingerprint,
+    fingerprint_of,
+    hash_tokenizer_files,
 )
 from kleash.engines import Engine, LocalEngine
 from kleash.engines.base_logits import BaseLogits, BaseLogitsEngine, base_logits_beside
@@ -323,7 +324,9 @@ def fingerprint_of_tokenizer(job: MeasureJob, tokenizer: Any) -> dict[str, str]:
     """The fingerprint of the tokenizer by its name in a header; empty where that of a model includes it."""
     names = [job.policy] if job.has_base_logits else [job.policy, job.reference]
     is_apart = job.tokenizer is not None or all(is_gguf(name) or is_endpoint(name) for name in names)
-    return {"tokenizer": tokenizer_fingerprint(Path(tokenizer.name_or_path))} if is_apart else {}
+    return (
+        {"tokenizer": fingerprint_of(hash_tokenizer_files(Path(tokenizer.name_or_path)))} if is_apart else {}
+    )
 
 
 def header_of(job: MeasureJob, pair: Pair, source_digest: str) -> RunHeader:
