@@ -18,8 +18,7 @@ from kleash.measuring.shards import source_sequences
 from kleash.measuring.sweep_run import check_sweep_folder
 from kleash.models import read_prompts
 from kleash.models.cache.reference_cache import check_cache_folder
-from kleash.models.model_building import read_context_length
-from kleash.models.network_loading import DENSE_TYPES
+from kleash.models.model_building import DENSE_TYPES, read_context_length
 from kleash.models.pair_loading import resolve_device, resolve_dtype
 from kleash.models.tokenizers import load_tokenizers, token_count
 from kleash.reports.formatting import format_bytes

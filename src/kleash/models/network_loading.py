@@ -1,16 +1,13 @@
-"""Loading networks from checkpoints, with checks of their configuration and weights, and how they are stored."""
+"""Loading networks from checkpoints, with checks of their configuration and weights."""
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 
 from kleash.checkpoints.quantised.packed_formats import PackedCheckpoint, find_packed_modules
-from kleash.checkpoints.quantised.packed_modules import PackedModule
 from kleash.checkpoints.resolution import Checkpoint
 from kleash.errors import CannotRunError, ModelError
 from kleash.extras import import_extra
@@ -28,23 +25,16 @@ from kleash.models.transformers_formats import (
     quantisation_advice,
 )
 from kleash.registry import grouped
-from kleash.store.measurement import StoredWeights
 
 PARALLEL_MAPS = {"fsdp": "fsdp_size", "tensor": "tp_size"}
 """Device maps that spread a model over the ranks of torch.distributed, and transformers' name of their number."""
 
-PACKED_NAMES = ("qweight", "weight_packed", "blocks")
-"""Names of tensors that hold packed weights, where "weight" does not."""
-SCALE_NAMES = ("scales", "weight_scale", "weight_scale_inv", "absmax", "SCB", "_scale", "_shift", "scale")
-"""Names of tensors that stand beside quantised weights."""
-DENSE_TYPES = ("F64", "F32", "F16", "BF16")
 TEXT_NAMES = {
     r"^(model\.)?(language_model|text_model)\.model\.": "model.",
     r"^model\.(language_model|text_model)\.": "model.",
     r"^(model\.)?(language_model|text_model)\.lm_head\.": "lm_head.",
 }
 """Beginnings of the names of a text part's tensors in files of a whole model → those of its causal class."""
-NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def load_networks(
@@ -278,63 +268,3 @@ def _describe_replaced_class(config: Any, network: Any, subject: str) -> tuple[s
         "is measured; --trust-remote-code runs that code"
     )
     return (note,) if is_replaced else ()
-
-
-def describe_weights(checkpoint: Checkpoint, loaded: LoadedNetwork) -> StoredWeights:
-    """How the weights of a network and of the adapter over it are stored.
-
-    Args:
-        checkpoint: with the adapter, if any.
-        loaded: its network.
-    """
-    stored = checkpoint.tensors.values()
-    tensors = (*stored, *checkpoint.adapter_tensors.values())
-    elements = sum(tensor.elements for tensor in tensors)
-    num_bytes = sum(tensor.num_bytes for tensor in tensors)
-    if checkpoint.gguf:
-        matrices = [tensor for tensor in stored if len(tensor.shape) > 1]
-        modules = {tensor.name.rpartition(".")[0]: tensor.kind for tensor in matrices}
-    else:
-        modules = _types_of_modules(checkpoint, loaded.packed)
-        if any(kind not in DENSE_TYPES for kind in modules.values()):
-            # packed weights and their scales are other numbers than the network's
-            elements = loaded.parameters
-    return StoredWeights(
-        bytes=num_bytes,
-        bits_per_weight=8 * num_bytes / elements if elements else 0.0,
-        modules=_by_layers(modules),
-    )
-
-
-def _types_of_modules(checkpoint: Checkpoint, packed: Sequence[PackedModule]) -> dict[str, str]:
-    """The type of the weights of each module with a matrix: "BF16", "gptq int4, groups of 128", "mxfp4 (U8)"."""
-    tensors, method = checkpoint.tensors, checkpoint.quant_method or "quantised"
-    packed_parts = {part for module in packed for part in module.parts}
-    kinds = {module.name: module.kind for module in packed}
-    for tensor in tensors.values():
-        module, _, part = tensor.name.rpartition(".")
-        is_weight = part in ("weight", *PACKED_NAMES) or part.endswith(("_blocks", "_proj"))
-        if len(tensor.shape) > 1 and tensor.name not in packed_parts and is_weight:
-            is_quantised = tensor.kind not in DENSE_TYPES or any(
-                f"{module}.{scale}" in tensors for scale in SCALE_NAMES
-            )
-            name = module if part == "weight" else tensor.name
-            kinds[name] = f"{method} ({tensor.kind})" if is_quantised else tensor.kind
-    return kinds
-
-
-def _by_layers(modules: Mapping[str, str]) -> dict[str, str]:
-    """Modules by type, those that differ in the number of a layer together: "blk.0-27.attn_q" → "Q4_K"."""
-    layers = grouped(
-        ((NUMBER.sub("*", module), kind), NUMBER.findall(module)[:1]) for module, kind in modules.items()
-    )
-    names: dict[str, str] = {}
-    for (pattern, kind), numbers in layers.items():
-        distinct = {int(number) for first in numbers for number in first}
-        runs = [
-            [number for _, number in run]
-            for _, run in groupby(enumerate(sorted(distinct)), key=lambda place: place[1] - place[0])
-        ]
-        ranges = (str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-        names[pattern.replace("*", ",".join(ranges), 1)] = kind
-    return names

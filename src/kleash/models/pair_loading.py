@@ -14,8 +14,8 @@ from kleash.jobs.reading_jobs import DoctorJob
 from kleash.models.cache.stored_reference import StoredReference
 from kleash.models.compat import without_zero3_loading
 from kleash.models.heads import truncate_head
-from kleash.models.model_building import build_model
-from kleash.models.network_loading import PARALLEL_MAPS, describe_weights, load_networks
+from kleash.models.model_building import build_model, describe_weights
+from kleash.models.network_loading import PARALLEL_MAPS, load_networks
 from kleash.models.padding_rows import PaddingRows
 from kleash.models.pair import Model, Pair
 from kleash.models.tokenizers import load_tokenizers, token_count
