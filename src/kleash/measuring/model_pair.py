@@ -112,12 +112,6 @@ def checkpoints_of(job: MeasureJob, cache: Path | None = None) -> dict[str, Chec
     }
 
 
-def _loaded(job: MeasureJob) -> Pair:
-    """The pair of the models that a job loads; a single one is both policy and reference."""
-    checkpoints = checkpoints_of(job)
-    return load_checkpoints(checkpoints, job)
-
-
 def _load_models(job: MeasureJob, source_sha256: str | None) -> Pair:
     """The pair of a job, without advice about the shipped models.
 
@@ -129,7 +123,7 @@ def _load_models(job: MeasureJob, source_sha256: str | None) -> Pair:
         return load_beside_base_logits(job)
     folder = finished_cache(job)
     if folder is None:
-        return _loaded(job)
+        return load_checkpoints(checkpoints_of(job), job)
     stored = StoredReference(folder)
     pair = load_beside(
         stored,
@@ -152,7 +146,7 @@ def load_beside_base_logits(job: MeasureJob) -> Pair:
         ModelError: if the policy cannot be loaded, or does not suit the file.
     """
     file = open_base_logits(Path(str(job.reference_cache)).expanduser())
-    loaded = _loaded(job)
+    loaded = load_checkpoints(checkpoints_of(job), job)
     reference = base_logits_beside(loaded.policy, file, f"sha256:{hash_source(job)}")
     size, vocabulary = file.vocab_size, f"the {file.vocab_size} logits of the file"
     note = (
@@ -194,7 +188,7 @@ def load_beside_server(job: MeasureJob, role: str) -> Pair:
         retries=job.endpoint_retries,
     )
     listed_model = find_model(client, getattr(job, f"{role}_model"))
-    loaded = _loaded(job)
+    loaded = load_checkpoints(checkpoints_of(job), job)
     local, notes = loaded.policy, loaded.notes
     tokenizer = loaded.tokenizer
     if job.tokenizer is not None:

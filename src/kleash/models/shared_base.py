@@ -76,10 +76,10 @@ def load_over_one_base(
     adapters = [checkpoint for checkpoint in checkpoints.values() if checkpoint.adapter is not None]
     for checkpoint in adapters:
         check_adapter(checkpoint)
+    reason = reason_not_to_share(adapters)
     roles_by_adapter = _roles_by_adapter(checkpoints)
     if len(roles_by_adapter) == 1:
         return _load_on_one_base(checkpoints, load_base), ""
-    reason = reason_not_to_share(adapters)
     if reason is None:
         relation = "two adapters over one base" if len(adapters) > 1 else "an adapter and its base"
         try:
