@@ -45,10 +45,11 @@ def load_composite(folder: Path) -> Any:
 
 
 def composite_class(config: Any) -> Any:
-    """The class that ``AutoModelForMultimodalLM`` gives for a configuration."""
-    from transformers import AutoModelForMultimodalLM
+    """The class that ``AutoModelForMultimodalLM`` gives for a configuration, which transformers has from 5.0 on."""
+    import transformers
 
-    return AutoModelForMultimodalLM._model_mapping[type(config)]
+    older = transformers.AutoModelForImageTextToText
+    return getattr(transformers, "AutoModelForMultimodalLM", older)._model_mapping[type(config)]
 
 
 @contextmanager
