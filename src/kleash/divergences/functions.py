@@ -20,7 +20,7 @@ from kleash.divergences.table import (
     weighted_generator,
 )
 from kleash.errors import ShapeError
-from kleash.precision import at_least_float32
+from kleash.precision import at_least_float32, nan_unless_normalised
 from kleash.registry import look_up, require_above
 
 RENYI_SERIES_NATS = 0.5
@@ -38,7 +38,8 @@ def divergence(
     Every token is evaluated from the side that gives it more mass, so nothing overflows unless the value does. The
     gradient is finite if the value is below a tenth of the largest number of its type, also at tokens with
     log-probability -inf on one side or both. Derivatives of every order are correct where log-probabilities are equal,
-    in backward and forward mode. Half precision is computed and returned in float32.
+    in backward and forward mode. Half precision is computed and returned in float32. Rows that are not normalised, such
+    as logits, are refused (``nan_unless_normalised``).
 
     Args:
         which: "kl", "jensen_shannon" ..., or a ``Divergence``.
@@ -48,11 +49,18 @@ def divergence(
     Raises:
         UnknownNameError: if there is no divergence of this name.
         VocabularyMismatchError: if the last axes differ.
+        NotProbabilitiesError: on a CPU, if a row is not normalised; NaN elsewhere.
         ShapeError: if the leading axes differ, there is no axis, or the numbers are not floating-point.
     """
     record = look_up(DIVERGENCES, which, "divergence")
-    logp, logq = promote_pair(logp, logq)
-    return record.finish(contributions(record, logp, logq).sum(-1))
+    return nan_unless_normalised(divergence_of_rows(record, logp, logq), logp=logp, logq=logq)
+
+
+def divergence_of_rows(
+    record: Divergence, logp: Float[Tensor, "*batch vocab"], logq: Float[Tensor, "*batch vocab"]
+) -> Float[Tensor, "*batch"]:
+    """``divergence`` of log-probabilities that are known to be normalised."""
+    return record.finish(contributions(record, *promote_pair(logp, logq)).sum(-1))
 
 
 def promote_pair(logp: Tensor, logq: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,6 +124,7 @@ def kl(logp: Float[Tensor, "*batch vocab"], logq: Float[Tensor, "*batch vocab"])
 
     Raises:
         VocabularyMismatchError: if the last axes differ.
+        NotProbabilitiesError: on a CPU, if a row is not normalised; NaN elsewhere.
         ShapeError: if the leading axes differ, or the numbers are not floating-point.
 
     References:
@@ -135,7 +144,7 @@ def jeffreys(
     """KL(p || q) + KL(q || p) in nats; ``inf`` if the supports differ.
 
     Raises:
-        VocabularyMismatchError, ShapeError: as ``kl``.
+        VocabularyMismatchError, NotProbabilitiesError, ShapeError: as ``kl``.
 
     >>> logp, logq = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
     >>> kleash.jeffreys(logp, logq)
@@ -162,7 +171,7 @@ def jensen_shannon(
 
     Raises:
         OptionError: if ``weight`` is outside [0, 1].
-        VocabularyMismatchError, ShapeError: as ``kl``.
+        VocabularyMismatchError, NotProbabilitiesError, ShapeError: as ``kl``.
 
     References:
         Lin, "Divergence Measures Based on the Shannon Entropy" (1991).
@@ -184,7 +193,7 @@ def skew_kl(
 
     Raises:
         OptionError: if ``mix`` is outside [0, 1].
-        VocabularyMismatchError, ShapeError: as ``kl``.
+        VocabularyMismatchError, NotProbabilitiesError, ShapeError: as ``kl``.
 
     References:
         Ko et al., "DistiLLM: Towards Streamlined Distillation for Large Language Models" (2024),
@@ -209,7 +218,7 @@ def alpha_divergence(
 
     Raises:
         OptionError: if ``alpha`` is not finite.
-        VocabularyMismatchError, ShapeError: as ``kl``.
+        VocabularyMismatchError, NotProbabilitiesError, ShapeError: as ``kl``.
 
     >>> logp, logq = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
     >>> kleash.alpha_divergence(logp, logq, 0.5)
@@ -237,7 +246,7 @@ def renyi(
 
     Raises:
         OptionError: if ``order`` is not.
-        VocabularyMismatchError, ShapeError: as ``kl``.
+        VocabularyMismatchError, NotProbabilitiesError, ShapeError: as ``kl``.
 
     References:
         van Erven & Harremoës, "Rényi Divergence and Kullback-Leibler Divergence" (2014),
@@ -250,12 +259,13 @@ def renyi(
     require_above(0.0, order=order)
     if order == 1:
         return divergence(KL, logp, logq)
-    logp, logq = promote_pair(logp, logq)
-    log_sum = _renyi_log_sum(logp, logq, order)
+    p, q = promote_pair(logp, logq)
+    log_sum = _renyi_log_sum(p, q, order)
     near = log_sum.abs() < RENYI_SERIES_NATS
-    near_logq = torch.where(near.unsqueeze(-1), logq, logp)
-    excess = order * (order - 1) * divergence(alpha_record(order), logp, near_logq)
-    return torch.where(near, torch.log1p(excess), log_sum) / (order - 1)
+    near_q = torch.where(near.unsqueeze(-1), q, p)
+    excess = order * (order - 1) * divergence_of_rows(alpha_record(order), p, near_q)
+    values = torch.where(near, torch.log1p(excess), log_sum) / (order - 1)
+    return nan_unless_normalised(values, logp=logp, logq=logq)
 
 
 def _renyi_log_sum(logp: Tensor, logq: Tensor, order: float) -> Tensor:
@@ -274,7 +284,7 @@ def chi_squared(
     """sum (p - q)^2 / q: the variance of the weight p/q under ``q``; no unit. ``inf`` where q = 0 < p.
 
     Raises:
-        VocabularyMismatchError, ShapeError: as ``kl``.
+        VocabularyMismatchError, NotProbabilitiesError, ShapeError: as ``kl``.
 
     >>> logp, logq = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
     >>> kleash.chi_squared(logp, logq)
@@ -292,7 +302,7 @@ def total_variation(
     Its first and second derivatives are 0 at a token with equal probabilities.
 
     Raises:
-        VocabularyMismatchError, ShapeError: as ``kl``.
+        VocabularyMismatchError, NotProbabilitiesError, ShapeError: as ``kl``.
 
     >>> logp, logq = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
     >>> kleash.total_variation(logp, logq)
@@ -310,7 +320,7 @@ def hellinger(
     It has a kink at p = q: the gradient there is 0 and the second derivative NaN.
 
     Raises:
-        VocabularyMismatchError, ShapeError: as ``kl``.
+        VocabularyMismatchError, NotProbabilitiesError, ShapeError: as ``kl``.
 
     >>> logp, logq = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
     >>> kleash.hellinger(logp, logq)
@@ -326,12 +336,12 @@ def entropy(logp: Float[Tensor, "*batch vocab"]) -> Float[Tensor, "*batch"]:
     A token of probability 0 adds 0, in value and gradient.
 
     Raises:
-        ShapeError: if there is no axis, or the numbers are not floating-point.
+        NotProbabilitiesError, ShapeError: as ``kl``.
 
     >>> kleash.entropy(torch.tensor([0.5, 0.5]).log())
     tensor(0.6931)
     """
-    return cross_entropy(logp, logp)
+    return nan_unless_normalised(cross_entropy_of_rows(logp, logp), logp=logp)
 
 
 @validated
@@ -347,12 +357,19 @@ def cross_entropy(
     It is not a divergence: for p = q it is H(p). For the difference use ``kl``, which does not cancel.
 
     Raises:
-        VocabularyMismatchError, ShapeError: as ``kl``.
+        VocabularyMismatchError, NotProbabilitiesError, ShapeError: as ``kl``.
 
     >>> logp, logq = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
     >>> kleash.cross_entropy(logp, logq)
     tensor(1.2040)
     """
+    return nan_unless_normalised(cross_entropy_of_rows(logp, logq), logp=logp, logq=logq)
+
+
+def cross_entropy_of_rows(
+    logp: Float[Tensor, "*batch vocab"], logq: Float[Tensor, "*batch vocab"]
+) -> Float[Tensor, "*batch"]:
+    """``cross_entropy`` of log-probabilities that are known to be normalised."""
     logp, logq = promote_pair(logp, logq)
     in_p, in_q = logp != -torch.inf, logq != -torch.inf
     both = in_p & in_q

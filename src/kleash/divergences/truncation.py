@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kleash.arguments import validated
 from kleash.errors import OptionError
-from kleash.precision import at_least_float32, normalised
+from kleash.precision import at_least_float32, nan_unless_normalised, normalised
 from kleash.registry import require_above
 
 
@@ -70,6 +70,7 @@ def truncate(
 
     Raises:
         OptionError: if one of the three is outside its range.
+        NotProbabilitiesError: as ``kl``.
         ShapeError: if there is no axis, or the numbers are not floating-point.
 
     References:
@@ -77,8 +78,7 @@ def truncate(
         Nguyen et al., "Turning Up the Heat: Min-p Sampling" (2024), https://arxiv.org/abs/2407.01082
     """
     require_valid_limits(top_k, top_p, min_p)
-    logp = at_least_float32(logp)
-    constant_logp = logp.detach()
+    constant_logp = at_least_float32(logp.detach())
     mask = constant_logp != -torch.inf  # comparisons here keep NaN, so that it stays visible
     if top_k is not None:
         mask = mask & _in_top_k(constant_logp, top_k)
@@ -96,11 +96,12 @@ def restrict(logp: Float[Tensor, "*batch vocab"], kept: Bool[Tensor, "*batch voc
     If ``logp`` gives these tokens no mass, its log kept mass is -inf and its log-probabilities are NaN.
 
     Raises:
+        NotProbabilitiesError: as ``kl``.
         ShapeError: if the two differ in shape.
     """
-    logp = at_least_float32(logp)
-    log_kept_mass = _log_mass(logp, kept)
-    return Truncated(torch.where(kept, logp - log_kept_mass.unsqueeze(-1), -torch.inf), kept, log_kept_mass)
+    upcast = at_least_float32(logp)
+    log_kept_mass = nan_unless_normalised(_log_mass(upcast, kept), logp=logp)
+    return Truncated(torch.where(kept, upcast - log_kept_mass.unsqueeze(-1), -torch.inf), kept, log_kept_mass)
 
 
 def _in_top_k(logp: Tensor, top_k: int) -> Tensor:

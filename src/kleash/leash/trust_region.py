@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kleash.arguments import validated
-from kleash.divergences.functions import divergence as exact_divergence
+from kleash.divergences import DIVERGENCES
+from kleash.divergences.functions import divergence_of_rows
 from kleash.errors import OptionError, ShapeError
 from kleash.estimators import ESTIMATORS, Estimator, importance_weights
 from kleash.estimators.weights import effective_sample_size
@@ -263,7 +264,7 @@ def binary_divergence(
     require_choice(("kl", "total_variation"), divergence=divergence)
     rounding = torch.finfo(at_least_float32(token_logp).dtype).eps / 2
     p, q = _binary_log_probs(behaviour_logp, 0.0), _binary_log_probs(token_logp, rounding)
-    return exact_divergence(divergence, p, q)
+    return divergence_of_rows(DIVERGENCES[divergence], p, q)
 
 
 @validated

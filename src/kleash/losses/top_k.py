@@ -14,7 +14,7 @@ from kleash.errors import OptionError
 from kleash.estimators.bounds import rounding_nats, unless_repeated
 from kleash.losses.surrogate import require_gradient, sampled_pair, with_pair_gradient
 from kleash.masking import as_mask
-from kleash.precision import at_least_float32
+from kleash.precision import at_least_float32, nan_unless_normalised
 from kleash.registry import look_up
 
 
@@ -44,19 +44,19 @@ def top_k_of(logp: Float[Tensor, "*tokens vocab"], ids: Int[Tensor, "*tokens k"]
     """The tokens ``ids`` of a whole distribution, with the mass of the rest summed over its tokens.
 
     Differentiable in ``logp``, with gradient 0 through a rest that is 0, infinite or NaN. The choice of tokens
-    (``logp.topk(16).indices``, or those of a teacher) is a constant. NaN if a token is listed twice.
+    (``logp.topk(16).indices``, or those of a teacher) is a constant. NaN if a token is listed twice. Rows that are not
+    normalised are refused, as by ``kl``.
     """
-    logp = at_least_float32(logp)
-    rest_logp = logp.scatter(-1, ids, -torch.inf)
+    upcast = at_least_float32(logp)
+    rest_logp = upcast.scatter(-1, ids, -torch.inf)
     largest = rest_logp.detach().amax(-1)
     has_rest = largest.isfinite()
     log_rest = torch.where(has_rest.unsqueeze(-1), rest_logp, 0.0).logsumexp(-1)
-    return TopK(
-        ids,
-        unless_repeated(ids, logp.gather(-1, ids)),
-        torch.where(has_rest, log_rest, largest),
-        is_complete=ids.shape[-1] == logp.shape[-1],
-    )
+    log_rest = torch.where(has_rest, log_rest, largest)
+    listed = unless_repeated(ids, upcast.gather(-1, ids))
+    summed = torch.cat([listed, log_rest.unsqueeze(-1)], -1).to(logp.dtype)
+    log_rest = nan_unless_normalised(log_rest, logp=summed)
+    return TopK(ids, listed, log_rest, is_complete=ids.shape[-1] == logp.shape[-1])
 
 
 @validated
