@@ -3,7 +3,8 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar, get_args
+from types import UnionType
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar, Union, cast, get_args, get_origin
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ class ArgumentSpec(NamedTuple):
 
     number: bool
     """Whether a Python number is allowed."""
+    whole: bool
+    """Whether the number must be a whole one."""
     none: bool
     """Whether None is allowed."""
     kinds: tuple[str, ...]
@@ -42,14 +45,14 @@ class ArgumentSpec(NamedTuple):
 def validated(function: Callable[P, R]) -> Callable[P, R]:
     """Decorator: validate arguments against the annotations of ``function`` and raise errors of kleash.
 
-    It checks parameters annotated as a jaxtyping tensor, as ``float`` or as a class of kleash: the type, the kind of
+    It checks parameters annotated as a jaxtyping tensor, as a number or as a class of kleash: the type, the kind of
     dtype, the memory layout, that a vocabulary is not empty, that axes of one name have one size in all tensors (also
     in the fields of a NamedTuple), and that all tensors are on one device. Values and other types are not checked.
 
     Raises:
         ShapeError: if an argument is not a tensor, a tensor of the wrong kind of dtype, or of another shape.
         VocabularyMismatchError: if the axes called ``vocab`` differ in size.
-        OptionError: if an argument is not a number.
+        OptionError: if an argument is not a number, or not a whole one.
         CannotRunError: if tensors are on different devices.
     """
     parameters = inspect.signature(function).parameters
@@ -74,17 +77,18 @@ def argument_spec(parameter: inspect.Parameter) -> ArgumentSpec | None:
     annotation = parameter.annotation
     options = get_args(annotation) or (annotation,)
     tensors = [x for x in options if getattr(x, "array_type", None) is Tensor]
-    number = float in options or int in options
+    number = get_origin(annotation) in (None, Union, UnionType) and not {float, int}.isdisjoint(options)
     classes: tuple[Any, ...] = tuple(
         x for x in options if isinstance(x, type) and x.__module__.startswith("kleash.")
     )
     classes += (str,) if classes and str in options else ()
     unchecked = [x for x in options if x not in (*tensors, *classes, float, int, type(None))]
-    if unchecked or not (tensors or classes or options == (float,)):
+    if unchecked or not (tensors or classes or number):
         return None
     dtypes = [dtype for x in tensors for dtype in getattr(x, "dtypes", ())]
     return ArgumentSpec(
         number=number,
+        whole=float not in options,
         none=type(None) in options,
         kinds=tuple(kind for kind in KINDS if any(kind in dtype for dtype in dtypes)),
         axes=axes_of(tensors[0]) if tensors else None,
@@ -124,8 +128,8 @@ def check_arguments(
         OptionError: if an argument is not a number, or not of the allowed classes.
         CannotRunError: if two tensors of at least one axis are on different devices.
     """
-    first, first_name = None, ""
     tensors: list[NamedTensor] = []
+    placed: list[tuple[str, Tensor]] = []
     for name, value in (*zip(names, args), *kwargs.items()):  # noqa: B905 (parameters with defaults may be missing)
         spec = specs.get(name)
         if spec is None or (value is None and spec.none):
@@ -141,12 +145,14 @@ def check_arguments(
             check_tensor(name, value, spec)
             if spec.axes is not None:
                 tensors.append((name, value, spec.axes))
-            if first is None:
-                first, first_name = value, name
-            elif value.device != first.device and value.ndim and first.ndim:
-                raise CannotRunError(
-                    f"{first_name} is on {first.device} and {name} on {value.device}; move one of them"
-                )
+            if value.ndim:
+                placed.append((name, value))
+    for name, value in placed:
+        first_name, first = placed[0]
+        if value.device != first.device:
+            raise CannotRunError(
+                f"{first_name} is on {first.device} and {name} on {value.device}; move one of them"
+            )
     check_shapes(tensors)
 
 
@@ -207,6 +213,8 @@ def check_number(name: str, value: object, spec: ArgumentSpec) -> None:
             raise OptionError(f"{name} is {value!r}; give a number")
         if getattr(value, "ndim", 0):
             raise OptionError(f"{name} is {type_name} of several numbers; give one number")
+        if spec.whole and (isinstance(value, bool) or cast("float", value) % 1 != 0):
+            raise OptionError(f"{name} is {value!r}; give a whole number")
         return
     raise ShapeError(
         f"{name} is {type_name} and not a torch.Tensor; convert it, with torch.as_tensor for instance"

@@ -44,7 +44,7 @@ def good(parameter):
         if any("float" in x for x in dtypes):
             return -torch.rand(shape)
         return torch.ones(shape, dtype=torch.bool if "bool" in dtypes else torch.int64)
-    given = {Head: Head(torch.rand(V, V)), LinearOptions: LinearOptions()}
+    given = {Head: Head(torch.rand(V, V)), LinearOptions: LinearOptions(), int: 1}
     return given.get(parameter.annotation, 0.5)
 
 
@@ -204,7 +204,8 @@ def test_rewards_advantages_and_weights_are_detached(function):
 
 
 def test_the_sentences_say_what_was_given_and_what_to_give(unhooked):
-    from kleash.divergences import kl, renyi
+    from kleash.divergences import kl, kl_gaussian, renyi, truncate
+    from kleash.leash import leave_one_out_advantages
 
     logp = torch.zeros(2, 3).log_softmax(-1)
     for call, sentence in (
@@ -214,6 +215,12 @@ def test_the_sentences_say_what_was_given_and_what_to_give(unhooked):
         (lambda: kl(logp.to_sparse(), logp), "logp is a tensor of layout torch.sparse_coo"),
         (lambda: renyi(logp, logp, None), "order is None; give a number"),
         (lambda: renyi(logp, logp, [2.0]), "order is [2.0]; give a number"),
+        (lambda: truncate(logp, top_k=1.5), "top_k is 1.5; give a whole number"),
+        (lambda: leave_one_out_advantages(logp[0], 1.5), "groups is 1.5; give a whole number"),
+        (
+            lambda: kl_gaussian(logp[0, 0], logp, logp.to("meta")),
+            "log_variance_p is on cpu and mean_q on meta",
+        ),
         (lambda: Head([[1.0]]), "weight is a list and not a torch.Tensor"),
     ):
         with pytest.raises(KleashError) as caught:

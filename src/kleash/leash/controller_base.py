@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Literal, SupportsFloat, TypeVar
 
+from kleash.arguments import validated
 from kleash.errors import OptionError
 from kleash.registry import require_above, require_at_least, require_choice
 
@@ -139,6 +140,7 @@ class TargetController(BetaRecord, ABC):
                 f"levels are {self.levels}; give the logs of at most two KLs, or leave them out"
             )
 
+    @validated
     def after(
         self: ControllerT,
         measured_nats: SupportsFloat,
@@ -151,7 +153,7 @@ class TargetController(BetaRecord, ABC):
         ``sequences`` is used by Ziegler's published rule alone, except that 0 stands for no measurement.
 
         Raises:
-            OptionError: if ``sequences`` or ``standard_error`` is negative.
+            OptionError: if ``sequences`` is not a whole number, or it or ``standard_error`` is negative.
         """
         ratio, error, event = read_measurement(measured_nats, self.target_nats, sequences, standard_error)
         if ratio is None:
