@@ -22,6 +22,8 @@ from kleash.uncertainty import Estimate, clustered_mean
 
 ROW, BEFORE_LOGP = "kleash_row", "kleash_before_logps"
 """Entries that are added to a generated batch: a response's number in it, and its tokens' log-probabilities then."""
+MEANS_OVER_TOKENS = ("entropy", "clip_ratio/region_mean")
+"""Metrics that TRL logs as 0 if no token counts."""
 EVALUATION = {
     "reward/score": "eval/reward",
     "reward/score_error": "eval/reward_error",
@@ -226,7 +228,10 @@ class ResponseRecorder:
             metrics["kl/update"] = [nats / tokens]  # of the last update that shows
         responses = gather_object(local)
         if responses:
-            metrics.update({name: [x] for name, x in response_metrics(responses, self.trainer.beta).items()})
+            measured = response_metrics(responses, self.trainer.beta)
+            metrics.update({name: [x] for name, x in measured.items()})
+            for name in () if "policy/entropy" in measured else MEANS_OVER_TOKENS:
+                metrics.pop(name, None)
             self._samples = to_samples(responses)
 
     def _read(
