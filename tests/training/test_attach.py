@@ -127,12 +127,14 @@ def test_masked_responses_have_no_kl_and_the_last_step_is_written(trl, folder, t
 
 
 def test_the_kl_in_the_reward_is_no_spread_of_scores(trl, folder, tmp_path):
-    more = {"kl": "k1", "kl_place": "reward", "reward_funcs": [lambda prompts, **_: [1.0] * len(prompts)]}
+    of_parts = [lambda prompts, part=part, **_: part * (len(prompts) // 2) for part in ([0.1, 0.3], [0.2, 0])]
+    more = {"kl": "k1", "kl_place": "reward", "reward_funcs": of_parts}
     trainer = grpo(trl, folder, tmp_path, scale_rewards="none", more=more)
     moved(trainer.model, 0.1)
     kleash.attach(trainer, out=tmp_path / "run")
     trainer.train()
-    assert [step.metrics["reward/zero_std_share"] for step in read_steps(tmp_path / "run")] == [1, 1]
+    for step in read_steps(tmp_path / "run"):
+        assert step.metrics["reward/zero_std_share"] == 1 and step.metrics["reward/score_std"] == 0
 
 
 def test_reused_responses_show_the_kl_of_their_updates(trl, folder, tmp_path):

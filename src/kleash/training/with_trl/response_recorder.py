@@ -145,6 +145,7 @@ class ResponseRecorder:
         rewards = original(inputs, prompts, completions, token_ids)
         columns = rewards.double().cpu()
         totals = (columns * self.trainer.reward_weights.double().cpu()).nansum(-1)
+        totals.apply_(lambda x: float(f"{x:.7g}"))  # of float32, in which 0.1 + 0.2 is not 0.3
         scores = torch.where(columns.isnan().all(-1), torch.nan, totals)
         if self._mode == "train":
             if self.requires_rewards:
