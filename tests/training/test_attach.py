@@ -220,13 +220,15 @@ def test_loss_that_is_nan_is_not_logged_as_the_mean_of_others(folder, tmp_path):
         trainer.train()
 
 
-def test_alert_stops_a_run(trl, folder, tmp_path, monkeypatch):
-    trainer = grpo(trl, folder, tmp_path, max_steps=6)
+def test_alert_stops_a_run(trl, folder, tmp_path):
+    more = {"eval_dataset": [{"prompt": "the sea was"}]}
+    trainer = grpo(trl, folder, tmp_path, max_steps=6, eval_strategy="epoch", more=more)
     moved(trainer.model, 0.5)
     log = kleash.attach(trainer, target_nats=1e-6, on_hacking="stop", out=tmp_path / "run")
     trainer.train()
     assert trainer.state.global_step == HackingMonitor().steps == log.result_of_run.steps
     assert log.result_of_run.stopped.startswith("the hacking monitor stopped it after step 3")
+    assert not any("eval_reward" in entry for entry in trainer.state.log_history), "of no step"
 
 
 def test_evaluation_is_the_headline_and_the_best_checkpoint_is_named(trl, folder, tmp_path, capsys):
