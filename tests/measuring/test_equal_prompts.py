@@ -119,11 +119,13 @@ def test_copies_do_not_end_a_run_by_its_relative_error(job, eight, tmp_path):
 
 def test_equal_documents_are_one_cluster_of_a_measurement_and_a_sweep(pair, tmp_path):
     documents = [" ".join(f"Boat {n} went out {n * k + k} times;" for k in range(2)) for n in range(34)]
-    (tmp_path / "text.txt").write_text("\n\n".join(documents * 2))
-    options = {"reference": str(pair[1]), "text": str(tmp_path / "text.txt")}
+    records = [json.dumps({"text": text}) for text in ("", *documents, *documents, "")]
+    (tmp_path / "text.jsonl").write_text("\n".join(records))
+    options = {"reference": str(pair[1]), "text": str(tmp_path / "text.jsonl")}
     one = measure(policy=pair[0], out=tmp_path / "run", **options)
     assert one.counts.clusters == one.counts.prompts == 34
     assert any("34 of the 68 documents are distinct" in note for note in one.notes)
+    assert "2 of the 70 documents have fewer than two tokens, and are left out" in one.notes
     result = sweep(candidates=(str(pair[0]),), out=tmp_path / "sweep", **options)
     assert result.clusters == 34
 

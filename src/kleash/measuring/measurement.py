@@ -69,14 +69,23 @@ class SequenceCounts:
     """As in the measurement; of equal prompts, or documents, one is counted."""
     listed_prompts: int
     """Prompts of the source that are among the sequences, equal ones counted each."""
+    last_prompt: int
+    """Place of the last of them in the source."""
     all_have_logprobs: bool
 
-    def note(self, *, on_text: bool) -> str:
-        """That equal prompts are one cluster, or "" if there are none; ``on_text`` if they are documents."""
-        if self.record.prompts == self.listed_prompts:
-            return ""
-        noun = "documents" if on_text else "prompts"
-        return f"{self.record.prompts} of the {self.listed_prompts} {noun} are distinct; equal ones are one cluster"
+    def notes(self, *, on_text: bool, documents: int) -> tuple[str, str]:
+        """That equal prompts are one cluster, and that documents are too short, or "" if there are none.
+
+        Args:
+            on_text: whether prompts are documents.
+            documents: their number, those too short included.
+        """
+        listed, noun = self.listed_prompts, "documents" if on_text else "prompts"
+        same = f"{self.record.prompts} of the {listed} {noun} are distinct; equal ones are one cluster"
+        short = (
+            f"{documents - listed} of the {documents} documents have fewer than two tokens, and are left out"
+        )
+        return same if self.record.prompts < listed else "", short if on_text and documents > listed else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,9 +149,10 @@ def make_measurement(
         "" if noise_floor is not None else f"no noise floor: {engine.traits.no_noise_floor}",
         *(*sampling_warnings(estimand, totals), padding_warning),
     )
+    documents = source.documents if run.folder.stop is None else counts.last_prompt + 1
     notes = (
         *(*run.pair.notes, padding_note, *run.source_notes, *source.notes),
-        *(counts.note(on_text=on_text), *run.job.without_effect()),
+        *(*counts.notes(on_text=on_text, documents=documents), *run.job.without_effect()),
     )
     return Measurement(
         **_provenance(run, estimand, models),
@@ -250,6 +260,7 @@ def count_sequences(folder: RunFolder, *, on_text: bool) -> SequenceCounts:
             shards=len(folder.finished_shards()),
         ),
         listed_prompts=len(np.unique(prompt)),
+        last_prompt=int(prompt.max(initial=0)),
         all_have_logprobs=not any_unknown,
     )
 

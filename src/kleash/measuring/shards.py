@@ -29,6 +29,8 @@ class ShardPlan:
     """Total number of sequences; None for text, whose windows are counted as they are read."""
     notes: tuple[str, ...]
     """What the chat template renders of the source."""
+    documents: int = 0
+    """Number of documents of a text, those without a window included."""
     declared: Sequence[tuple[bool, float | None]] = ()
     """Of each given response whether it was tokenised again, and its temperature, if the source has it."""
 
@@ -62,6 +64,7 @@ def plan_shards(job: MeasureJob, pair: Pair) -> ShardPlan:
         shards=shards,
         sequences=total,
         notes=describe_forms(kind, forms, pair.tokenizer, job),
+        documents=forms.total() if kind == "text" else 0,
         declared=declared,
     )
 
