@@ -3,6 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from kleash.errors import KleashError, OptionError
 from kleash.jobs.algorithms import PPOJob
@@ -54,8 +55,10 @@ def test_a_path_is_as_good_as_its_name(unhooked):
 
 
 def test_what_means_the_same_is_taken(unhooked):
-    job = MeasureJob(limit=np.int64(3), temperature=1, out=Path("a"))
-    assert (job.limit, job.temperature, job.out) == (3, 1.0, "a")
+    job = MeasureJob(
+        limit=np.int64(3), temperature=1, dtype=torch.bfloat16, device=torch.device("cpu"), out=Path("a")
+    )
+    assert (job.limit, job.temperature, job.dtype, job.device, job.out) == (3, 1.0, "bfloat16", "cpu", "a")
     assert type(job.limit) is int
     assert MeasureJob(temperature=np.float32(0.5)).temperature == 0.5
     assert PPOJob(reward=["a:b"]).reward == ("a:b",)

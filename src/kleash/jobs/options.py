@@ -74,8 +74,8 @@ class Options:
     def __post_init__(self) -> None:
         """Give each option the type that its annotation says, and refuse options that do not go together.
 
-        A ``Path`` becomes the text that it is on the command line and in records, a list a tuple, a NumPy integer an
-        int.
+        A ``Path``, dtype or device becomes the text that it is on the command line and in records, a list a tuple, a
+        NumPy integer an int.
 
         Raises:
             OptionError: naming the option, its value and what it must be.
@@ -145,6 +145,8 @@ def _converted(value: Any, annotation: Any) -> Any:
         return tuple(_converted(part, parts[0]) for part in value)
     if NoneType in parts:
         return None if value is None else _converted(value, parts[0])
+    if kind is str and type(value).__module__ == "torch":  # torch.bfloat16, torch.device("cpu")
+        value = str(value).removeprefix("torch.")
     taken, refused, convert = CONVERSIONS[kind]
     if isinstance(value, taken) and not isinstance(value, refused):
         return convert(value)
