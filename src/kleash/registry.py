@@ -28,7 +28,7 @@ def look_up(table: Mapping[str, T], name: str | T, kind: str) -> T:
         return name
     if name in table:
         return table[name]
-    near = get_close_matches(name, table, n=1)
+    near = get_close_matches(name, table, n=1, cutoff=0.7)
     listed = f"; there are {', '.join(table)}" if len(table) <= MOST_LISTED else ""
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise UnknownNameError(f"no {kind} is called {name!r}{listed}{hint}")

@@ -91,6 +91,8 @@ def test_a_name_after_the_colon_is_a_case_or_else_a_function():
     assert "verl_k3+" in {case.name for case in find_target("kleash").cases}, "of a higher floor"
     (case,) = cases_of("kleash:jensen_shannon", "log_probabilities")
     assert case.name == "kleash:jensen_shannon" and case.arguments == {}
+    with pytest.raises(UnknownNameError, match="no case of verl is called 'k4'; there are kl, abs, mse"):
+        cases_of("verl:k4")
 
 
 ABSOLUTE = Target(

@@ -29,6 +29,11 @@ def failing(capsys, *words):
         ("grpo", "kleash train grpo", ""),
         ("measure --polcy x", "did you mean --policy?", "kleash measure --help"),
         ("measure --model x", "did you mean --policy?", "kleash measure --help"),
+        (
+            "sweep --prompts x",
+            "no option --prompts, which is one of measure, train ppo, ",
+            "kleash sweep --help",
+        ),
         ("train ppo --discount 1", "did you mean --gamma?", "kleash train ppo --help"),
         ("train ppo --whiten", "did you mean --no-whiten?", "kleash train ppo --help"),
         ("train ppo --dry-run", "train ppo has no option --dry-run. See", ""),

@@ -319,16 +319,17 @@ class CommandParser(ArgumentParser):
         raise OptionError(f"{message}{'' if message.endswith(('?', '.')) else '.'} See {self.prog} --help")
 
     def _unknown_option_message(self, option: str) -> str:
-        """The message about an unknown option, with the nearest known one."""
+        """The message about an unknown option, with the nearest known one, or the commands that have it."""
         if self.name in SUBCOMMANDS:
             return f"there is no option {option} here; a command and its algorithm come first, and their options after"
         if option in LOST:
             return LOST[option]
         synonym = SYNONYMS.get(option)
-        nearest = synonym if synonym in self.options else _nearest(option, self.options)
-        hint = f"; did you mean {nearest}?" if nearest else ""
+        others = ", ".join(name for name in RECORDS if option in parser_of(name).options)
+        nearest = synonym if synonym in self.options else _nearest(option, () if others else self.options)
+        hint = f"; did you mean {nearest}?" if nearest else f", which is one of {others}" if others else ""
         is_by_trl = self.name.startswith("train ") and self.name != "train ppo"
-        if is_by_trl and (option in TRL_FIELDS or not nearest):
+        if is_by_trl and (option in TRL_FIELDS or not (nearest or others)):
             field = TRL_FIELDS.get(option, option[2:].replace("-", "_"))
             hint = f"; a field of TRL's configuration is given by --set {field}=VALUE"
         return f"{self.name} has no option {option}{hint}"

@@ -66,7 +66,10 @@ def cases_of(
     """
     package, colon, case_name = target.partition(":")
     known = find_target(package) if package in target_names() else None
-    if known and (not colon or case_name in {case.name for case in known.cases}):
+    names = dict.fromkeys(case.name for case in known.cases) if known else {}
+    if known and colon and convention is None:
+        look_up(names, case_name, f"case of {package}")
+    if known and (not colon or case_name in names):
         if convention is not None or arguments:
             raise OptionError(
                 f"{package} brings its own conventions and arguments; name the function as package.module:function, or "
