@@ -325,11 +325,13 @@ class CommandParser(ArgumentParser):
         if option in LOST:
             return LOST[option]
         synonym = SYNONYMS.get(option)
-        others = ", ".join(name for name in RECORDS if option in parser_of(name).options)
-        nearest = synonym if synonym in self.options else _nearest(option, () if others else self.options)
-        hint = f"; did you mean {nearest}?" if nearest else f", which is one of {others}" if others else ""
+        commands = ", ".join(name for name in RECORDS if option in parser_of(name).options)
+        nearest = synonym if synonym in self.options else _nearest(option, () if commands else self.options)
+        hint = (
+            f"; did you mean {nearest}?" if nearest else f", which is one of {commands}" if commands else ""
+        )
         is_by_trl = self.name.startswith("train ") and self.name != "train ppo"
-        if is_by_trl and (option in TRL_FIELDS or not (nearest or others)):
+        if is_by_trl and (option in TRL_FIELDS or not (nearest or commands)):
             field = TRL_FIELDS.get(option, option[2:].replace("-", "_"))
             hint = f"; a field of TRL's configuration is given by --set {field}=VALUE"
         return f"{self.name} has no option {option}{hint}"
