@@ -238,13 +238,21 @@ def test_a_run_without_one_of_its_files_raises(tmp_path):
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_lone_surrogate_in_a_path_is_rendered(tmp_path):
+def test_a_lone_surrogate_in_a_path_and_one_sign_of_negative_numbers_are_rendered(tmp_path):
     comparison = synthetic_comparison()
     run = replace(comparison.runs[0], folder=os.fsdecode(b"caf\xe9"))
-    changed = replace(comparison, runs=(run, *comparison.runs[1:]), warnings=("half \udce9",))
+    difference = comparison.differences[0]
+    numbers = {name: replace(number, value=-1.5) for name, number in difference.differences.items()}
+    changed = replace(
+        comparison,
+        runs=(run, *comparison.runs[1:]),
+        differences=(replace(difference, differences=numbers), *comparison.differences[1:]),
+        warnings=("half \udce9",),
+    )
     page = Page(write_comparison(tmp_path / "page.html", changed))
     assert "caf⟨U+DCE9⟩" in page.text
     assert "half \\udce9" in page.text
+    assert "−1.5" in page.text and "-1.5" not in page.text
 
 
 def test_a_comparison_states_direction_and_shared_prompts(comparison_page):

@@ -18,6 +18,8 @@ from kleash.store.summary import to_display_unit
 NAMED_CHARACTERS = {"\n": "⏎", "\t": "⇥"}
 UNKNOWN = "–"
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+HYPHEN_OF_NUMBER = re.compile(r"(?<![\w.-])-(?=\d|inf\b)")
+"""The hyphen of a negative number in a sentence, for which pages have a minus sign."""
 BYTE_UNITS = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "bytes"))
 JOINERS = "\u200c\u200d"
 """Invisible characters that join others in emoji and Persian words: shown as they are inside other text."""

@@ -4,7 +4,7 @@ import base64
 import hashlib
 import json
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,7 @@ def _environment() -> Any:
         bytes=formatting.format_bytes,
         threshold=formatting.format_threshold,
         sentence=formatting.as_sentence,
+        minus=partial(formatting.HYPHEN_OF_NUMBER.sub, "−"),
         statistic_label=label_of,
         script_json=script_json,
         svg=to_svg,
