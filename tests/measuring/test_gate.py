@@ -45,8 +45,10 @@ def test_a_resumed_run_may_have_another_limit(run, pair, prompts, capsys):
     assert json.loads(capsys.readouterr().out)["gate"]["verdict"] == "passed"
 
 
-def test_report_gives_the_verdict_for_another_limit(run, capsys):
-    kl = Measurement.read(run).per_token["kl_policy_reference"]
+def test_report_gives_the_verdict_for_another_limit(run, capsys, monkeypatch):
+    measurement, reads = Measurement.read(run), []
+    kl = measurement.per_token["kl_policy_reference"]
+    monkeypatch.setattr(Measurement, "read", lambda folder: reads.append(folder) or measurement)
     before = (run / "measurement.json").read_bytes()
     assert main(["report", str(run), "--at-most", repr(kl.ci95[0] / 2)]) == 1
     assert main(["report", str(run), "--at-most", repr(2 * kl.ci95[1])]) == 0
@@ -58,7 +60,7 @@ def test_report_gives_the_verdict_for_another_limit(run, capsys):
     assert "Gate undecided" in (run / "report.html").read_text()
     assert (run / "measurement.json").read_bytes() == before
     assert main(["report", str(run)]) == 0
-    assert "Gate passed" in (run / "report.html").read_text()
+    assert "Gate passed" in (run / "report.html").read_text() and reads == [run] * 4
 
 
 def test_compare_gates_every_later_run(run, tmp_path, capsys):

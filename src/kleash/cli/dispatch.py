@@ -129,7 +129,7 @@ def _report(job: ReportJob) -> int:
     result = with_gate(result, job.at_most, job.gated_statistic)
     if job.output_format is not None:
         print_formatted(result, job.output_format)
-    paths = [write_report_of(folder, job.at_most, job.gated_statistic)]
+    paths = [write_report_of(folder, result)]
     if job.picture is not None:
         paths.append(write_picture(job.picture.expanduser(), result))
     if job.output_format is None:

@@ -90,7 +90,7 @@ def diagnose(
         return diagnose_file(job_of(DoctorJob, {"rollouts": tuple(map(str, entries)), **options}))
     with TemporaryDirectory() as folder:
         path = Path(folder) / SOURCE
-        path.write_bytes(to_jsonl(entries, "responses"))
+        path.write_bytes(to_jsonl(entries, "rollouts"))
         diagnosis = diagnose_file(job_of(DoctorJob, {"rollouts": (str(path),), **options}))
     return replace(diagnosis, file="rollouts in memory", files={})
 

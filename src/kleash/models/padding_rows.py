@@ -137,18 +137,17 @@ def _columns_of_part(
     values_of: dict[str, Tensor] = {"is_padding": torch.isin(tokens, torch.tensor(ids, device=tokens.device))}
     for place, role in enumerate(("policy", "reference")):
         values_of[f"padding_probability_{role}"] = -torch.expm1(inside[place].log_rest + cut[place].log_rest)
+    is_token = torch.ones(measured, dtype=torch.bool, device=tokens.device)
+    is_token[ids[:num_kept]] = False
+    least = torch.minimum(inside[0].log_rest, inside[1].log_rest)
     for name, (p, q) in zip(KL_DIRECTIONS, ((0, 1), (1, 0)), strict=True):
         measured_kl = torch.from_numpy(columns[name]).to(tokens.device).double()
         values_of[f"{name}_over_tokens"] = (measured_kl - inside[p].kl_part(inside[q])) / inside[
             p
         ].log_rest.exp()
         values_of[f"{name}_over_rows"] = cut[p].kl_part(cut[q]) + cut[p].log_rest.exp() * measured_kl
-    is_token = torch.ones(measured, dtype=torch.bool, device=tokens.device)
-    is_token[ids[:num_kept]] = False
-    least = torch.minimum(inside[0].log_rest, inside[1].log_rest)
-    for name, pq in zip(KL_DIRECTIONS, ((0, 1), (1, 0)), strict=True):
         for row in (least < math.log(0.5)).nonzero()[:, 0].tolist():
-            logits = (head_logits(sides[place][0][row : row + 1], sides[place][1]) for place in pq)
+            logits = (head_logits(sides[place][0][row : row + 1], sides[place][1]) for place in (p, q))
             logp, logq = ((z[:, is_token].double() / temperature).log_softmax(-1) for z in logits)
             values_of[f"{name}_over_tokens"][row] = kl(logp, logq)[0]
     return {name: values.float().cpu().numpy() for name, values in values_of.items()}

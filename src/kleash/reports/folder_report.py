@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from kleash.errors import OptionError, RunFolderError
-from kleash.reports.gate_verdicts import with_gate
 from kleash.reports.measurement import write_report
 from kleash.reports.sweep import PAGE, write_sweep
 from kleash.reports.training import write_training_report
@@ -71,13 +70,12 @@ def open(path: Path | str) -> Measurement | Sweep | TrainingResult | tuple[Audit
     return result
 
 
-def write_report_of(folder: Path, at_most: float | None = None, statistic: str | None = None) -> Path:
+def write_report_of(folder: Path, result: Measurement | Sweep | None = None) -> Path:
     """Write the page of a folder from its files: of a measurement, a sweep or a training run.
 
     Args:
         folder: of a finished run.
-        at_most: a limit in nats for the KL of a measurement or a sweep, whose verdict the page then has.
-        statistic: the KL's name in ``STATISTICS``; None for the headline.
+        result: that of a measurement or a sweep, such as with the verdict for another limit; None to read it.
 
     Returns:
         The page's path: ``report.html``, of a sweep ``sweep.html``.
@@ -86,7 +84,7 @@ def write_report_of(folder: Path, at_most: float | None = None, statistic: str |
         RunFolderError: if the folder holds none of these, a file is damaged, or the report cannot be written.
         MissingExtraError: if a dependency of reports is not installed.
     """
-    kind = kind_of_folder(folder)
-    if kind == SWEEP:
-        return write_sweep(folder / PAGE, with_gate(Sweep.read(folder), at_most, statistic))
-    return write_training_report(folder) if kind == STEPS else write_report(folder, at_most, statistic)
+    if result is None and kind_of_folder(folder) == STEPS:
+        return write_training_report(folder)
+    result = read_result(folder) if result is None else result
+    return write_sweep(folder / PAGE, result) if isinstance(result, Sweep) else write_report(folder, result)

@@ -7,7 +7,7 @@ from typing import Any
 
 from kleash.reports.drawing import Chart
 from kleash.reports.formatting import format_value, make_visible, measure_command, with_narrow_spaces
-from kleash.reports.gate_verdicts import describe_gate, with_gate
+from kleash.reports.gate_verdicts import describe_gate
 from kleash.reports.heatmap import (
     SequenceKey,
     SequenceTokens,
@@ -37,7 +37,7 @@ CONTEXT_BEFORE, CONTEXT_AFTER = 10, 4
 """Tokens shown around a token with large KL in the table of them."""
 
 
-def write_report(folder: Path, at_most: float | None = None, statistic: str | None = None) -> Path:
+def write_report(folder: Path, measurement: Measurement | None = None) -> Path:
     """Write ``report.html`` of a run folder from its files, in place of an existing one.
 
     The page is a single file that needs no network. The number of drawn sequences, tokens and prompts is limited, and
@@ -45,8 +45,7 @@ def write_report(folder: Path, at_most: float | None = None, statistic: str | No
 
     Args:
         folder: of a finished run.
-        at_most: a limit in nats for the KL, whose verdict the page has; None for that in the files, if there is one.
-        statistic: of the limit, as for ``gate_of_measurement``.
+        measurement: that of the folder, such as with the verdict for another limit; None to read it.
 
     Returns:
         The report's path.
@@ -56,7 +55,7 @@ def write_report(folder: Path, at_most: float | None = None, statistic: str | No
             written.
         MissingExtraError: if Jinja2, Matplotlib or pyarrow is not installed.
     """
-    measurement = with_gate(Measurement.read(folder), at_most, statistic)
+    measurement = Measurement.read(folder) if measurement is None else measurement
     files = RunFolder(folder)
     files.require_shards(measurement.counts.shards)
     return write_page(

@@ -45,7 +45,7 @@ def find_dataset(name: str, reading: ReadOptions) -> tuple[tuple[Path, ...], tup
     path = Path(name).expanduser()
     try:
         exists, has_splits, has_state = path.exists(), (path / SPLITS).is_file(), (path / STATE).is_file()
-        is_of_another_kind = any((path / name).is_file() for name in NO_DATA_SET)  # a model, or a run
+        is_of_another_kind = any((path / file).is_file() for file in NO_DATA_SET)  # a model, or a run
         has_data_files = path.is_dir() and not is_of_another_kind and any(_data_files(path))
     except (OSError, ValueError):  # such as a prompt given as a name; opening the file says what is wrong
         return None

@@ -35,7 +35,7 @@ def records_in_memory(data: Iterable[Any], kind: SourceKind) -> Iterator[dict[st
             f"{kind} are a file's name, a list, a data set's split or a data frame, and not {what}"
         )
     for number, row in enumerate(rows, start=1):
-        if isinstance(row, str) and kind != "responses":
+        if isinstance(row, str) and kind in ("prompts", "text"):
             yield {"text" if kind == "text" else "prompt": row}
         elif isinstance(row, Mapping):
             yield dict(row)
@@ -44,7 +44,7 @@ def records_in_memory(data: Iterable[Any], kind: SourceKind) -> Iterator[dict[st
         else:
             forms = (
                 'a list of messages or a record with "prompt" and "response"'
-                if kind == "responses"
+                if kind in ("responses", "rollouts")
                 else "a text, a list of messages or a record"
             )
             raise SourceError(f"{kind}, entry {number}: expected {forms} and found {show_value(row)}")
