@@ -28,7 +28,7 @@ def look_up(table: Mapping[str, T], name: str | T, kind: str) -> T:
         return name
     if name in table:
         return table[name]
-    near = get_close_matches(name, table, n=1, cutoff=0.7)
+    near = get_close_matches(name, table, n=1, cutoff=0.65)
     listed = f"; there are {', '.join(table)}" if len(table) <= MOST_LISTED else ""
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise UnknownNameError(f"no {kind} is called {name!r}{listed}{hint}")
@@ -49,25 +49,30 @@ def require_choice(choices: Sequence[object], **named: object) -> None:
             raise OptionError(f"{name} is {value!r}; there are {', '.join(map(str, choices))}")
 
 
-def require_above(least: float | int, **numbers: float | int) -> None:
-    """Raise OptionError unless each number is finite and above ``least``."""
+def require_above(least: float | int, **numbers: float | int | None) -> None:
+    """Raise OptionError unless each number is finite and above ``least``, or None."""
     _require(lambda x: least < x < math.inf, f"give a finite number above {least:g}", numbers)
 
 
-def require_at_least(least: float | int, **numbers: float | int) -> None:
-    """Raise OptionError unless each number is finite and at least ``least``."""
+def require_at_least(least: float | int, **numbers: float | int | None) -> None:
+    """Raise OptionError unless each number is finite and at least ``least``, or None."""
     _require(lambda x: least <= x < math.inf, f"give a finite number, at least {least:g}", numbers)
 
 
-def require_share(**shares: float | int) -> None:
-    """Raise OptionError unless each number is from 0 to 1."""
+def require_share(**shares: float | int | None) -> None:
+    """Raise OptionError unless each number is from 0 to 1, or None."""
     _require(lambda x: 0 <= x <= 1, "it is a share, from 0 to 1", shares)
 
 
-def _require(holds: Callable[[float], bool], advice: str, numbers: Mapping[str, float | int]) -> None:
+def require_positive_share(**shares: float | int | None) -> None:
+    """Raise OptionError unless each number is above 0 and at most 1, or None."""
+    _require(lambda x: 0 < x <= 1, "it is a share above 0, at most 1", shares)
+
+
+def _require(holds: Callable[[float], bool], advice: str, numbers: Mapping[str, float | int | None]) -> None:
     """Raise OptionError with ``advice`` unless ``holds`` is true of each number; NaN is not in any range."""
     for name, value in numbers.items():
-        if not holds(value):
+        if value is not None and not holds(value):
             raise OptionError(f"{name} is {value}; {advice}")
 
 

@@ -118,10 +118,10 @@ def test_gradients_are_those_of_the_renormalised_distribution():
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"top_k": 0}, "top_k is 0; give at least 1, or leave it out to keep every token"),
-        ({"top_p": 0.0}, "top_p is 0.0; give a probability above 0, at most 1"),
+        ({"top_k": 0}, "top_k is 0; give a finite number, at least 1"),
+        ({"top_p": 0.0}, "top_p is 0.0; it is a share above 0, at most 1"),
         ({"top_p": float("nan")}, "top_p is nan"),
-        ({"min_p": -0.1}, "min_p is -0.1; give a share from 0 to 1"),
+        ({"min_p": -0.1}, "min_p is -0.1; it is a share, from 0 to 1"),
     ],
 )
 def test_invalid_limits_raise(limits, message):

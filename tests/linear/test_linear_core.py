@@ -70,7 +70,7 @@ def test_the_likeliest_tokens_at_every_position_and_with_ties():
     torch.testing.assert_close(top.probability[2], torch.full((5,), 1 / 3001))
     shaped = token_statistics_and_top(z[:, None], Head(None), z[:, None], Head(None), tokens[:, None], top=2)
     assert shaped.top_p.probability.shape == (3, 1, 2)
-    with pytest.raises(OptionError, match="top is 0; ask for at least 1 token"):
+    with pytest.raises(OptionError, match="top is 0; give a finite number, at least 1"):
         token_statistics_and_top(z, Head(None), z, Head(None), tokens, top=0)
 
 

@@ -32,7 +32,11 @@ H = torch.randn(5, 4)
         (lambda: LinearOptions(impl="triton"), UnknownNameError, "auto, reference, chunked"),
         (lambda: LinearOptions(buffer_bytes=0), OptionError, "buffer_bytes is 0"),
         (lambda: linear_kl(H, Head(None), H, Head(W)), VocabularyMismatchError, "one head covers 4 tokens"),
-        (lambda: linear_kl(H, Head(W), H, Head(W), temperature=0.0), OptionError, "positive number, not 0.0"),
+        (
+            lambda: linear_kl(H, Head(W), H, Head(W), temperature=0.0),
+            OptionError,
+            "temperature is 0.0; give a finite",
+        ),
         (lambda: linear_kl(H[:, :0], Head(None), H[:, :0], Head(None)), ShapeError, "cover no token at all"),
         (lambda: log_probabilities(H, Head(W[:, :2])), ShapeError, "have 4 dimensions and its head 2"),
         (lambda: log_probabilities(H, Head(None, torch.zeros(3))), ShapeError, "4 tokens and its head's"),

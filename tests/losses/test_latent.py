@@ -101,7 +101,7 @@ FLAT = torch.zeros(3)
         (lambda: linear_annealing(0, steps=0), OptionError, "steps is 0; give"),
         (lambda: linear_annealing(0, steps=1, end=math.nan), OptionError, "end is nan"),
         (lambda: cyclical_annealing(0, steps=3, cycles=4), OptionError, "there are 4 cycles in 3 steps"),
-        (lambda: cyclical_annealing(0, steps=8, rising=0.0), OptionError, "rising is 0.0; give a share"),
+        (lambda: cyclical_annealing(0, steps=8, rising=0.0), OptionError, "rising is 0.0; it is a share"),
         (lambda: kl_per_dimension(FLAT[None], torch.zeros(1, 4)), ShapeError, "do not broadcast"),
     ],
 )

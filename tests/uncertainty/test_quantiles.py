@@ -187,7 +187,7 @@ def test_invalid_levels_and_clusters_raise(unhooked):
     for level in (0.0, -0.1, 1.1):
         with pytest.raises(OptionError, match=rf"there is no quantile at {level}"):
             quantiles(np.ones(3), np.zeros(3, int), (0.5, level))
-        with pytest.raises(OptionError, match=f"share is {level}; give one above 0, at most 1"):
+        with pytest.raises(OptionError, match=f"share is {level}; it is a share above 0, at most 1"):
             top_share(np.ones(3), level)
     with pytest.raises(ShapeError, match=r"values \(3,\), clusters \(2,\); give one of each per value"):
         quantiles(np.ones(3), np.zeros(2, int), (0.5,))

@@ -7,9 +7,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kleash.arguments import validated
-from kleash.errors import OptionError
 from kleash.precision import at_least_float32, nan_unless_normalised, normalised
-from kleash.registry import require_above
+from kleash.registry import require_above, require_at_least, require_positive_share, require_share
 
 
 class Truncated(NamedTuple):
@@ -138,9 +137,6 @@ def _log_mass(logp: Tensor, mask: Tensor) -> Tensor:
 
 def require_valid_limits(top_k: int | None, top_p: float | None, min_p: float | None) -> None:
     """Raise an OptionError if a truncation limit is outside its range."""
-    if top_k is not None and top_k < 1:
-        raise OptionError(f"top_k is {top_k}; give at least 1, or leave it out to keep every token")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise OptionError(f"top_p is {top_p}; give a probability above 0, at most 1")
-    if min_p is not None and not 0 <= min_p <= 1:
-        raise OptionError(f"min_p is {min_p}; give a share from 0 to 1")
+    require_at_least(1, top_k=top_k)
+    require_positive_share(top_p=top_p)
+    require_share(min_p=min_p)

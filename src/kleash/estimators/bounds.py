@@ -107,8 +107,7 @@ def kl_bounds(
     tensor(0.1212, dtype=torch.float64)
     """
     record = look_up(DIVERGENCES, divergence, "divergence")
-    if error_nats is not None:
-        require_at_least(0.0, error_nats=error_nats)
+    require_at_least(0.0, error_nats=error_nats)
     with torch.no_grad():
         p, q = logp_interval(head_logp, error_nats), logp_interval(head_logq, error_nats)
         lower, upper = bounds_of_intervals(p, q, divergence=record, tail=tail)

@@ -36,8 +36,7 @@ def read_measurement(
     Raises:
         OptionError: if ``sequences`` or ``standard_error`` is negative.
     """
-    if sequences < 0:
-        raise OptionError(f"sequences is {sequences}; give how many were measured, at least 0")
+    require_at_least(0, sequences=sequences)
     error_nats = None if standard_error is None else float(standard_error)
     if error_nats is not None and error_nats < 0:
         raise OptionError(

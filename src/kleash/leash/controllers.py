@@ -89,8 +89,7 @@ class ZieglerBeta(TargetController):
     def __post_init__(self) -> None:
         """Raise OptionError if a field is out of range."""
         super().__post_init__()
-        if self.horizon is not None:
-            require_above(0.0, horizon=self.horizon)
+        require_above(0.0, horizon=self.horizon)
 
     def respond(self, ratio: float, error: float | None, sequences: int) -> "tuple[ZieglerBeta, float]":
         """The controller and the factor for beta: by the published rule with a ``horizon``, otherwise by the damped."""

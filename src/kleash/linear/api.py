@@ -28,7 +28,7 @@ from kleash.linear.types import (
     TopTokens,
 )
 from kleash.precision import normalised
-from kleash.registry import look_up
+from kleash.registry import look_up, require_at_least
 
 
 @uncompiled
@@ -202,8 +202,7 @@ def token_statistics_and_top(
         OptionError: if ``top`` is below 1; and as ``token_statistics``.
         CannotRunError, ShapeError, VocabularyMismatchError: as ``token_statistics``.
     """
-    if top < 1:
-        raise OptionError(f"top is {top}; ask for at least 1 token")
+    require_at_least(1, top=top)
     return statistics_of((hidden_p, head_p), (hidden_q, head_q), tokens, temperature, options, top=top)
 
 

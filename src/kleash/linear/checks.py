@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import isfinite
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from kleash.errors import CannotRunError, OptionError, ShapeError, VocabularyMis
 from kleash.linear.head import Head, full_tensor, local_rows, process_group, ranks_of, storage_group
 from kleash.linear.pair import HeadInputs, HeadPair
 from kleash.linear.vocab_shards import VocabShards, all_gather_numbers
+from kleash.registry import require_above
 
 ALTERNATIVE = "take linear_divergence with impl='reference', or the functions of kleash.divergences"
 UNSHARDED = -1
@@ -213,8 +213,8 @@ def check_temperature(temperature: float | Tensor) -> None:
     """Check that a number is positive, and that a tensor, whose values are not checked, requires no gradient."""
     if isinstance(temperature, Tensor):
         check_constant("a temperature", temperature)
-    elif not (isfinite(temperature) and temperature > 0):
-        raise OptionError(f"a temperature is a positive number, not {temperature}")
+    else:
+        require_above(0.0, temperature=temperature)
 
 
 def check_constant(name: str, tensor: Tensor) -> None:

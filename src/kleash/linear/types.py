@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.errors import OptionError
-from kleash.registry import look_up
+from kleash.registry import look_up, require_at_least
 
 IMPLS = MappingProxyType(
     {
@@ -49,8 +49,7 @@ class LinearOptions:
             raise OptionError(
                 f"compile is {self.compile!r}; give True, False or None, which decides by the call"
             )
-        if self.buffer_bytes is not None and self.buffer_bytes <= 0:
-            raise OptionError(f"buffer_bytes is {self.buffer_bytes}; give the chunks at least one byte")
+        require_at_least(1, buffer_bytes=self.buffer_bytes)
 
 
 class TokenStatistics(NamedTuple):

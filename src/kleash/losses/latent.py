@@ -10,7 +10,7 @@ from kleash.arguments import validated
 from kleash.divergences import kl_gaussian
 from kleash.errors import OptionError, ShapeError
 from kleash.precision import at_least_float32
-from kleash.registry import require_at_least
+from kleash.registry import require_at_least, require_positive_share
 
 ACTIVE_VARIANCE = 0.01
 """The threshold of Burda et al. Its value matters little, since the variances of most units are far from it."""
@@ -126,8 +126,7 @@ def cyclical_annealing(
         raise OptionError(
             f"there are {cycles} cycles in {steps} steps; give at least 1, and no more than steps"
         )
-    if not 0 < rising <= 1:
-        raise OptionError(f"rising is {rising}; give a share above 0, at most 1")
+    require_positive_share(rising=rising)
     if step >= steps:
         return end
     cycle_fraction = (step * cycles % steps) / steps  # fraction of the current cycle that has passed

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.divergences import truncate
-from kleash.errors import NonFiniteError, OptionError
+from kleash.errors import NonFiniteError
 from kleash.extras import suppress_library_output
 from kleash.jobs.option_groups import Sampling, is_gguf
 from kleash.linear import (
@@ -29,6 +29,7 @@ from kleash.models.heads import truncate_head
 from kleash.models.padding_rows import padding_columns
 from kleash.models.pair import Model, Pair
 from kleash.models.pair_loading import load_pair
+from kleash.registry import require_above
 from kleash.sources.sequences import TokenSequence, batch_by_length
 
 STATISTICS = {
@@ -95,8 +96,7 @@ def score(
         NonFiniteError: if a model's logits are NaN or infinite, naming the model, the prompt and the position.
         OptionError: if the temperature is not above 0.
     """
-    if not temperature > 0:
-        raise OptionError(f"scores are taken at a temperature above 0, not at {temperature}")
+    require_above(0.0, temperature=temperature)
     read = read_reference or partial(read_hidden_states, pair.reference)
     read = read if cache is None else cache.cached_reader(read)
     is_one = read_reference is None and pair.policy.is_same_as(pair.reference)

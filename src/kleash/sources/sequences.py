@@ -9,8 +9,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from jaxtyping import Float
 
-from kleash.errors import OptionError
-from kleash.registry import grouped
+from kleash.registry import grouped, require_at_least
 
 SourceForm = Literal["messages", "text", "rendered text", "token ids"]
 """What a source has for a prompt or document; "rendered text" is plain text that a chat template made."""
@@ -136,8 +135,7 @@ def batch_by_length(
     Raises:
         OptionError: if the budget is below one token.
     """
-    if batch_tokens < 1:
-        raise OptionError(f"batch_tokens is {batch_tokens}; a batch holds at least one token")
+    require_at_least(1, batch_tokens=batch_tokens)
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
         longest = lengths[batches[-1][0]] if batches else 0

@@ -9,6 +9,7 @@ from jaxtyping import Float, Integer
 
 from kleash.errors import OptionError
 from kleash.estimate import Estimate
+from kleash.registry import require_positive_share
 from kleash.uncertainty.clusters import require_one_each
 from kleash.uncertainty.diagnostics import few_clusters, unseen_share
 from kleash.uncertainty.intervals import Interval, clip_interval, standard_error
@@ -99,8 +100,7 @@ def top_share(values: Float[np.ndarray, "values"], share: float) -> float:
     Raises:
         OptionError: if the share is outside its range.
     """
-    if not 0 < share <= 1:
-        raise OptionError(f"share is {share}; give one above 0, at most 1")
+    require_positive_share(share=share)
     numbers = values[~np.isnan(values)]
     total = numbers.sum(dtype=np.float64)
     if total == 0 or not math.isfinite(total):

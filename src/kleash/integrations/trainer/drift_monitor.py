@@ -74,8 +74,7 @@ class DriftMonitor(AttachedCallback):
         """
         require_at_least(1, every=every)
         require_choice(KL_UNITS, per=per)
-        if stop_at_nats is not None:
-            require_above(0.0, stop_at_nats=stop_at_nats)
+        require_above(0.0, stop_at_nats=stop_at_nats)
         self.prompts, self.reference, self.limit, self.name = prompts, reference, limit, name
         self.sampling = sampling or Sampling(max_new_tokens=64)
         self.every, self.batch_tokens = every, batch_tokens
