@@ -25,10 +25,10 @@ H = torch.randn(5, 4)
     [
         (lambda: Head(torch.randn(4)), ShapeError, r"weight \(4,\); give weight \[rows, dim\]"),
         (lambda: Head(W, torch.randn(8)), ShapeError, r"do not fit together: weight \(9, 4\), bias \(8,\)"),
-        (lambda: Head(W, softcap=0.0), OptionError, "positive number, not 0.0"),
+        (lambda: Head(W, softcap=0.0), OptionError, "softcap is 0.0; give a finite"),
         (lambda: Head(W, scale=float("nan")), OptionError, "finite number, not nan"),
         (lambda: LinearOptions(impl="chunkd"), UnknownNameError, "did you mean 'chunked'"),
-        (lambda: LinearOptions(compile="always"), OptionError, "compile is 'always'; give True, False or"),
+        (lambda: LinearOptions(compile="always"), OptionError, "compile is 'always'; there are True, False"),
         (lambda: LinearOptions(impl="triton"), UnknownNameError, "auto, reference, chunked"),
         (lambda: LinearOptions(buffer_bytes=0), OptionError, "buffer_bytes is 0"),
         (lambda: linear_kl(H, Head(None), H, Head(W)), VocabularyMismatchError, "one head covers 4 tokens"),

@@ -7,8 +7,7 @@ from typing import NamedTuple
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kleash.errors import OptionError
-from kleash.registry import look_up, require_at_least
+from kleash.registry import look_up, require_at_least, require_choice
 
 IMPLS = MappingProxyType(
     {
@@ -45,10 +44,7 @@ class LinearOptions:
     def __post_init__(self) -> None:
         """Check the values."""
         look_up(IMPLS, self.impl, "implementation of the linear functions")
-        if self.compile not in (True, False, None):
-            raise OptionError(
-                f"compile is {self.compile!r}; give True, False or None, which decides by the call"
-            )
+        require_choice((True, False, None), compile=self.compile)
         require_at_least(1, buffer_bytes=self.buffer_bytes)
 
 

@@ -1,14 +1,13 @@
 """Ranks that share the weights of a model make the same collective calls, each with tokens of its own.
 
 Ranks generate and score different prompts, so they need a model at different times. Before each call that takes all of
-them, a rank says which one it needs; all ranks then make the call that comes first in ``CollectiveCall``, those that
+them, a rank says which one it needs; all ranks then make the call that comes first in ``CALLS``, those that
 need another, or none, without tokens.
 """
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -20,19 +19,13 @@ from kleash.models.pair import Model, Pair
 
 FAILED = -1
 FINISHED = 0
-
-
-class CollectiveCall(IntEnum):
-    """A call in which all ranks take part; a rank with another one waits for its turn."""
-
-    POLICY_PASS = 1
-    POLICY_LOGP = 2
-    REFERENCE_PASS = 3
-    REFERENCE_LOGP = 4
-    POLICY_STATISTICS = 5
-    POLICY_STATISTICS_AND_TOP = 6
-    REFERENCE_STATISTICS = 7
-    """Of the reference against itself."""
+CALLS = (
+    ("", "finished"),
+    *(("policy", "pass"), ("policy", "logp"), ("reference", "pass"), ("reference", "logp")),
+    *(("policy", "statistics"), ("policy", "statistics_and_top"), ("reference", "statistics")),
+)
+"""Roles and calls in which all ranks take part; a rank sends the place of the one it needs and waits for its turn. The
+reference's statistics are those against itself."""
 
 
 class Lockstep:
@@ -54,9 +47,9 @@ class Lockstep:
         Raises:
             CannotRunError: if another rank has failed.
         """
-        call = CollectiveCall[f"{role}_{name}".upper()]
+        call = CALLS.index((role, name))
         while (chosen := self._announce(call)) != call:
-            self._make_without_tokens(CollectiveCall(chosen))
+            self._make_without_tokens(*CALLS[chosen])
 
     @contextmanager
     def until_all_finish(self, temperature: float) -> Iterator[None]:
@@ -69,7 +62,7 @@ class Lockstep:
                 self._gather(FAILED)
             raise
         while (chosen := self._announce(FINISHED)) != FINISHED:
-            self._make_without_tokens(CollectiveCall(chosen))
+            self._make_without_tokens(*CALLS[chosen])
 
     def _announce(self, needed: int) -> int:
         """The call that all ranks make next; ``FINISHED`` if none needs any."""
@@ -84,21 +77,21 @@ class Lockstep:
     def _gather(self, number: int) -> list[int]:
         return all_gather_numbers(self.storage.group, self.storage.device, [number])[0]
 
-    def _make_without_tokens(self, call: CollectiveCall) -> None:
+    def _make_without_tokens(self, role: str, name: str) -> None:
         """Take part in a call of other ranks."""
         policy, reference = self.pair.policy, self.pair.reference
-        model = policy if call.name.startswith("POLICY") else reference
+        model = policy if role == "policy" else reference
         with torch.inference_mode():
-            if call.name.endswith("PASS"):
+            if name == "pass":
                 with model.activate_adapter():
                     one_token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
                     model.backbone(input_ids=one_token, use_cache=False)
-            elif call.name.endswith("LOGP"):
+            elif name == "logp":
                 log_probabilities(_no_tokens(model), model.head, temperature=self.temperature)
             else:
                 inputs = (_no_tokens(model), model.head, _no_tokens(reference), reference.head)
                 token_ids = torch.zeros(0, dtype=torch.long, device=policy.device)
-                if call == CollectiveCall.POLICY_STATISTICS_AND_TOP:
+                if name == "statistics_and_top":
                     token_statistics_and_top(*inputs, token_ids, top=1, temperature=self.temperature)
                 else:
                     token_statistics(*inputs, token_ids, temperature=self.temperature)
