@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from io import TextIOWrapper
 from types import FrameType
+from typing import Any
 
 from kleash.cli.streams import command_streams, json_escape
 from kleash.errors import KleashError, OptionError, RankError
@@ -148,10 +149,8 @@ def _escape_unencodable_characters() -> None:
             stream.reconfigure(errors="kleash.escape")
 
 
-def _escape(error: UnicodeError) -> tuple[str, int]:
+def _escape(error: Any) -> tuple[str, int]:
     """The JSON escapes of characters that cannot be encoded, such as ``\\u00b1``, and where to continue."""
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
     return json_escape(error.object[error.start : error.end]), error.end
 
 

@@ -109,9 +109,8 @@ def _converter(value_type: Any, is_optional: bool) -> Callable[[str], Any]:
 @cache
 def field_docstrings(record: type) -> dict[str, str]:
     """The docstrings under the fields of a record and of its base classes, by field name."""
-    docstrings: dict[str, str] = {}
-    for base in reversed(record.__mro__[1:-1]):
-        docstrings |= field_docstrings(base)
+    bases = map(field_docstrings, reversed(record.__mro__[1:-1]))
+    docstrings = {name: text for of_base in bases for name, text in of_base.items()}
     try:
         (body,) = ast.parse(textwrap.dedent(inspect.getsource(record))).body
     except OSError:  # the source is not installed; help then has names only

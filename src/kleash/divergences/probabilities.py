@@ -45,10 +45,6 @@ def _log_probs(name: str, values: Any) -> Tensor:
             f"{name} is inside torch.func.vmap, where kl_from_probs cannot check it; give all rows at once, or pass "
             "their logarithms to kl"
         )
-    if probs.ndim == 0 or probs.shape[-1] == 0:
-        raise NotProbabilitiesError(
-            f"{name} is empty (shape {tuple(probs.shape)}); give at least one probability"
-        )
     invalid = ~((probs >= 0) & (probs < torch.inf))
     if invalid.any():
         index = [int(i) for i in invalid.nonzero()[0]]

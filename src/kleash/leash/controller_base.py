@@ -11,8 +11,6 @@ from kleash.registry import require_above, require_at_least, require_choice
 
 Per = Literal["sequence", "token"]
 KL_UNITS: tuple[Per, ...] = ("sequence", "token")
-LARGEST_COUNT = 2**53
-"""The largest count of sequences that a float represents exactly."""
 LARGEST_EXPONENT = 700.0
 MAX_LOG_RATIO = 30.0
 """log(KL / target) is clipped to this, to either side."""

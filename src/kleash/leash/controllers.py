@@ -5,7 +5,6 @@ from typing import ClassVar, SupportsFloat, TypeAlias
 
 from kleash.leash.controller_base import (
     KL_UNITS,
-    LARGEST_COUNT,
     BetaRecord,
     Per,
     TargetController,
@@ -94,8 +93,7 @@ class ZieglerBeta(TargetController):
     def respond(self, ratio: float, error: float | None, sequences: int) -> "tuple[ZieglerBeta, float]":
         """The controller and the factor for beta: by the published rule with a ``horizon``, otherwise by the damped."""
         if self.horizon is not None:
-            share = min(sequences, LARGEST_COUNT) / self.horizon
-            return self, 1 + clip(ratio - 1, 0.2) * share
+            return self, 1 + clip(ratio - 1, 0.2) * (sequences / self.horizon)
         controller, ratio = self.filtered(ratio, error)
         damping = bounded_exp(self.proportional * controller.growth(REACH))
         return controller, (1 + clip(ratio - 1, 0.2) / HORIZON_UPDATES) * damping

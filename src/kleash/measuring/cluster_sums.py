@@ -161,8 +161,10 @@ class ClusterSums:
     def add(self, clusters: NDArray[np.int64], columns: Mapping[SumKey, Floats]) -> None:
         """Add each row of each column to the sum of the row's cluster."""
         groups = clusters // self.group_size
-        for key, values in columns.items():
-            self._sums[key] = self[key] + np.bincount(groups, weights=values, minlength=self._size)
+        self._sums |= {
+            key: self[key] + np.bincount(groups, weights=values, minlength=self._size)
+            for key, values in columns.items()
+        }
 
     def __getitem__(self, key: SumKey) -> Floats:
         """The sum of each cluster; 0 for a key that was never added."""

@@ -176,6 +176,8 @@ def write_alternatives(folder: RunFolder, sequences: Sequence[Drifted], tokenize
         name: np.concatenate([np.zeros(0, dtype=dtype), *(parts[rank][name] for rank in sorted(parts))])
         for name, dtype in TOP_COLUMNS.items()
     }
-    for model in ("policy", "reference"):
-        columns[f"text_{model}"] = token_texts(tokenizer, columns[f"token_id_{model}"].tolist())
+    columns |= {
+        f"text_{model}": token_texts(tokenizer, columns[f"token_id_{model}"].tolist())
+        for model in ("policy", "reference")
+    }
     folder.write_alternatives({name: columns[name] for name in ALTERNATIVE_COLUMNS})

@@ -197,8 +197,11 @@ def _numbers(
     """The statistics by name, and the note and the warning about rows of the heads that are no tokens, or ""."""
     numbers = with_reasons({name: statistic_estimate(sums, name) for name in statistics})
     note, warning = measured_padding(numbers, int(sums[TOKENS].sum()), run.job.endpoint_role)
-    for name in numbers.keys() & {*KL_DIRECTIONS, *KL_BOUND_COLUMNS} if warning else ():
-        numbers[name] = replace(numbers[name], warnings=(*numbers[name].warnings, warning))
+    numbers |= {
+        name: replace(numbers[name], warnings=(*numbers[name].warnings, warning))
+        for name in numbers.keys() & {*KL_DIRECTIONS, *KL_BOUND_COLUMNS}
+        if warning
+    }
     return numbers, note, warning
 
 

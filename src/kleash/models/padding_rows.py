@@ -135,8 +135,10 @@ def _columns_of_part(
         log_all = torch.nn.functional.pad(logp[:, num_kept:], (1, 0)).logsumexp(-1)
         cut.append(Outside(logp[:, num_kept:] - log_all[:, None], -log_all))
     values_of: dict[str, Tensor] = {"is_padding": torch.isin(tokens, torch.tensor(ids, device=tokens.device))}
-    for place, role in enumerate(("policy", "reference")):
-        values_of[f"padding_probability_{role}"] = -torch.expm1(inside[place].log_rest + cut[place].log_rest)
+    values_of |= {
+        f"padding_probability_{role}": -torch.expm1(inside[place].log_rest + cut[place].log_rest)
+        for place, role in enumerate(("policy", "reference"))
+    }
     is_token = torch.ones(measured, dtype=torch.bool, device=tokens.device)
     is_token[ids[:num_kept]] = False
     least = torch.minimum(inside[0].log_rest, inside[1].log_rest)

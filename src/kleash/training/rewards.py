@@ -235,10 +235,8 @@ class Rewards:
             reward.name: reward_values(reward.spec, reward.function, dialogues) for reward in self.rewards
         }
         require_scored(parts, [each.name for each in dialogues])
-        total = np.zeros(len(dialogues))
-        for reward in self.rewards:
-            total += reward.weight * np.nan_to_num(parts[reward.name], nan=0.0)
-        return RewardScores(total=total, parts=parts)
+        weighted = (reward.weight * np.nan_to_num(parts[reward.name], nan=0.0) for reward in self.rewards)
+        return RewardScores(total=sum(weighted, np.zeros(len(dialogues))), parts=parts)
 
 
 def load_rewards(

@@ -200,10 +200,11 @@ def config_attributes(
     with_bias = {key.split(".")[-2] for key in tensors.shapes if key.endswith(".bias")}
     if FUSED_PROJECTIONS in with_bias:
         with_bias.update(PROJECTIONS[:3])
-    for attribute, parts in architecture.biases.items():
-        attributes[attribute] = not with_bias.isdisjoint(parts)
-    for attribute, end in architecture.present.items():
-        attributes[attribute] = any(key.endswith(f".{end}") for key in tensors.shapes)
+    attributes |= {name: not with_bias.isdisjoint(parts) for name, parts in architecture.biases.items()}
+    attributes |= {
+        name: any(key.endswith(f".{end}") for key in tensors.shapes)
+        for name, end in architecture.present.items()
+    }
     attributes |= _rope(values, attributes) | dict(architecture.constants)
     attributes = {**architecture.defaults, **attributes}
     try:

@@ -295,9 +295,8 @@ def _sglang_record(record: dict[str, Any], meta: dict[str, Any]) -> EngineRecord
             raise ValueError("it has 'output_token_logprobs' of other tokens than 'output_ids'")
         token_ids += part
         logps += _token_logps([entry[0] for entry in entries] if is_listed else [None] * len(part), part)
-    rows: list[Any] = []
-    for part in meta["hidden_states"]:
-        rows += part if isinstance(part[0], list) else [part]
+    parts = (part if isinstance(part[0], list) else [part] for part in meta["hidden_states"])
+    rows = [row for part in parts for row in part]
     states = torch.tensor(rows, dtype=torch.float64)
     if states.ndim != 2 or len(states) not in (len(token_ids), len(token_ids) - 1):
         raise ValueError(
