@@ -30,7 +30,6 @@ def test_accepts_read_only_arrays_and_integers():
     p.flags.writeable = False
     assert kl_from_probs(p, [0.5, 0.5]).item() == pytest.approx(np.log(2))
     assert kl_from_probs([0.5, 0.5], p) == torch.inf
-    assert kl_from_probs(p, p) == 0
 
 
 def test_rounding_of_the_sum_is_normalised():
@@ -86,10 +85,7 @@ def test_kl_gaussian_agrees_with_quadrature(mean_p, variance_p, mean_q, variance
 def test_kl_gaussian_of_close_pairs_is_accurate_in_float32():
     got = kl_gaussian(torch.zeros(1), torch.tensor([1e-4])).item()
     assert got == pytest.approx(1e-8 / 4, rel=1e-4)
-    for dtype in (
-        torch.float32,
-        torch.float64,
-    ):  # 1 / variance overflows in float32; 0.1 is a number of either dtype
+    for dtype in (torch.float32, torch.float64):  # 1 / variance overflows in float32
         equal = torch.tensor([0.1], dtype=dtype), torch.tensor([-100.1], dtype=dtype)
         assert kl_gaussian(*equal, *equal) == kl_gaussian(*equal, 0.1, -100.1) == 0
 

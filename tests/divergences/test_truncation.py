@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 from distributions import log
@@ -13,6 +15,7 @@ from transformers import (
 
 from kleash.divergences import at_temperature, truncate
 from kleash.errors import OptionError
+from kleash.estimators import Semantics
 
 
 def transformers_distribution(logits, temperature, top_k, top_p, min_p):
@@ -125,8 +128,9 @@ def test_gradients_are_those_of_the_renormalised_distribution():
     ],
 )
 def test_invalid_limits_raise(limits, message):
-    with pytest.raises(OptionError, match=message):
-        truncate(log(0.5, 0.5), **limits)
+    for refuses in (partial(truncate, log(0.5, 0.5)), Semantics):
+        with pytest.raises(OptionError, match=message):
+            refuses(**limits)
 
 
 def test_log_probabilities_of_a_confident_model_are_accurate_in_float32():
@@ -141,6 +145,8 @@ def test_log_probabilities_of_a_confident_model_are_accurate_in_float32():
 def test_invalid_temperatures_raise(temperature):
     with pytest.raises(OptionError, match=f"temperature is {temperature}; give a finite number above 0"):
         at_temperature(torch.zeros(2), temperature)
+    with pytest.raises(OptionError, match=f"temperature is {temperature}; give a finite number above 0"):
+        Semantics(temperature=temperature)
 
 
 def test_a_small_kept_mass_is_accurate_in_float32():

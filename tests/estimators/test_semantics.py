@@ -124,16 +124,3 @@ def test_equal_semantics_pass():
 def test_unequal_semantics_raise(sides, message):
     with pytest.raises(OptionError, match=message):
         require_same_semantics(**sides)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"temperature": 0.0}, "temperature is 0.0; give a finite number above 0"),
-        ({"temperature": float("nan")}, "temperature is nan"),
-        ({"top_k": 0}, "top_k is 0"),
-    ],
-)
-def test_invalid_semantics_raise(wrong, message):
-    with pytest.raises(OptionError, match=message):
-        Semantics(**wrong)

@@ -12,42 +12,21 @@ from kleash.precision import at_least_float32
 from kleash.registry import look_up
 
 
-@pytest.mark.parametrize(
-    ("dtype", "expected"),
-    [
-        (torch.bfloat16, torch.float32),
-        (torch.float16, torch.float32),
-        (torch.float32, torch.float32),
-        (torch.float64, torch.float64),
-    ],
-)
-def test_at_least_float32_converts_half_precision_only(dtype, expected):
-    assert at_least_float32(torch.ones(2, dtype=dtype)).dtype == expected
-
-
-def test_at_least_float32_does_not_copy_wide_tensors():
+def test_at_least_float32_converts_half_precision_and_does_not_copy_others():
+    half = [torch.ones(2, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)]
+    assert [at_least_float32(values).dtype for values in half] == [torch.float32] * 2
     for dtype in (torch.float32, torch.float64):
         values = torch.ones(2, dtype=dtype)
         assert at_least_float32(values) is values
 
 
-def test_look_up_returns_the_entry():
-    table = {"jeffreys": 1, "hellinger": 2}
-    assert look_up(table, "hellinger", "divergence") == 2
-
-
-def test_look_up_suggests_a_near_name():
-    with pytest.raises(UnknownNameError) as caught:
-        look_up({"jeffreys": 1, "hellinger": 2}, "jefreys", "divergence")
-    assert str(caught.value) == (
-        "no divergence is called 'jefreys'; there are jeffreys, hellinger; did you mean 'jeffreys'?"
-    )
-
-
-def test_look_up_lists_the_names():
-    with pytest.raises(UnknownNameError) as caught:
-        look_up({"jeffreys": 1, "hellinger": 2}, "xyz", "divergence")
-    assert str(caught.value) == "no divergence is called 'xyz'; there are jeffreys, hellinger"
+def test_look_up_returns_the_entry_or_lists_the_names_and_suggests_a_near_one():
+    table = {"text": 1, "prompt_column": 2}
+    assert look_up(table, "text", "option") == 1
+    for name, hint in (("prompt_colum", "; did you mean 'prompt_column'?"), ("prompts", "")):
+        with pytest.raises(UnknownNameError) as caught:
+            look_up(table, name, "option")
+        assert str(caught.value) == f"no option is called {name!r}; there are text, prompt_column{hint}"
 
 
 @pytest.mark.parametrize(
@@ -73,11 +52,6 @@ ERRORS = [
     for x in vars(errors).values()
     if inspect.isclass(x) and issubclass(x, Exception) and not issubclass(x, Warning) and x is not KleashError
 ]
-
-
-def test_a_tracker_that_fails_is_warned_of():
-    """What it was sent is on disk, so that a program which only wants the measurement goes on."""
-    assert issubclass(errors.TrackerWarning, UserWarning) and errors.TrackerWarning not in ERRORS
 
 
 def test_interrupted_is_not_an_exception():
