@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any, SupportsFloat, TypeVar
 
 from kleash.errors import OptionError, UnknownNameError
 
@@ -49,30 +49,35 @@ def require_choice(choices: Sequence[object], **named: object) -> None:
             raise OptionError(f"{name} is {value!r}; there are {', '.join(map(str, choices))}")
 
 
-def require_above(least: float | int, **numbers: float | int | None) -> None:
-    """Raise OptionError unless each number is finite and above ``least``, or None."""
+def require_above(least: float | int, **numbers: float | int) -> None:
+    """Raise OptionError unless each number is finite and above ``least``."""
     _require(lambda x: least < x < math.inf, f"give a finite number above {least:g}", numbers)
 
 
-def require_at_least(least: float | int, **numbers: float | int | None) -> None:
-    """Raise OptionError unless each number is finite and at least ``least``, or None."""
+def require_at_least(least: float | int, **numbers: float | int) -> None:
+    """Raise OptionError unless each number is finite and at least ``least``."""
     _require(lambda x: least <= x < math.inf, f"give a finite number, at least {least:g}", numbers)
 
 
-def require_share(**shares: float | int | None) -> None:
-    """Raise OptionError unless each number is from 0 to 1, or None."""
+def require_share(**shares: float | int) -> None:
+    """Raise OptionError unless each number is from 0 to 1."""
     _require(lambda x: 0 <= x <= 1, "it is a share, from 0 to 1", shares)
 
 
-def require_positive_share(**shares: float | int | None) -> None:
-    """Raise OptionError unless each number is above 0 and at most 1, or None."""
+def require_positive_share(**shares: float | int) -> None:
+    """Raise OptionError unless each number is above 0 and at most 1."""
     _require(lambda x: 0 < x <= 1, "it is a share above 0, at most 1", shares)
 
 
-def _require(holds: Callable[[float], bool], advice: str, numbers: Mapping[str, float | int | None]) -> None:
-    """Raise OptionError with ``advice`` unless ``holds`` is true of each number; NaN is not in any range."""
+def given(**options: T | None) -> dict[str, T]:
+    """The options that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _require(holds: Callable[[float], bool], advice: str, numbers: Mapping[str, float | int]) -> None:
+    """Raise OptionError with ``advice`` unless ``holds`` is true of each number; NaN and texts are in no range."""
     for name, value in numbers.items():
-        if value is not None and not holds(value):
+        if not (isinstance(value, SupportsFloat) and holds(value)):
             raise OptionError(f"{name} is {value}; {advice}")
 
 
