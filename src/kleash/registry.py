@@ -69,7 +69,7 @@ def require_positive_share(**shares: float | int) -> None:
     _require(lambda x: 0 < x <= 1, "it is a share above 0, at most 1", shares)
 
 
-def given(**options: T | None) -> dict[str, T]:
+def options_given(**options: T | None) -> dict[str, T]:
     """The options that are not None."""
     return {name: value for name, value in options.items() if value is not None}
 

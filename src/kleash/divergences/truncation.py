@@ -8,7 +8,13 @@ from torch import Tensor
 
 from kleash.arguments import validated
 from kleash.precision import at_least_float32, nan_unless_normalised, normalised
-from kleash.registry import given, require_above, require_at_least, require_positive_share, require_share
+from kleash.registry import (
+    options_given,
+    require_above,
+    require_at_least,
+    require_positive_share,
+    require_share,
+)
 
 
 class Truncated(NamedTuple):
@@ -137,6 +143,6 @@ def _log_mass(logp: Tensor, mask: Tensor) -> Tensor:
 
 def require_valid_limits(top_k: int | None, top_p: float | None, min_p: float | None) -> None:
     """Raise an OptionError if a truncation limit is outside its range."""
-    require_at_least(1, **given(top_k=top_k))
-    require_positive_share(**given(top_p=top_p))
-    require_share(**given(min_p=min_p))
+    require_at_least(1, **options_given(top_k=top_k))
+    require_positive_share(**options_given(top_p=top_p))
+    require_share(**options_given(min_p=min_p))

@@ -12,7 +12,7 @@ from kleash.arguments import validated
 from kleash.divergences import DIVERGENCES, Divergence
 from kleash.divergences.functions import contributions
 from kleash.precision import at_least_float32
-from kleash.registry import given, look_up, require_at_least
+from kleash.registry import look_up, options_given, require_at_least
 
 NORMALISER_NATS = 32.0
 """Assumed size of the log-sum-exp that was subtracted; its rounding error is part of a log-probability."""
@@ -107,7 +107,7 @@ def kl_bounds(
     tensor(0.1212, dtype=torch.float64)
     """
     record = look_up(DIVERGENCES, divergence, "divergence")
-    require_at_least(0.0, **given(error_nats=error_nats))
+    require_at_least(0.0, **options_given(error_nats=error_nats))
     with torch.no_grad():
         p, q = logp_interval(head_logp, error_nats), logp_interval(head_logq, error_nats)
         lower, upper = bounds_of_intervals(p, q, divergence=record, tail=tail)

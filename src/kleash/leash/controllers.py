@@ -11,7 +11,7 @@ from kleash.leash.controller_base import (
     bounded_exp,
     clip,
 )
-from kleash.registry import given, require_above, require_at_least, require_choice
+from kleash.registry import options_given, require_above, require_at_least, require_choice
 
 REACH = 3.0
 """Largest absolute value of log(KL / target) from which changes are computed; beyond it is clipped."""
@@ -88,7 +88,7 @@ class ZieglerBeta(TargetController):
     def __post_init__(self) -> None:
         """Raise OptionError if a field is out of range."""
         super().__post_init__()
-        require_above(0.0, **given(horizon=self.horizon))
+        require_above(0.0, **options_given(horizon=self.horizon))
 
     def respond(self, ratio: float, error: float | None, sequences: int) -> "tuple[ZieglerBeta, float]":
         """The controller and the factor for beta: by the published rule with a ``horizon``, otherwise by the damped."""

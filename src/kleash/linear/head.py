@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kleash.arguments import validated
 from kleash.errors import CannotRunError, OptionError
-from kleash.registry import given, require_above
+from kleash.registry import options_given, require_above
 
 dist: Any = torch.distributed
 MESH: Any = getattr(dist, "DeviceMesh", ())
@@ -59,7 +59,7 @@ class Head:
         check_parts(self.weight, self.bias)
         if not isfinite(self.scale):
             raise OptionError(f"a head's scale is a finite number, not {self.scale!r}")
-        require_above(0.0, **given(softcap=self.softcap))
+        require_above(0.0, **options_given(softcap=self.softcap))
         if self.vocabulary_group is not None and self.vocabulary_group == dist.GroupMember.NON_GROUP_MEMBER:
             raise CannotRunError(
                 "this process is not in the vocabulary_group; make the head where its rows are, with their ranks' "

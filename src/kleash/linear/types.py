@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kleash.registry import given, look_up, require_at_least, require_choice
+from kleash.registry import look_up, options_given, require_at_least, require_choice
 
 IMPLS = MappingProxyType(
     {
@@ -45,7 +45,7 @@ class LinearOptions:
         """Check the values."""
         look_up(IMPLS, self.impl, "implementation of the linear functions")
         require_choice((True, False, None), compile=self.compile)
-        require_at_least(1, **given(buffer_bytes=self.buffer_bytes))
+        require_at_least(1, **options_given(buffer_bytes=self.buffer_bytes))
 
 
 class TokenStatistics(NamedTuple):

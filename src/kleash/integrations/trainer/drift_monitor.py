@@ -23,7 +23,7 @@ from kleash.models import (
     tokenise_prompts,
     turns_of,
 )
-from kleash.registry import given, require_above, require_at_least, require_choice
+from kleash.registry import options_given, require_above, require_at_least, require_choice
 
 LOG = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class DriftMonitor(AttachedCallback):
         """
         require_at_least(1, every=every)
         require_choice(KL_UNITS, per=per)
-        require_above(0.0, **given(stop_at_nats=stop_at_nats))
+        require_above(0.0, **options_given(stop_at_nats=stop_at_nats))
         self.prompts, self.reference, self.limit, self.name = prompts, reference, limit, name
         self.sampling = sampling or Sampling(max_new_tokens=64)
         self.every, self.batch_tokens = every, batch_tokens
