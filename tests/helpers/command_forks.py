@@ -21,7 +21,8 @@ from _pytest.assertion.rewrite import AssertionRewritingHook
 
 LONGEST = 900
 """Seconds after which a program is ended: one that waits for another that is gone would wait for ever."""
-PRELOADED = ("kleash.cli.dispatch", "kleash.measuring.run", "transformers.models.llama.modeling_llama")
+PRELOADED = ("kleash.cli.dispatch", "kleash.cli.requirements", "kleash.measuring.run", "pyarrow.parquet")
+PRELOADED += ("transformers.models.llama.modeling_llama",)
 
 
 class CommandForks:
@@ -164,12 +165,17 @@ def leave_pytest() -> None:
 
 
 def import_what_commands_use() -> None:
-    """Import it, and leave out the charts of pages."""
+    """Import it, compile the templates of pages, and leave out their charts."""
+    from kleash.reports import page
     from undrawn_charts import draw_charts
 
     for module in PRELOADED:
         import_module(module)
+    import_module("pyarrow").array([])  # imports pandas where it is there
     draw_charts(False)
+    environment = page._environment()
+    for template in environment.list_templates():
+        environment.get_template(template)
 
 
 def set_streams(stdout: str, stderr: str) -> None:
