@@ -97,7 +97,8 @@ def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if "torch._dynamo" not in sys.modules:  # which takes seconds to import
+        # The compiler takes seconds to import; tracing, it would read and guard all of sys.modules.
+        if not torch.compiler.is_compiling() and "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
         if not without_compiler:
             without_compiler.append(cast("Any", torch).compiler.disable(function))

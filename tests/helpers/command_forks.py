@@ -166,8 +166,9 @@ def leave_pytest() -> None:
 
 def import_what_commands_use() -> None:
     """Import it, compile the templates of pages, and leave out their charts."""
-    from kleash.reports import page
     from undrawn_charts import draw_charts
+
+    from kleash.reports import page
 
     for module in PRELOADED:
         import_module(module)
