@@ -314,9 +314,10 @@ def one_measurement_of_models_on_two_ranks_equals_that_of_one_process(ranks):
     if ranks.rank == 0:
         prompts.write_text("\n".join(3 * PROMPTS))
     settings = {"prompts": str(prompts), "samples_per_prompt": 1, "max_new_tokens": 3, "batch_tokens": 24}
-    for kind, dtype in (("llama", "float64"), ("qwen3", "bfloat16")):
+    for kind, dtype, limit in (("llama", "float64", 15), ("qwen3", "bfloat16", 5)):
         models = {role: str(ranks.folder / f"{kind}-{role}") for role in ("policy", "reference")}
-        job = MeasureJob(**models, **settings, dtype=dtype, out=str(ranks.folder / MEASURED / f"{kind}-one"))
+        settings |= {"dtype": dtype, "limit": limit, "out": str(ranks.folder / MEASURED / f"{kind}-one")}
+        job = MeasureJob(**models, **settings)
         if ranks.rank == 0:
             measure(job)
         dist.barrier()
@@ -324,9 +325,9 @@ def one_measurement_of_models_on_two_ranks_equals_that_of_one_process(ranks):
         for device_map in ("fsdp", "tensor"):
             out = str(ranks.folder / MEASURED / f"{kind}-{device_map}")
             result = measure(replace(job, device_map=device_map, out=out))
-            assert result.counts.shards == alone.counts.shards > 2
+            assert result.counts.shards == alone.counts.shards
             if dtype == "float64":
-                assert result.counts == alone.counts
+                assert result.counts == alone.counts and alone.counts.shards > 2
                 assert any("no tokens is not computed" in note for note in result.notes)
                 for name, number in result.per_token.items():
                     assert np.isclose(alone.per_token[name].value, number.value, rtol=1e-6, atol=1e-9), name
