@@ -49,7 +49,7 @@ PROMPTS = [
     "it is said",
     "two men",
 ]
-SAMPLING = Sampling(max_new_tokens=4, samples_per_prompt=2, temperature=0.8)
+SAMPLING = Sampling(max_new_tokens=3, samples_per_prompt=2, temperature=0.8)
 KINDS = ("llama", "gpt2", "gemma2")
 """Architectures: a head of its own; another layout of layers; a tied head, a scaled embedding and a softcap."""
 ZERO3_KINDS = {"llama": {}, "qwen3": {"vocab_size": 321}}

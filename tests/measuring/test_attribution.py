@@ -34,7 +34,7 @@ from kleash.store.sweep import Sweep
 
 DOCUMENTS = [
     f"Boat {n} went out {n * n} times before the sun had come up; {'the sea was calm ' * (n % 4)}"
-    for n in range(34)
+    for n in range(18)
 ]
 LAYER = ".layers.1."
 

@@ -13,7 +13,7 @@ from kleash.cli import entry
 from kleash.measuring.run import resumable
 from kleash.store.locks import claim, wait_for_parts
 
-OPTIONS = ["--max-new-tokens", "6", "--batch-tokens", "8", "--quiet"]
+OPTIONS = ["--max-new-tokens", "3", "--batch-tokens", "8", "--quiet"]
 
 
 def words(pair, prompts, out):

@@ -40,7 +40,7 @@ def job(pair, prompts, tmp_path_factory):
     """About a dozen shards."""
     models = {"policy": str(pair[0]), "reference": str(pair[1]), "prompts": str(prompts)}
     out = str(tmp_path_factory.mktemp("alone") / "run")
-    return MeasureJob(**models, max_new_tokens=6, batch_tokens=8, out=out)
+    return MeasureJob(**models, max_new_tokens=3, batch_tokens=8, out=out)
 
 
 @pytest.fixture(scope="module")
