@@ -2,14 +2,10 @@
 
 import sys
 from itertools import combinations, pairwise
-from pathlib import Path
-
-import numpy as np
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import leash_demonstration as example
+import numpy as np
+import pytest
 
 from kleash.store import read_steps
 

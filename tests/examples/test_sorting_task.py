@@ -4,11 +4,8 @@ import json
 import random
 import re
 import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from kleash.store import StepRecord
 from kleash.store.steps import append_step

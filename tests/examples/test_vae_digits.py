@@ -8,13 +8,8 @@ import pytest
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "vae_digits.py"
 
 
-@pytest.fixture(scope="module")
-def example():
-    return runpy.run_path(str(EXAMPLE))
-
-
-def test_collapse_and_cure(example, capsys):
-    found = {outcome.name: outcome for outcome in example["main"]()}
+def test_collapse_and_cure(capsys):
+    found = {outcome.name: outcome for outcome in runpy.run_path(str(EXAMPLE))["main"]()}
     printed = capsys.readouterr().out
     assert [line[:28].strip() for line in printed.splitlines()[1:]] == list(found)
     for name in ("strong decoder", "weak decoder, KL weighs 8"):
