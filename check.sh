@@ -21,12 +21,12 @@ step $bin/ruff format --check src tests benchmarks tools examples
 step $bin/ruff check src tests benchmarks tools examples
 step $bin/pyrefly check
 step $bin/python tools/check_names.py
-step $bin/python tools/count.py # a report, no check
 
-# Beside two workers, so that two cores are never idle: imports, shapes, and then tests of processes, with what compiles, which
-# runtime checks keep from being compiled. The browser wants a core, so that the tests of pages come before the workers.
+# Beside two workers, so that two cores are never idle: counts, imports, shapes, and then tests of processes, with what compiles,
+# which runtime checks keep from being compiled. The browser wants a core, so that the tests of pages come before the workers.
 log=$(mktemp)
 (
+  step $bin/python tools/count.py # a report, no check
   step $bin/lint-imports --no-cache
   step $bin/python -m pytest -q -m 'not compiler and not browser' $hook "${checked[@]}"
   step $bin/python -m pytest -q -m compiler "${checked[@]}"

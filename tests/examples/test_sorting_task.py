@@ -30,6 +30,7 @@ def test_answers_are_sorted_prompts_and_kl_of_training_is_that_of_the_second_hal
 def test_every_leash_is_trained_and_measured(tmp_path, monkeypatch, capsys):
     sizes = "--steps 2 --warm-up 1 --prompts 4 --held-out 3 --letters 2 --target-nats 1 --beta 0.1 --seeds 0"
     monkeypatch.setattr(sys, "argv", ["sorting_task.py", *sizes.split(), "--out", str(tmp_path)])
+    monkeypatch.setattr(example, "LONGEST", 6)
     example.main()
     table = capsys.readouterr().out.split("KL of training over its target\n")[1].splitlines()
     rows = {line[:16].strip(): [float(x) for x in re.findall(r"\d+\.\d+", line[16:])] for line in table}
