@@ -45,11 +45,10 @@ def load_composite(folder: Path) -> Any:
 
 
 def composite_class(config: Any) -> Any:
-    """The class that ``AutoModelForMultimodalLM`` gives for a configuration, which transformers has from 5.0 on."""
-    import transformers
+    """The class that ``AutoModelForMultimodalLM`` gives for a configuration."""
+    from transformers import AutoModelForMultimodalLM
 
-    older = transformers.AutoModelForImageTextToText
-    return getattr(transformers, "AutoModelForMultimodalLM", older)._model_mapping[type(config)]
+    return AutoModelForMultimodalLM._model_mapping[type(config)]
 
 
 @contextmanager

@@ -163,6 +163,7 @@ def test_a_model_of_bitsandbytes_is_measured_by_its_weights_also_under_an_adapte
 
 
 def test_experts_of_gpt_oss_in_mxfp4_are_decoded_by_transformers(tmp_path):
+    pytest.importorskip("torch", "2.11", "the grouped product of older ones differs between calls")
     source = save_tiny(tmp_path / "source")
     torch.manual_seed(0)
     config = GptOssConfig(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_architectures import tiny_config
 from tiny_models import save_tiny, tiny_adapter
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from kleash.errors import ModelError
 from kleash.linear import Head
@@ -48,8 +48,8 @@ class LoadedNetwork:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_weight_is_in_exactly_one_group_and_all_together_are_the_reference(architecture):
-    if architecture not in CONFIG_MAPPING:
-        pytest.skip(f"this transformers has no {architecture}")
+    if architecture == "deepseek_v3":
+        pytest.importorskip("transformers", "5.15", "older ones do not divide its projections so")
     networks = []
     for seed in (0, 1):
         torch.manual_seed(seed)

@@ -158,8 +158,7 @@ def add_weight_gradient_(
     if gradient.dtype == total.dtype:
         total.addmm_(gradient.T, hidden)
         return
-    # Until torch 2.10, addmm could not add a product that it widens to a sum that is float32 already.
-    if widens(gradient, hidden, total.dtype, total.device) and torch.__version__ >= "2.10":
+    if widens(gradient, hidden, total.dtype, total.device):
         torch.addmm(total, gradient.T, hidden, out_dtype=total.dtype, out=total)
         return
     for start in range(0, len(total), tile):

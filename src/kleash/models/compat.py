@@ -118,11 +118,8 @@ def class_of_config(config: Any) -> Any:
     read images, audio or video.
     """
     transformers = import_extra("transformers", "models")
-    for auto_class in (
-        transformers.AutoModelForCausalLM,
-        getattr(transformers, "AutoModelForMultimodalLM", None),
-    ):
-        mapping = getattr(auto_class, "_model_mapping", {})
+    for auto_class in (transformers.AutoModelForCausalLM, transformers.AutoModelForMultimodalLM):
+        mapping = auto_class._model_mapping
         if type(config) in mapping:
             classes = mapping[type(config)]
             return classes[0] if isinstance(classes, tuple) else classes
@@ -146,7 +143,7 @@ def find_backbone(network: Any) -> Any:
 
 def use_exact_experts(network: Any) -> None:
     """Let a mixture of experts compute one expert after the other: its grouped product has no float64."""
-    with contextlib.suppress(AttributeError, ValueError):  # transformers 4, and networks without experts
+    with contextlib.suppress(AttributeError, ValueError):  # networks without experts
         network.set_experts_implementation("eager")
 
 

@@ -1,6 +1,6 @@
 """transformers' Trainer beyond its documented interface: the versions known, and what is read and changed.
 
-Known: transformers 4.57 to 5; another version is a warning. Importing this module checks the methods and arguments that
+Known: transformers 5; another version is a warning. Importing this module checks the methods and arguments that
 are used; one that is missing is a ``CannotRunError`` that names it. Of torch, ``LRScheduler._last_lr`` is changed, the
 learning rate that transformers logs; without it, only the logged value would be wrong.
 """
@@ -10,7 +10,7 @@ from typing import Any
 from kleash.extras import import_extra, require_attributes, warn_if_untested
 
 import_extra("transformers.trainer", "models")
-warn_if_untested("transformers", at_least="4.57", below="6")
+warn_if_untested("transformers", at_least="5.9", below="6")
 require_attributes(
     "transformers",
     {
