@@ -24,7 +24,7 @@ ABOUT_TRL = (
     *("reference/trl.md", "how-to/trl_snippets.md", "notebooks/holding_a_target_kl_with_trl.ipynb"),
     "kleash.integrations.trl",
 )
-ABOUT = dict.fromkeys(ABOUT_TRL, "trl")
+ABOUT = dict.fromkeys(ABOUT_TRL, "trl") | {"notebooks/is_my_model_drifting.ipynb": "pandas"}
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

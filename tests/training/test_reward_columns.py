@@ -217,7 +217,7 @@ def test_every_trainer_passes_columns_of_each_response(here: Path, algorithm: st
     assert metrics["reward/part/for_trl"] == 1 and metrics["reward/part/exact"] == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
+@pytest.mark.parametrize("algorithm", ["ppo", pytest.param("grpo", marks=pytest.mark.peers("trl"))])
 def test_missing_column_is_refused_before_models_are_loaded(
     here: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
