@@ -18,6 +18,7 @@ from torch import Tensor
 
 import kleash
 from kleash.auditing import CONVENTIONS, Convention, from_fields
+from kleash.divergences.functions import divergence_of_rows
 
 Function = Callable[..., Tensor]
 
@@ -153,7 +154,7 @@ def responses() -> dict[str, FaultyFunction]:
         return kleash.kl(p, q) - kleash.kl(p, q).mean(-1, keepdim=True)
 
     def over_the_steps(p: Tensor, q: Tensor) -> Tensor:
-        return kleash.kl(up(p).log_softmax(1), up(q).log_softmax(1))
+        return divergence_of_rows(kleash.DIVERGENCES["kl"], up(p).log_softmax(1), up(q).log_softmax(1))
 
     late = future(lambda d: to_go(d).roll(-2, -1) * (steps_of(d) < d.shape[-1] - 2))
     surrogates: dict[str, Callable[[Tensor], Tensor]] = {
