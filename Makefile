@@ -58,7 +58,7 @@ test-oldest: .venv-oldest/.made
 .venv-oldest/.made: pyproject.toml constraints-oldest.txt
 	$(OLDEST_PYTHON) -m venv .venv-oldest
 	$(OLDEST)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-oldest.txt \
-		--editable '.[all]' beartype build hatchling hypothesis pytest pytest-xdist scikit-learn scipy
+		--editable '.[all]' beartype build hatchling hypothesis pandas pytest pytest-xdist scikit-learn scipy
 	touch $@
 
 clean:

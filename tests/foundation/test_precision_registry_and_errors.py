@@ -33,7 +33,9 @@ def test_look_up_returns_the_entry_or_lists_the_names_and_suggests_a_near_one():
     ("package", "name", "instead"),
     [
         ("estimators", "check_agreement", "mean_weight"),
-        ("integrations.trl", "response_statistics", "kleash.attach"),
+        pytest.param(
+            *("integrations.trl", "response_statistics", "kleash.attach"), marks=pytest.mark.peers("trl")
+        ),
         ("leash", "BetaSchedule", "dataclasses.replace"),
         ("measuring", "merge", "one job in every process"),
         ("uncertainty", "CoarseCounts", "quantiles"),

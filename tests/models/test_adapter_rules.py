@@ -172,6 +172,8 @@ def test_adapters_that_change_their_base_get_a_separate_base(made, ids, truth, n
 
 @pytest.mark.parametrize("name", [*SEPARATE, "lora", "tokens"])
 def test_a_changed_base_is_detected_without_a_rule(made, ids, truth, name, monkeypatch):
+    if name == "own-biases":
+        pytest.importorskip("peft", "0.21", "older ones do not change the base")
     monkeypatch.setattr(rules, "RULES", ())
     adapter, base = made(name)
     pair = load_pair(str(adapter), str(base))

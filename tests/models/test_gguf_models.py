@@ -36,7 +36,7 @@ KINDS = (
 def tiny_gguf(folder: Path, name: str = "llama", **options: Any) -> tuple[Path, Path]:
     """A tiny model of ``MODELS`` as a folder, and as a GGUF file in it."""
     model_type, settings = MODELS[name]
-    if name.startswith(("gemma4", "granitehybrid", "nemotron_h")):
+    if name.startswith(("deepseek2", "gemma4", "granitehybrid", "nemotron_h")):
         pytest.importorskip("transformers", "5.15", "older ones have other settings")
     CONFIGS["gguf"] = lambda **more: AutoConfig.for_model(
         model_type, **{**SHAPE, **ATTENTION, **SPECIAL, **settings, **more}

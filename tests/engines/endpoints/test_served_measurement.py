@@ -369,6 +369,7 @@ def test_options_that_a_server_cannot_meet(options, message):
         MeasureJob(policy="http://127.0.0.1:1/v1", **options)
 
 
+@pytest.mark.peers("trl")
 def test_a_server_is_named_as_such_where_a_model_has_to_be_loaded(tmp_path, capsys):
     rollout = {"prompt_token_ids": [1], "response_token_ids": [2]}
     rollout |= {"trainer_logprobs": [-1], "engine_logprobs": [-1]}
