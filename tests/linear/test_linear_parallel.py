@@ -112,7 +112,6 @@ def test_all_reduce_max_counts_nan_as_inf(alone):
     assert other.tolist() == [[2.0], [torch.inf], [torch.inf]]
 
 
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.10
 def test_the_plan_reserves_memory_for_the_fallback(alone):
     """With a bias of -inf, all rows go to the fallback; the plan still fits the buffer."""
     case = head_case(torch.float32, vocab_size=4096, tokens=(64,), bias=True)
