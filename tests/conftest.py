@@ -54,28 +54,13 @@ def skip_or_fail(variable: str, what: str) -> None:
 
 
 SLOWEST_FILES = (
-    "test_detection_rate.py",
-    "test_sharded_models.py",
-    "test_zero3.py",
-    "test_wheel.py",
-    "test_verl_penalty.py",
-    "test_text_towers.py",
-    "test_gguf_models.py",
-    "test_adapter_rules.py",
-    "test_docs.py",
-    "test_single_faults.py",
-    "test_trl_runs.py",
-    "test_ppo_processes.py",
-    "test_ppo_resume.py",
-    "test_ray_run.py",
-    "test_doctor_issue.py",
-    "test_untrusted_checkpoints.py",
-    "test_model_generation.py",
-    "test_in_ray.py",
-    "test_target_verdicts.py",
-    "test_shared_runs.py",
-    "test_linear_parallel.py",
-    "test_trl_short_runs.py",
+    *("test_detection_rate.py", "test_sharded_models.py", "test_zero3.py", "test_wheel.py"),
+    *("test_verl_penalty.py", "test_text_towers.py", "test_gguf_models.py"),
+    *("test_adapter_rules.py", "test_docs.py", "test_single_faults.py", "test_trl_runs.py"),
+    *("test_ppo_processes.py", "test_ppo_resume.py", "test_ray_run.py", "test_doctor_issue.py"),
+    *("test_untrusted_checkpoints.py", "test_model_generation.py", "test_in_ray.py"),
+    *("test_target_verdicts.py", "test_shared_runs.py", "test_linear_parallel.py"),
+    *("test_trl_short_runs.py",),
 )
 """Files of more than about 15 s, which several workers begin with: at the end, all but one would wait for them."""
 
@@ -107,18 +92,8 @@ def pytest_unconfigure() -> None:
 
 
 MEASURE_WITHOUT_CHARTS = {
-    "auditing",
-    "cli",
-    "diagnosis",
-    "engines",
-    "examples",
-    "house",
-    "integrations",
-    "jobs",
-    "measuring",
-    "models",
-    "sources",
-    "training",
+    *("auditing", "cli", "diagnosis", "engines", "examples", "house"),
+    *("integrations", "jobs", "measuring", "models", "sources", "training"),
 }
 """Folders of tests that write pages and look at no chart; those of ``reports`` do."""
 

@@ -134,16 +134,8 @@ def test_axes_of_one_name_have_one_size(function, unhooked):
 SETTINGS = {"which": "kl", "bounds": (0.5, 2.0)}
 """Arguments whose annotation does not say what they are."""
 OTHER_DTYPES = (
-    "phi",
-    "absolute",
-    "k1",
-    "k2",
-    "k3",
-    "to_full",
-    "to_truncated",
-    "shared_head",
-    "aggregate",
-    "kl_bounds",
+    *("phi", "absolute", "k1", "k2", "k3"),
+    *("to_full", "to_truncated", "shared_head", "aggregate", "kl_bounds"),
 )
 """Functions that keep the dtype of what they are given; the last computes in float64."""
 OF_RECORDS = ("sampled_tail_loss", "tail_bucket_loss", "intersection")
