@@ -249,5 +249,5 @@ def _without_quantisation(config: Any, *, tied: bool) -> Any:
         if hasattr(part, "quantization_config"):
             del part.quantization_config
         if not tied:
-            part.tie_word_embeddings = False  # transformers 4 would tie a head that has a matrix of its own
+            part.tie_word_embeddings = False  # the head has a matrix of its own
     return config
