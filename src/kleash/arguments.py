@@ -71,8 +71,8 @@ def validated(function: Callable[P, R]) -> Callable[P, R]:
 def argument_spec(parameter: inspect.Parameter) -> ArgumentSpec | None:
     """The values that a parameter's annotation allows; None for a parameter that is not checked.
 
-    Checked are ``float`` alone, and unions of tensors, classes of kleash, numbers and None with at least one tensor or
-    class; beside a class, str is allowed as the name of a record.
+    Checked are tensors, classes of kleash, ``float`` and ``int``, and unions of these and None; beside a class, str is
+    allowed as the name of a record.
     """
     annotation = parameter.annotation
     options = get_args(annotation) or (annotation,)

@@ -78,7 +78,7 @@ def _require(holds: Callable[[float], bool], advice: str, numbers: Mapping[str, 
     """Raise OptionError with ``advice`` unless ``holds`` is true of each number; NaN and texts are in no range."""
     for name, value in numbers.items():
         if not (isinstance(value, SupportsFloat) and holds(value)):
-            raise OptionError(f"{name} is {value}; {advice}")
+            raise OptionError(f"{name} is {value!r}; {advice}")
 
 
 def refuse_former(package: str, former: Mapping[str, str]) -> Callable[[str], Any]:

@@ -233,7 +233,7 @@ PID = {"beta": 0.1, "target_nats": 6.0}
         (lambda: DualBeta(**PID, variance=INF), OptionError, "variance is inf"),
         (lambda: FixedBeta(beta=-0.1), OptionError, "beta is -0.1"),
         (lambda: FixedBeta(beta=None), OptionError, "beta is None"),
-        (lambda: PIDBeta(beta=0.1, target_nats="4"), OptionError, "target_nats is 4"),
+        (lambda: PIDBeta(beta=0.1, target_nats="4"), OptionError, "target_nats is '4'"),
         (lambda: EarlyStop(target_nats=1.0, factor=0.5), OptionError, "factor is 0.5; give a finite number"),
     ],
 )

@@ -34,8 +34,7 @@ from kleash.diagnosis.rollout_records import LOG_OF_ZERO, ROUNDING_NATS, Rollout
 from kleash.diagnosis.token_table import TokenTable, sample_rollouts, short_dtype, tabulate
 from kleash.jobs.options import job_of
 from kleash.jobs.reading_jobs import DoctorJob
-from kleash.models import Pair
-from kleash.models.pair_loading import load_pair_with
+from kleash.models import Pair, load_pair
 from kleash.sources.in_memory import to_jsonl
 from kleash.sources.sequences import is_padded, padding_length
 from kleash.store import Diagnosis
@@ -191,7 +190,16 @@ def diagnose_file(job: DoctorJob) -> Diagnosis:
     read = read_rollout_files(job.rollouts, allow_logits=True, limit=job.limit)
     pair = None
     if job.policy is not None and job.reference is not None:
-        pair = load_pair_with(job.policy, job.reference, job)
+        pair = load_pair(
+            job.policy,
+            job.reference,
+            revision_policy=job.revision_policy,
+            revision_reference=job.revision_reference,
+            dtype=job.dtype,
+            device=job.device,
+            device_map=job.device_map,
+            trust_remote_code=job.trust_remote_code,
+        )
     diagnosis = diagnose_records(
         read.rollouts, pair=pair, rounding=job.rounding, file=read.name, batch_tokens=job.batch_tokens
     )

@@ -10,7 +10,6 @@ from kleash.checkpoints.resolution import Checkpoint, find_checkpoint
 from kleash.errors import CannotRunError, OptionError, summarise_error
 from kleash.extras import suppress_library_output
 from kleash.jobs.option_groups import ScoringOptions
-from kleash.jobs.reading_jobs import DoctorJob
 from kleash.models.cache.stored_reference import StoredReference
 from kleash.models.compat import without_zero3_loading
 from kleash.models.heads import truncate_head
@@ -113,24 +112,6 @@ def load_checkpoints(checkpoints: Mapping[str, Checkpoint], loading: Loading | S
     ((role, model),) = models.items()
     pair = Pair(policy=model, reference=model, tokenizer=model.tokenizer, notes=tuple(notes))
     return _with_kept_rows(pair, f"the {role}'s head has")
-
-
-def load_pair_with(policy: str, reference: str, options: DoctorJob) -> Pair:
-    """``load_pair`` with the options of a job.
-
-    Raises:
-        ModelError, OptionError, CannotRunError: as ``load_pair``.
-    """
-    return load_pair(
-        policy,
-        reference,
-        revision_policy=options.revision_policy,
-        revision_reference=options.revision_reference,
-        dtype=options.dtype,
-        device=options.device,
-        device_map=options.device_map,
-        trust_remote_code=options.trust_remote_code,
-    )
 
 
 def _load_models(

@@ -189,10 +189,9 @@ def finish_cache(folder: Path, model: Model, contents: CacheContents) -> None:
         RunFolderError: if the folder cannot be written.
     """
     save_tensors(folder / HEAD, head_tensors(model.head), root=folder)
+    # the tokenizer of a GGUF model is that of another folder
     checkpoint, source = model.checkpoint, Path(model.tokenizer.name_or_path)
-    if (
-        checkpoint is not None and not checkpoint.gguf
-    ):  # the tokenizer of a GGUF model is that of another folder
+    if checkpoint is not None and not checkpoint.gguf:
         source = tokenizer_folder(checkpoint)
     try:
         (folder / TOKENIZER).mkdir(exist_ok=True)
