@@ -73,7 +73,7 @@ CASES: dict[str, tuple[Callable[[int, Metrics], Metrics], str]] = {
     "no_signal": (lambda at, now: {"reward/zero_std_share": 0.98},
         r"98% of the prompts .* \(mean reward .*more --samples-per-prompt"),
     "entropy_collapse": (lambda at, now: {"policy/entropy": 2.0 * 0.7**at, "reward/score": 0.4},
-        r"entropy fell from 2.56 to 1.02 nats per token since .* did not rise .* lower --learning-rate"),
+        r"entropy fell from 2.07 to 0.715 nats per token since .* did not rise .* lower --learning-rate"),
     "prompt_runaway": (lambda at, now: {"kl/max_prompt": 10 * now["kl/exact_per_sequence"]},
         r"25 times the mean of the others over the last 3 steps, and 2 times before: .* --prompts"),
     "repetition": (lambda at, now: {"response/repetition": min(0.9, 0.05 * at)},

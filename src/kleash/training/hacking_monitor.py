@@ -81,11 +81,11 @@ class HackingMonitor:
     """Share of prompts without a spread of rewards above which a step has too little signal."""
     solved: float = 0.7
     """Fraction of its first level below which the spread of all rewards says that a task is solved."""
-    entropy_left: float = 0.4
+    entropy_left: float = 0.36
     """Fraction of an earlier level below which the entropy has collapsed, unless the reward rose meanwhile."""
     no_rise: float = 0.5
     """Standard errors below which a reward has not risen."""
-    prompt_growth: float = 3.0
+    prompt_growth: float = 4.0
     """Growth factor of the worst prompt's KL, relative to that of the others, which counts as a runaway."""
     repeated: float = 0.3
     """Share of repeated three-word runs from which responses are repetitive, if it also doubled."""
@@ -198,16 +198,17 @@ class HackingMonitor:
         if self.target_nats is not None or len(history) < 2 * half:
             return None
         before, after = history[-2 * half : -half], history[-half:]
-        kl_before, kl_after = (level(part, _kl_name(part, "token")).value for part in (before, after))
-        if not (kl_after > self.runaway_nats and kl_after > self.runaway_growth * kl_before):
+        kl_before, kl_after = (level(part, _kl_name(part, "token")) for part in (before, after))
+        is_large = kl_after.value - self.sure * kl_after.error > self.runaway_nats
+        if not (is_large and kl_after.value > self.runaway_growth * kl_before.value):
             return None
         rise = level(after, "reward/score").minus(level(before, "reward/score"))
         if not rise.value > self.sure * rise.error:
             return None
         return (
             f"the reward rose by {rise.value:.3g} within {2 * half} steps while KL(policy ‖ reference) per token ran "
-            f"from {kl_before:.3g} to {kl_after:.3g} nats: what is gained is gained by leaving the reference; read the "
-            "samples, and set --target-nats with --controller pid, or raise --beta"
+            f"from {kl_before.value:.3g} to {kl_after.value:.3g} nats: what is gained is gained by leaving the "
+            "reference; read the samples, and set --target-nats with --controller pid, or raise --beta"
         )
 
     def _held_out_fell(self, history: History) -> str | None:
