@@ -32,6 +32,47 @@ SHIFTS = (1, -1, 2, -2, 3, -3)
 BASES = {"to base 2": math.log(2), "to base 10": math.log(10)}
 """Logarithm -> nats for each of its units."""
 PROBABILITY_BINS, POSITION_BINS, LEAST_IN_CELL = 12, 4, 20
+"""Cells in which a bias is fitted, by rank of the probability and by position, and the tokens that one needs."""
+SMALLEST_CHANGE = 2.0
+"""Ratio of the sizes of errors from which a break is a hypothesis."""
+STEEPEST = -0.4
+"""Power of the position below which errors that shrink with it may be of another context."""
+FLAGGED_NATS = 1e-3
+"""Difference from which a token in a run of equal values is taken for a placeholder."""
+ONE_SIGN_PENALTY = 2.0
+"""``penalty`` of the hypotheses that one side's values are larger."""
+EXCEPTIONS = 0.07
+"""Share of the visible differences at which the tokens that a penalty does not lower are lower, at most, by noise."""
+LOWEST = -1e3
+"""In nats, below all differences."""
+LEAST_RARE_SIGN = 0.03
+"""Share of the visible differences with the rarer sign below which they are no temperature's: under one, log p plus an
+entropy, of mean 0, is scaled. After a cut, all have one sign."""
+LEAST_CORRELATION, LARGEST_CORRELATION = 0.6, 0.4
+"""Correlation of the columns at two temperatures, at least; of columns of different tokens, at most."""
+SMALLEST_UNIT = 1e-4
+"""1 - p from which the log-odds of a token are known in spite of the errors of the softmax."""
+LARGEST_LEFT = 0.8
+"""Share of the differences in the mean, that the curve of a temperature leaves at most."""
+SMALLEST_SLOPE = 0.001
+"""Difference of 1/T between the two sides from which temperatures are a hypothesis."""
+COARSEST = 0.01
+"""Rounding of the columns in nats from which their curve is not known."""
+SMALLEST_RATIO = 0.1
+"""Ratio of the two temperatures from which they are a hypothesis."""
+LARGEST_FITTED = 10.0
+"""Difference in nats from which a token is left out when the curve of a temperature is fitted."""
+LEAST_CURVE = 0.01
+"""Added in quadrature to each token's (1 - p)^power, by which the fit divides: near-certain tokens would decide it."""
+LARGEST_HEIGHT = 8.0
+"""Mean of H over (1 - p)^power, in nats, that a fitted curve stays below."""
+ENTROPY_POWERS = (1.0, 0.7, 0.5, 0.35)
+"""Powers of 1 - p that the mean of H is proportional to."""
+LARGEST_SPREAD = 2.0
+"""Standard deviation of the entropy among positions at which the drawn token has one probability, in nats for each
+1 - p, at most."""
+LEAST_ABOVE = 0.02
+"""Share of values above 0 from which they are logits, and not a few mistakes."""
 
 
 def _of_differences(
@@ -104,7 +145,7 @@ def unexplained(table: TokenTable) -> Iterator[Hypothesis]:
         yield _of_differences(table, UNEXPLAINED, what, free(), 0.0, residual=residual, unit=unit)
 
 
-def break_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
+def break_hypotheses(table: TokenTable) -> Iterator[Hypothesis]:
     """Yield hypotheses that the errors' size changes at a token, counted from the start of response or sequence."""
     for what, place in (
         ("response", table.position),
@@ -119,10 +160,6 @@ def break_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
                 f"{'large' if ratio > 1 else 'small'} as before"
             )
             yield _of_differences(table, "break", what, free(), 8.0, unit=unit)
-
-
-SMALLEST_CHANGE = 2.0
-"""Ratio of the sizes of errors from which a break is a hypothesis."""
 
 
 def _log_sizes(table: TokenTable) -> tuple[Floats, np.ndarray]:
@@ -143,10 +180,6 @@ def _change(table: TokenTable, place: np.ndarray) -> tuple[int, float]:
     gain = np.where(is_possible, (high - low) ** 2 * before * after, 0.0)
     best = int(gain.argmax())
     return best + 1, math.exp(float(np.clip(high[best] - low[best], -20, 20))) if gain[best] else 1.0
-
-
-STEEPEST = -0.4
-"""Power of the position below which errors that shrink with it may be of another context."""
 
 
 def _trend(table: TokenTable, place: np.ndarray) -> tuple[float, Floats]:
@@ -289,10 +322,6 @@ def _placeholders(
     return _of_differences(table, "mask", what, rounding(limit, MISTAKES), penalty, residual=rest)
 
 
-FLAGGED_NATS = 1e-3
-"""Difference from which a token in a run of equal values is taken for a placeholder."""
-
-
 def _realigned(table: TokenTable, limit: float) -> tuple[Floats, int, int]:
     """The differences where, from some token of a response on, one column is shifted; how many responses; one shift.
 
@@ -397,44 +426,6 @@ def _share_above(table: TokenTable, values: Floats, limit: float, among: Any = T
     """The share of values above 0 among those of visible differences; a half if there are few."""
     is_visible = _is_visible(table, limit) & among
     return float(np.mean(values[is_visible] > 0)) if is_visible.mean() > MISTAKES else 0.5
-
-
-ONE_SIGN_PENALTY = 2.0
-"""``penalty`` of the hypotheses that one side's values are larger."""
-EXCEPTIONS = 0.07
-"""Share of the visible differences at which the tokens that a penalty does not lower are lower, at most, by noise."""
-LOWEST = -1e3
-"""In nats, below all differences."""
-LEAST_RARE_SIGN = 0.03
-"""Share of the visible differences with the rarer sign below which they are no temperature's: under one, log p plus an
-entropy, of mean 0, is scaled. After a cut, all have one sign."""
-LEAST_CORRELATION, LARGEST_CORRELATION = 0.6, 0.4
-"""Correlation of the columns at two temperatures, at least; of columns of different tokens, at most."""
-SMALLEST_UNIT = 1e-4
-"""1 - p from which the log-odds of a token are known in spite of the errors of the softmax."""
-LARGEST_LEFT = 0.8
-"""Share of the differences in the mean, that the curve of a temperature leaves at most."""
-SMALLEST_SLOPE = 0.001
-"""Difference of 1/T between the two sides from which temperatures are a hypothesis."""
-COARSEST = 0.01
-"""Rounding of the columns in nats from which their curve is not known."""
-SMALLEST_RATIO = 0.1
-"""Ratio of the two temperatures from which they are a hypothesis."""
-LARGEST_FITTED = 10.0
-"""Difference in nats from which a token is left out when the curve of a temperature is fitted."""
-LEAST_CURVE = 0.01
-"""Added in quadrature to each token's (1 - p)^power, by which the fit divides: near-certain tokens would decide it."""
-LARGEST_HEIGHT = 8.0
-"""Mean of H over (1 - p)^power, in nats, that a fitted curve stays below."""
-ENTROPY_POWERS = (1.0, 0.7, 0.5, 0.35)
-"""Powers of 1 - p that the mean of H is proportional to."""
-LARGEST_SPREAD = 2.0
-"""Standard deviation of the entropy among positions at which the drawn token has one probability, in nats for each
-1 - p, at most."""
-
-
-LEAST_ABOVE = 0.02
-"""Share of values above 0 from which they are logits, and not a few mistakes."""
 
 
 def cause_in_values(table: TokenTable) -> LikelyCause | None:

@@ -302,7 +302,7 @@ def _hypotheses(table: TokenTable, scores: ModelScores | None, limit: float) -> 
     # Errors that do not repeat themselves where the engine's values are the policy's are made by the trainer's passes.
     is_trainers = scores is not None and wrong_side(scores) == "trainer"
     yield from noise_hypotheses(table, limit, "dropout" if is_trainers else "weights")
-    yield from break_hypotheses(table, limit)
+    yield from break_hypotheses(table)
     yield from prediction_hypotheses(table, limit)
     yield from temperature_hypotheses(table, limit) if scores is None else model_hypotheses(scores, limit)
     yield from unexplained(table)
