@@ -47,6 +47,7 @@ html_theme = "pydata_sphinx_theme"
 html_title = "kleash"
 html_show_sourcelink = False
 html_copy_source = False
+html_domain_indices = False  # the page of Python names has the packages
 html_show_search_summary = False  # summaries are fetched, which browsers refuse for file://
 html_theme_options = {
     "navigation_with_keys": False,
@@ -75,7 +76,8 @@ def escape(line: str) -> str:
 
 def as_markup(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
     """Docstrings are plain text: indented blocks and tables are formulas or code, and stars are no emphasis."""
-    made: list[str] = []
+    # napoleon takes what stands before a colon in an attribute's first line for its type: a comment goes before it.
+    made = ["..", ""] if what in ("attribute", "data", "property") else []
     literal, section = False, False
     lines[:] = [line.replace(" || ", " ‖ ") for line in lines]
     for number, line in enumerate(lines):
@@ -194,6 +196,12 @@ def defaults_in_words(
     return signature, returns
 
 
+def dash(app: object, doctree: nodes.document) -> None:
+    """Sphinx puts two hyphens between a parameter and its description."""
+    for text in [text for text in doctree.findall(nodes.Text) if text == " -- "]:
+        text.parent.replace(text, nodes.Text(" – "))
+
+
 class Commands(Directive):
     """A section for each command, with the help that has all of its options."""
 
@@ -220,3 +228,4 @@ def setup(app) -> None:
     app.connect("source-read", read_notebook)
     app.connect("source-read", name_files)
     app.connect("autodoc-process-docstring", as_markup, priority=400)
+    app.connect("doctree-read", dash)
