@@ -48,7 +48,14 @@ def test_control_characters_in_errors_are_escaped(case, pair, tmp_path, monkeypa
     words = {
         "an option": ["measure", f"--{PLANT}"],
         "a line of a source": ["measure", *models(pair), "--prompts", str(source), "--out", out],
-        "an audited function": ["audit", "planted_kl:planted", "--convention", "loss", "--out", out],
+        "an audited function": [
+            "audit",
+            "planted_kl:planted",
+            "--convention",
+            "loss",
+            "--out",
+            f"{out}.html",
+        ],
     }
     assert main(words[case]) == 2
     captured = capsys.readouterr()

@@ -21,6 +21,8 @@ Picture = Annotated[
     Allowed(f"a file that ends in {' or '.join(PICTURES)}", lambda path: path.suffix.lower() in PICTURES),
 ]
 
+Page = Annotated[Path, Allowed("a file that ends in .html", lambda path: path.suffix.lower() == ".html")]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReportJob(MeasurementFormatOption, TrackerOption, GateOptions):
@@ -41,7 +43,7 @@ class CompareJob(FormatOption, GateOptions):
 
     folders: tuple[Path, ...]
     """Two or more folders of finished runs; each is compared with the first."""
-    out: Path = Path("comparison.html")
+    out: Page = Path("comparison.html")
     """File of the page."""
     at_most: Limit | None = None
     """A limit in nats for the KL per token of every run but the first. Exit code 0 if no run is above the limit, 1 if
@@ -135,7 +137,7 @@ class AuditJob(Options):
     without it, an error explains the most common conventions and lists all."""
     set: tuple[str, ...] = ()
     """Keyword arguments to call it with."""
-    out: Path = Path("audit.html")
+    out: Page = Path("audit.html")
     """File of the page."""
     json: bool = False
     """Print the audits as JSON instead of the verdicts."""
