@@ -48,14 +48,7 @@ def test_control_characters_in_errors_are_escaped(case, pair, tmp_path, monkeypa
     words = {
         "an option": ["measure", f"--{PLANT}"],
         "a line of a source": ["measure", *models(pair), "--prompts", str(source), "--out", out],
-        "an audited function": [
-            "audit",
-            "planted_kl:planted",
-            "--convention",
-            "loss",
-            "--out",
-            f"{out}.html",
-        ],
+        "an audited function": ["audit", "planted_kl:planted", "--convention", "loss"],
     }
     assert main(words[case]) == 2
     captured = capsys.readouterr()

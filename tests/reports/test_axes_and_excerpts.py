@@ -90,7 +90,7 @@ def test_the_noun_is_window_only_where_documents_were_split(run):
     assert "window" not in " ".join(source_nouns(whole).values())
     assert describe_sample_size(whole) == "24 documents; 24 independent clusters"
     cut = on_text(run, prompts=1, sequences=24, clusters=3)
-    assert describe_sample_size(cut) == "24 windows to 1 document; 3 independent clusters"
+    assert describe_sample_size(cut) == "24 windows of 1 document; 3 independent clusters"
     counts = replace(run[1].counts, prompts=2, sequences=8, clusters=2, truncated_sequences=3)
     told = "8 responses to 2 prompts, 3 of them truncated; 2 independent clusters"
     assert describe_sample_size(replace(run[1], counts=counts)) == told

@@ -177,7 +177,7 @@ def test_a_run_on_text_uses_the_noun_document_and_shows_the_estimators_note(tmp_
         estimators_note="left out: the text's tokens were not drawn",
         noise_floor=None,
     )
-    assert "windows to 3 documents" in page.text
+    assert "windows of 3 documents" in page.text
     assert "Left out: the text's tokens were not drawn." in page.text
     assert "Noise floor" not in page.text
     assert "Per sequence" not in page.text

@@ -12,17 +12,17 @@ from synthetic_training import write_hostile_run
 import kleash
 from kleash.errors import OptionError, RunFolderError
 from kleash.store.codec import encode
+from kleash.store.measurement_summary import all_warnings
 
 pandas = pytest.importorskip("pandas")
 
 
-def test_the_summary_has_up_to_twelve_lines_and_the_repr_six(run):
+def test_the_summary_has_all_warnings_and_notes_and_the_repr_counts_them_in_six_lines(run):
     measurement = run[1]
     lines = measurement.summary().split("\n")
-    assert 6 <= len(lines) <= 12
-    assert lines[0].startswith("KL(policy ‖ reference) per token: ")
-    other = measurement.per_token["kl_reference_policy"]
-    assert lines[1].startswith(f"KL(reference ‖ policy): {other.rounded} nats (95 % interval ")
+    other = f"KL(reference ‖ policy): {measurement.per_token['kl_reference_policy'].rounded} nats (95 % "
+    assert lines[0].startswith("KL(policy ‖ reference) per token: ") and lines[1].startswith(other)
+    assert lines[-2:] == [f"note: {measurement.notes[0]}", f"warning: {all_warnings(measurement)[0]}"]
     assert len(repr(measurement).split("\n")) == 6 and str(measurement) == repr(measurement)
     assert repr(measurement).endswith("1 warning, 1 note; see .summary(), .to_pandas() and .plot()")
 

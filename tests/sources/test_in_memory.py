@@ -34,8 +34,9 @@ def test_texts_are_documents_where_text_is_read_and_messages_are_messages():
     messages = [{"role": "user", "content": "Hi"}]
     assert list(records_in_memory(["a"], "text")) == [{"text": "a"}]
     assert list(records_in_memory([messages], "responses")) == [{"messages": messages}]
-    with pytest.raises(SourceError, match="responses, entry 1: expected a list of messages or a record with"):
-        list(records_in_memory(["a"], "responses"))
+    for data, kind in ((["a"], "responses"), (messages, "prompts")):
+        with pytest.raises(SourceError, match=f"{kind}, entry 1: expected a.* list of messages or a record"):
+            list(records_in_memory(data, kind))
 
 
 def test_a_frame_without_arrow_is_refused_and_not_read_as_the_names_of_its_columns():

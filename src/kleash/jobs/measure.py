@@ -96,7 +96,8 @@ class MeasureJob(
         yield from (
             Refusal(
                 len(sources) > 1,
-                f"give one of --prompts, --text and --responses, not {' and '.join(map(flag, sources))}",
+                f"give one of --prompts, --text and --responses (whose records have their prompts), not "
+                f"{' and '.join(map(flag, sources))}",
             ),
             Refusal(
                 not sources and self.policy != SHIPPED_POLICY,

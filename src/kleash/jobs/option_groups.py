@@ -215,7 +215,7 @@ def is_endpoint(name: str) -> bool:
 
 def shown_endpoint(address: str) -> str:
     """A server's address for an error, with an ellipsis in place of what may hold a password or a key."""
-    has_more = any(character in address for character in "@?#")
+    has_more = "//" in address and any(character in address for character in "@?#")
     return f"{address.partition('//')[0]}//…" if has_more else address
 
 

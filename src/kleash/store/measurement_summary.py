@@ -133,7 +133,9 @@ def describe_sample_size(measurement: Measurement) -> str:
     counts, nouns = measurement.counts, source_nouns(measurement)
     text = counted(counts.sequences, nouns["sequence"])
     if nouns["sequence"] != nouns["prompt"]:
-        text += f" to {counted(counts.prompts, nouns['prompt'])}"
+        text += (
+            f" {'of' if nouns['sequence'] == 'window' else 'to'} {counted(counts.prompts, nouns['prompt'])}"
+        )
     if nouns["sequence"] == "response":
         text += f", {counts.truncated_sequences:,} of them truncated"
     return f"{text}; {counted(counts.clusters, 'independent cluster')}"
@@ -172,5 +174,5 @@ def describe_quantiles(measurement: Measurement) -> str:
     values = ", ".join(f"{label} {quantiles[level].value:.3g}" for label, level in levels)
     share = measurement.top_percent_share
     return f"{values} nats" + (
-        "" if math.isnan(share) else f"; the 1 % with the most hold {share:.0%} of the KL"
+        "" if math.isnan(share) else f"; the 1 % with the most hold {100 * share:.0f} % of the KL"
     )

@@ -16,8 +16,8 @@ NO_INTERVAL = "no interval: one cluster alone does not show how much clusters di
 UNKNOWN_INTERVAL = "unknown"
 NUMBER_HEADER = ("", "value", "95 % interval", "standard error", "unit")
 """Header of a table whose rows are numbers."""
-TEXT_ROWS, TEXT_WARNINGS, REPR_LINES = 5, 1, 6
-"""Rows of a table and warnings in a summary as text, and lines of a ``repr``."""
+TEXT_ROWS, REPR_LINES = 5, 6
+"""Rows of a table in a summary as text, and lines of a ``repr``."""
 MAX_WORDS = 40
 """Characters of a text that is a number or a few words, and no sentence."""
 LINE = "1px solid rgba(128,128,128,.4)"
@@ -158,7 +158,7 @@ class MeasuredResult(Result):
     views: ClassVar[str] = ".summary() and .to_pandas()"
 
     def summary(self) -> str:
-        """What a person reads of it, as text of about ten lines: headline, facts, first numbers and warnings."""
+        """What a person reads of it, as text: headline, facts, first numbers, notes and warnings."""
         return to_text(summarize(self))
 
     def to_pandas(self) -> Any:
@@ -186,18 +186,16 @@ def _function_of_reports(module: str, name: str) -> Callable[[Any], Any]:
 
 
 def to_text(summary: Summary) -> str:
-    """A summary as lines of text, without notes; of its tables, the first rows of the first."""
-    facts = [f"{label}: {text}" for label, text in summary.facts if label not in ("note", "left out")]
+    """A summary as lines of text; of its tables, the first rows of the first."""
+    facts = [f"{label}: {text}" for label, text in summary.facts]
     rows: list[str] = []
     for table in summary.tables[:1]:
         if table.header == NUMBER_HEADER:  # whose first row is the headline
             rows = [f"{row[0]}: {row[1]} {row[4]} (95 % interval {row[2]})" for row in table.rows[1:2]]
         else:
             rows = ["  ".join(row) for row in (table.header, *table.rows[:TEXT_ROWS])]
-    warnings = [f"warning: {text}" for text in summary.warnings[:TEXT_WARNINGS]]
-    left_out = len(summary.warnings) - TEXT_WARNINGS
-    more = [f"and {counted(left_out, 'more warning')}"] if left_out > 0 else []
-    return "\n".join(map(_printable, [summary.headline, *rows, *facts, *warnings, *more]))
+    warnings = [f"warning: {text}" for text in summary.warnings]
+    return "\n".join(map(_printable, [summary.headline, *rows, *facts, *warnings]))
 
 
 def _printable(line: str) -> str:
