@@ -15,7 +15,7 @@ from kleash.measuring.progress import ProgressReporter
 from kleash.reports.formatting import format_duration
 from kleash.store import StepRecord
 from kleash.store.metrics import METRICS, number_of
-from kleash.store.summary import with_error
+from kleash.store.summary import counted, with_error
 
 MAX_SECONDS_BETWEEN_LINES = 30.0
 MIN_SECONDS_BETWEEN_LINES = 5.0
@@ -92,7 +92,7 @@ class Progress(ProgressReporter):
             total = None if sequences is None else 1.0
             self._bar.reset(self._task, total=total, description=self._activity, state="")
         elif sequences is not None:
-            say(self._console, f"{self._activity}: {sequences:,} sequences to do", style="dim")
+            say(self._console, f"{self._activity}: {counted(sequences, 'sequence')} to do", style="dim")
         self._last_line_time = self._start_time
 
     def add_generated(self, tokens: int, sequences: float) -> None:

@@ -69,14 +69,14 @@ def headline_warnings(measurement: Measurement) -> list[str]:
 
 
 def all_warnings(measurement: Measurement) -> list[str]:
-    """``headline_warnings``, followed by the warnings about other numbers.
+    """``headline_warnings``, followed by the warnings about other numbers, but for rounding, which few clusters have.
 
     Warnings that differ only in a numeral are merged: "on Total variation and 3 others: 34 to 40 of 64 clusters have
     the same mean".
     """
     warnings = headline_warnings(measurement)
     rows = [(label_of(name), number) for name, number in measurement.statistics().items()]
-    return [*warnings, *merge_warnings([*rows, *_other_numbers(measurement)], warnings)]
+    return [*warnings, *merge_warnings([*rows, *_estimators(measurement)], warnings)]
 
 
 def merge_warnings(numbers: Iterable[tuple[str, Estimate]], reported: Collection[str] = ()) -> list[str]:
@@ -144,25 +144,23 @@ def describe_sample_size(measurement: Measurement) -> str:
 def summary_numbers(measurement: Measurement) -> list[tuple[str, Estimate]]:
     """The labels and values of the numbers in a summary: statistics, KL per sequence, rounding, estimators."""
     per_sequence = measurement.per_sequence
-    kl = [] if per_sequence is None else [("KL per sequence", per_sequence.kl_policy_reference)]
+    numbers = {
+        "KL per sequence": None if per_sequence is None else per_sequence.kl_policy_reference,
+        "Noise floor (rounding alone)": measurement.noise_floor,
+        "Gap to float32": measurement.dtype_gap,
+    }
     rows = [
         (label_of(name), number)
         for name, number in measurement.statistics().items()
         if name not in ALL_STATISTICS or ALL_STATISTICS[name].in_summary
     ]
-    return [*rows, *kl, *_other_numbers(measurement)]
+    others = [(label, number) for label, number in numbers.items() if number is not None]
+    return [*rows, *others, *_estimators(measurement)]
 
 
-def _other_numbers(measurement: Measurement) -> list[tuple[str, Estimate]]:
-    """The labels and values of rounding errors and estimators."""
-    rounding = {
-        "Noise floor (rounding alone)": measurement.noise_floor,
-        "Gap to float32": measurement.dtype_gap,
-    }
-    return [
-        *((label, number) for label, number in rounding.items() if number is not None),
-        *((f"Estimator {name}, same tokens", record) for name, record in measurement.estimators.items()),
-    ]
+def _estimators(measurement: Measurement) -> list[tuple[str, Estimate]]:
+    """The labels and values of the one-sample estimators."""
+    return [(f"Estimator {name}, same tokens", record) for name, record in measurement.estimators.items()]
 
 
 def describe_quantiles(measurement: Measurement) -> str:
