@@ -50,6 +50,9 @@ def test_a_narrow_terminal_truncates_no_number(pair, run, tmp_path, monkeypatch,
     assert main(["compare", str(run), str(tmp_path / "narrow"), "--out", str(tmp_path / "c.html")]) == 0
     output = capsys.readouterr().out
     assert "±" in output and "…" not in output
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # in a terminal names are folded
+    assert main([*measuring(pair, tmp_path / "narrow"), "--resume"]) == 0
+    assert all(len(line) < 80 for line in capsys.readouterr().out.splitlines() if line.endswith("  nats"))
 
 
 @pytest.mark.parametrize("option", [[], ["--json"]])

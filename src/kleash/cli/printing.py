@@ -4,6 +4,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.measure import Measurement as Width
 from rich.padding import Padding
@@ -21,6 +22,8 @@ from kleash.store.summary import Name, Summary, SummaryTable, summarize
 from kleash.store.sweep import Sweep
 
 MAX_TABLE_COLUMNS = 200
+FOLDED = 14
+"""Columns of the names in a table that is wider than the terminal."""
 MAX_ROWS = 40
 """Rows of a table that are printed."""
 MAX_NAME = 40
@@ -58,7 +61,7 @@ def print_gates(result: NumericResult | TrainingResult) -> None:
 
 
 def _print_summary_table(console: Console, table: SummaryTable) -> None:
-    """Print a table, whatever the width of the terminal; one with sentences as a paragraph for each row."""
+    """Print a table, in a terminal with its first column folded; one with sentences as a paragraph for each row."""
     if table.title:
         say(console, f"{table.title}:")
     rows, (_, *has_sentences) = table.rows[:MAX_ROWS], table.is_left
@@ -71,10 +74,14 @@ def _print_summary_table(console: Console, table: SummaryTable) -> None:
     else:
         columns = Table(box=None, pad_edge=False)
         for heading, is_left in zip(table.header, table.is_left, strict=True):
-            columns.add_column(on_one_line(heading), justify="left" if is_left else "right", no_wrap=True)
+            columns.add_column(
+                on_one_line(heading), justify="left" if is_left else "right", no_wrap=not is_left
+            )
         for row in rows:
             columns.add_row(*map(_cell, row))
         width = Width.get(console, console.options.update(max_width=MAX_TABLE_COLUMNS), columns).maximum
+        if console.is_terminal:
+            width -= max([0, *(cell_len(name) - FOLDED for name, *_ in rows)])
         Terminal(width=max(width, console.width)).print(Padding(columns, (1, 0)))
     if len(table.rows) > MAX_ROWS:
         say(console, f"{len(table.rows) - MAX_ROWS} more rows: --json", style="dim")
