@@ -1,4 +1,4 @@
-"""Memory and hours of scoring a million tokens with two models, by arithmetic: the table of "Several GPUs".
+"""Memory and time of scoring a million tokens with two models, by arithmetic: the table of "Several GPUs".
 
 python tools/memory_and_hours.py
 """
@@ -13,10 +13,10 @@ OVERHEAD = 2
 
 
 def cell(billions: int, cards: int, gigabytes: int, teraflops: int) -> str:
-    """Gigabytes of a card and hours for a million tokens, or a dash."""
+    """Gigabytes of a card and minutes for a million tokens, or a dash."""
     needed = 2 * 2 * billions / cards + OVERHEAD
-    hours = 2 * 2 * billions * 1e9 * 1e6 / (cards * teraflops * 1e12 * SHARE_OF_PEAK) / 3600
-    return f"{needed:.0f} GB, {hours:.2g} h" if needed <= gigabytes else "–"
+    minutes = 2 * 2 * billions * 1e9 * 1e6 / (cards * teraflops * 1e12 * SHARE_OF_PEAK) / 60
+    return f"{needed:.0f} GB, {minutes:.2g} min" if needed <= gigabytes else "–"
 
 
 def table() -> str:

@@ -26,8 +26,8 @@ def test_the_table_of_memory_and_hours_follows_from_the_arithmetic_above_it():
         cells = []
         for cards, gigabytes, teraflops in ((1, 24, 70), (1, 80, 312), (8, 80, 312)):
             needed = 2 * 2 * billions / cards + 2
-            hours = 2 * 2 * billions * 1e15 / (cards * teraflops * 1e12 * 0.4) / 3600
-            cells.append(f"{needed:.0f} GB, {hours:.2g} h" if needed <= gigabytes else "–")
+            minutes = 2 * 2 * billions * 1e15 / (cards * teraflops * 1e12 * 0.4) / 60
+            cells.append(f"{needed:.0f} GB, {minutes:.2g} min" if needed <= gigabytes else "–")
         rows += f"| 2 × {billions}B | {' | '.join(cells)} |\n"
     assert rows in (DOCS / "how-to" / "several_gpus.md").read_text(encoding="utf-8")
 
