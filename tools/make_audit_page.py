@@ -38,7 +38,7 @@ def audited(name: str, source: Path | None = None) -> list[Audit]:
 def made_now() -> str:
     """The line that says when and with what a page was made."""
     versions = f"kleash {__version__}, Python {platform.python_version()}, torch {torch.__version__}"
-    return f"{MADE}{date.today().isoformat()} by `python tools/make_audit_page.py` with {versions}."
+    return f"{MADE}{date.today().isoformat()} with {versions}."
 
 
 def page(name: str, audits: Sequence[Audit]) -> str:
