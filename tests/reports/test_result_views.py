@@ -35,9 +35,12 @@ def test_names_cannot_break_a_line_or_reach_the_terminal(run):
     assert all(character == "\n" or character.isprintable() for character in text)
 
 
-def test_the_ranking_of_a_sweep_is_in_its_summary():
-    lines = synthetic_sweep(("q8", "q6", "q4"), ()).summary().split("\n")
+def test_the_ranking_of_a_sweep_is_in_its_summary_with_one_note_of_all_candidates():
+    sweep = synthetic_sweep(("q8", "q6", "q4"), ())
+    noted = [replace(one, notes=(f"the policy {one.name} is packed",)) for one in sweep.candidates]
+    lines = replace(sweep, candidates=tuple(noted)).summary().split("\n")
     assert [line.split()[0] for line in lines[2:5]] == ["q8", "q6", "q4"]
+    assert lines.count("note: the policy is packed") == 1
 
 
 def test_the_tables_of_a_run_are_data_frames(run):

@@ -192,7 +192,11 @@ class Sweep(MeasuredResult):
     @property
     def notes(self) -> list[str]:
         """The notes on the candidates that were measured, each once with the names of those that have it."""
-        names = grouped((note, candidate.name) for candidate in self.ranking for note in candidate.notes)
+        names = grouped(
+            (note.replace(f"the policy {candidate.name}", "the policy"), candidate.name)
+            for candidate in self.ranking
+            for note in candidate.notes
+        )
         return [
             note if len(owners) == len(self.ranking) else f"{', '.join(owners)}: {note}"
             for note, owners in names.items()
