@@ -80,9 +80,8 @@ def _print_summary_table(console: Console, table: SummaryTable) -> None:
         for row in rows:
             columns.add_row(*map(_cell, row))
         width = Width.get(console, console.options.update(max_width=MAX_TABLE_COLUMNS), columns).maximum
-        if console.is_terminal:
-            width -= max([0, *(cell_len(name) - FOLDED for name, *_ in rows)])
-        Terminal(width=max(width, console.width)).print(Padding(columns, (1, 0)))
+        folded = max([0, *(cell_len(name) - FOLDED for name, *_ in rows)]) if console.is_terminal else 0
+        Terminal(width=max(width - folded, console.width)).print(Padding(columns, (1, 0)))
     if len(table.rows) > MAX_ROWS:
         say(console, f"{len(table.rows) - MAX_ROWS} more rows: --json", style="dim")
 

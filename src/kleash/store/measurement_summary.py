@@ -154,8 +154,11 @@ def summary_numbers(measurement: Measurement) -> list[tuple[str, Estimate]]:
         for name, number in measurement.statistics().items()
         if name not in ALL_STATISTICS or ALL_STATISTICS[name].in_summary
     ]
-    rows += [(label, number) for label, number in numbers.items() if number is not None]
-    return [*rows, *_estimators(measurement)]
+    return [
+        *rows,
+        *((label, number) for label, number in numbers.items() if number is not None),
+        *_estimators(measurement),
+    ]
 
 
 def _estimators(measurement: Measurement) -> list[tuple[str, Estimate]]:
