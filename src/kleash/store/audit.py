@@ -252,6 +252,5 @@ def read_audits(path: Path) -> tuple[Audit, ...]:
         return tuple(decode(Audit, record) for record in data.get("audits", [data]))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise RunFolderError(
-            f"{path} cannot be read as audits ({error}); write it with kleash audit --json, and give the folder of "
-            "any other result"
+            f"{path} cannot be read as audits of kleash audit --json; give the folder of any other result ({error})"
         ) from error
