@@ -149,6 +149,8 @@ def test_splits_of_saved_data_sets_are_read(pair, saved, monkeypatch):
     assert not describe_source("prompts", "one")
     read = read_prompts("user/name", pair)
     assert read[3].location.endswith("train-00001-of-00002.parquet, row 1")
+    monkeypatch.chdir("user/name")
+    assert texts(".", pair) == PROMPTS
 
 
 def test_files_of_another_format_in_a_folder_are_noted(pair, write, tmp_path):

@@ -59,7 +59,7 @@ def find_dataset(name: str, reading: ReadOptions) -> tuple[tuple[Path, ...], tup
             f"{name} is no file, and the package datasets reads data sets of several files and those of the hub; run: "
             "pip install 'kleash[datasets]', or name a file"
         )
-    splits = _splits(name, name if is_on_hub else str(path), reading.dataset_config)
+    splits = _splits(name, name if is_on_hub else str(path.resolve()), reading.dataset_config)
     split, notes = _choose_split(name, list(splits), reading.split)
     urls = splits[split]
     if not urls:
