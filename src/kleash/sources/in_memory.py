@@ -37,7 +37,7 @@ def records_in_memory(data: Iterable[Any], kind: SourceKind) -> Iterator[dict[st
     for number, row in enumerate(rows, start=1):
         if isinstance(row, str) and kind in ("prompts", "text"):
             yield {"text" if kind == "text" else "prompt": row}
-        elif isinstance(row, Mapping) and not row.keys() <= {"role", "content"}:  # a message, not in a list
+        elif isinstance(row, Mapping) and row.keys() != {"role", "content"}:  # a message, not in a list
             yield dict(row)
         elif is_message_list(row):
             yield {"messages": row}
