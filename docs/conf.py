@@ -61,6 +61,7 @@ html_theme_options = {
 }
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = [("tables.js", {"defer": "defer"})]
 
 CODE = re.compile(r"(``.+?``)")
 SECTION = re.compile(r"^(Args|Returns|Raises|Yields|References|Attributes|Examples?|Note):$")

@@ -1,4 +1,4 @@
-"""The interactive page of the estimators, in a real browser, against sums in float64."""
+"""The interactive page of the estimators against sums in float64, and the tables of the site, in a real browser."""
 
 from pathlib import Path
 from typing import Any
@@ -96,3 +96,20 @@ def test_it_is_small_and_fetches_nothing() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert len(text.encode()) <= 25_000
     assert not any(word in text for word in ("src=", "href=", "fetch(", "@import", "XMLHttpRequest", "url("))
+
+
+@pytest.mark.parametrize(("width", "is_cards"), [(390, True), (1280, False)])
+def test_a_table_of_the_site_is_cards_on_a_phone(
+    driver: Any, tmp_path: Path, width: int, is_cards: bool
+) -> None:
+    rows = "<thead><tr><th>name<th>unit<th>meaning</thead><tbody><tr><td>kl<td>nats<td>KL per token</tbody>"
+    style, script = (PAGE.with_name(name).as_uri() for name in ("site.css", "tables.js"))
+    view = f'<meta name="viewport" content="width={width}"><link rel="stylesheet" href="{style}">'
+    page = (
+        f'{view}<article class="bd-article"><table>{rows}</table></article><script src="{script}"></script>'
+    )
+    (tmp_path / "page.html").write_text(page)
+    opened(driver, width)
+    driver.get((tmp_path / "page.html").as_uri())
+    named = "return getComputedStyle(document.querySelector('[data-heading=unit]'), '::before').content"
+    assert (driver.execute_script(named) != "none") == is_cards
