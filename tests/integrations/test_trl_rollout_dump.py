@@ -61,7 +61,7 @@ def test_rollouts_of_a_run_are_written_and_read(trl, folder, tmp_path, capsys, k
             logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
         cut = logits.log_softmax(-1).gather(-1, drawn).squeeze(-1).numpy()
         np.testing.assert_allclose(rollout.engine[counted], cut[counted], atol=1e-4)
-        has_reference = "GRPO" in kind and settings.get("beta", 1) > 0
+        has_reference = "Leashed" in kind or (kind == "GRPO" and settings.get("beta", 1) > 0)
         assert (rollout.reference is not None) == has_reference
     record = measure_mismatch(tmp_path / "rollouts")
     assert list(record.kl_by_file) == [str(tmp_path / "rollouts" / name) for name in files]

@@ -1,9 +1,10 @@
 """Hidden states of TRL's own forward passes, and the heads of policy and reference."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -184,8 +185,12 @@ class ForwardCapture(MIXIN):
         )
 
     def _reference_head(self, layout: Head) -> Head:
-        reference = self.model if self.ref_model is None else self.ref_model
-        return current_head(self._unwrap(reference), layout, requires_grad=False)
+        return current_head(self._reference_network, layout, requires_grad=False)
+
+    @property
+    def _reference_network(self) -> Any:
+        """The reference's network: one of its own, or the policy's with another adapter or none."""
+        return self._unwrap(self.model if self.ref_model is None else self.ref_model)
 
     def _store_reference_head(self) -> None:
         """Keep a copy of the reference's head for the hidden states that were just stored, if TRL moves the reference.
@@ -226,18 +231,30 @@ def capture_hidden_states(backbone: Any) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
-@contextmanager
-def without_autocast(network: Any) -> Iterator[None]:
+def without_autocast(network: Any) -> AbstractContextManager[None]:
     """Context without the autocast that Accelerate puts around a network's forward: its logits are rounded twice."""
-    wrapped = vars(network).get("forward")
-    if wrapped is None or not hasattr(network, "_original_forward"):
-        yield
-        return
-    network.forward = network._original_forward
+    original = vars(network).get("_original_forward")
+    return nullcontext() if original is None else replaced_forward(network, original)
+
+
+def without_head(network: Any) -> AbstractContextManager[None]:
+    """Context in which TRL's pass of a network ends at its final hidden states, and gives log-probabilities of 0."""
+
+    def forward(*args: Any, labels: Tensor, fused_lm_head: bool, **inputs: Any) -> SimpleNamespace:
+        states = network.base_model(*args, use_cache=False, **inputs).last_hidden_state
+        return SimpleNamespace(log_probs=states.new_zeros(labels[:, 1:].shape))
+
+    return replaced_forward(network, forward)
+
+
+@contextmanager
+def replaced_forward(network: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Context in which a network whose forward was replaced before, by Accelerate or TRL, has another."""
+    before, network.forward = network.forward, forward
     try:
         yield
     finally:
-        network.forward = wrapped
+        network.forward = before
 
 
 def read_head_layout(network: Any, tokenizer: Any, role: str) -> Head:

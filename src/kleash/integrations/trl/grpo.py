@@ -50,10 +50,10 @@ class GRPOLeash(KLMixin):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """TRL's generated batch with what the KL needs of the reference; logs the mismatch of trainer and engine."""
-        with self._parent_beta(self.beta or 1.0), self._record_passes(hidden=self._captures) as passes:
+        with self._parent_beta(0.0), self._record_passes(hidden=False):
             output = super()._generate_and_score_completions(inputs)
+        self._keep_reference(output)
         logp, engine_logp = (output.get(f"{which}_per_token_logps") for which in ("old", "sampling"))
-        self._keep_reference(output, passes[0 if logp is None else 1])
         in_reward = self._term.place == "reward"
         if in_reward or engine_logp is not None:
             if logp is None:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,18 +14,20 @@ from kleash.arguments import check_reward_order
 from kleash.estimators import importance_weights
 from kleash.extras import import_extra
 from kleash.integrations.trl.compat import is_async_callable
-from kleash.integrations.trl.forward_capture import ForwardCapture, ForwardPass
+from kleash.integrations.trl.forward_capture import ForwardCapture, ForwardPass, without_head
 from kleash.integrations.trl.sampling_settings import require_policy_samples
 from kleash.integrations.trl.terms import LOSS_TYPES, UpdateSize, kl_term
 from kleash.kl_rules import default_scope
 from kleash.leash import group_advantages
-from kleash.linear import Head, LinearLoss, LinearOptions, linear_kl, linear_kl_loss
+from kleash.linear import Head, LinearLoss, LinearOptions, linear_kl, linear_objective
 from kleash.losses import future_kl_loss
+from kleash.models.live_models import base_network
 from kleash.sources.sequences import hash_tokens
 from kleash.uncertainty import clustered_mean
 from kleash.uncertainty.ratios import mean_per_token
 
 REFERENCE_HIDDEN = "kleash_reference_hidden"
+POLICY_LOGP = "kleash_policy_logps"
 REFERENCE_LOGP = "ref_per_token_logps"
 BEHAVIOUR_LOGP = "kleash_behaviour_logps"
 TOKEN_KL = "kleash_token_kl"
@@ -151,9 +154,16 @@ class KLMixin(ForwardCapture):
         micro_batches = self.args.steps_per_generation * self.args.num_iterations
         return self.args.gradient_accumulation_steps % micro_batches != 0
 
-    def _keep_reference(self, output: dict[str, Any], reference: ForwardPass) -> None:
-        """Keep what the KL needs of the reference's pass in the generated batch."""
-        output[REFERENCE_LOGP] = reference.logp
+    def _keep_reference(self, output: dict[str, Any]) -> None:
+        """Run the reference, and keep in the generated batch what the KL needs of it.
+
+        An exact KL takes hidden states alone; the log-probabilities of the tokens come with it, in the loss.
+        """
+        is_exact = self._term.estimator == "exact"
+        with without_head(base_network(self._reference_network)) if is_exact else nullcontext():
+            reference = self._forward_pass(output, reference=True, hidden=self._captures)
+        if not is_exact:
+            output[REFERENCE_LOGP] = reference.logp
         if reference.hidden is not None:
             output[REFERENCE_HIDDEN] = reference.hidden
             self._store_reference_head()
@@ -252,19 +262,25 @@ class KLMixin(ForwardCapture):
         token_weights: Tensor,
         ratios: Tensor | None,
     ) -> LinearLoss:
-        """The exact KL of each response token, from both models' hidden states, as the micro-batch's term."""
-        weights = token_weights if ratios is None else token_weights * ratios
-        result = linear_kl_loss(
-            *self._both_hidden(policy_pass, inputs, mask),
-            weights=weights[mask].detach(),
+        """The exact KL of each response token, from both models' hidden states, as the micro-batch's term.
+
+        The batch gets the KL and both log-probabilities of each token.
+        """
+        weights = (token_weights if ratios is None else token_weights * ratios)[mask].detach()
+        hidden_p, head_p, hidden_q, head_q = self._both_hidden(policy_pass, inputs, mask)
+        loss, terms = linear_objective(
+            hidden_p,
+            head_p,
+            inputs["completion_ids"][mask],
+            hidden_q,
+            head_q,
+            lambda terms, rows: weights[rows] * terms.kl,
             temperature=self.temperature,
             options=self._linear_options,
         )
-        token_kl = torch.zeros_like(token_weights).masked_scatter(
-            mask, result.per_token.to(token_weights.dtype)
-        )
-        inputs[TOKEN_KL] = token_kl
-        loss = result.loss
+        for name, term in zip((POLICY_LOGP, REFERENCE_LOGP, TOKEN_KL), terms, strict=False):
+            inputs[name] = torch.zeros_like(token_weights).masked_scatter(mask, term.to(token_weights.dtype))
+        token_kl = inputs[TOKEN_KL]
         if self._term.scope == "sequence":
             later_kl = future_kl_loss(policy_pass.logp, token_kl, mask, weights=ratios)
             loss = loss + (token_weights * later_kl).sum()

@@ -29,7 +29,7 @@ class RLOOLeash(KLMixin):
         with self._parent_beta(0.0), self._record_passes(hidden=False) as passes:
             output = super()._generate_and_score_completions(inputs)
         policy_logp = passes[0].logp
-        self._keep_reference(output, self._forward_pass(output, reference=True, hidden=self._captures))
+        self._keep_reference(output)
         if self._term.place == "reward":
             self._charge_advantages(output, policy_logp)
         elif self._is_off_policy:

@@ -13,6 +13,7 @@ from kleash.errors import CannotRunError, OptionError
 from kleash.integrations.trainer.callback import AttachedCallback
 from kleash.integrations.trl.compat import GRPOTrainer, RLOOTrainer
 from kleash.integrations.trl.forward_capture import whole_rows
+from kleash.integrations.trl.kl_mixin import REFERENCE_LOGP, KLMixin
 from kleash.models.live_models import base_network
 from kleash.precision import normalised
 from kleash.registry import require_at_least
@@ -22,10 +23,10 @@ class RolloutDump(AttachedCallback):
     """Writes generated batches with the log-probabilities of trainer and engine, every so many steps.
 
     Each process writes a file of its own, ``step-000010-rank-0.jsonl``, with token ids, masks, both columns, the
-    reference's where TRL has it (GRPO with a beta above 0), and ``version``: the number of updates of the weights. The
-    engine's column is vLLM's, or that of transformers' ``generate`` after its temperature and truncation. The trainer's
-    column is TRL's pass with the weights that generated; where TRL makes none, there is one more forward pass. Random
-    states are restored, so that the training is the same without the callback.
+    reference's (of kleash's trainers, and of TRL's GRPO with a beta above 0), and ``version``: the number of updates of
+    the weights. The engine's column is vLLM's, or that of transformers' ``generate`` after its temperature and
+    truncation. The trainer's column is TRL's pass with the weights that generated; where there was no pass for a
+    column, there is one more. Random states are restored, so that the training is the same without the callback.
     """
 
     def __init__(self, folder: str | Path, *, every: int = 100) -> None:
@@ -75,23 +76,22 @@ class RolloutDump(AttachedCallback):
         batch = dict(output)
         if "sampling_per_token_logps" not in batch:
             batch["sampling_per_token_logps"] = _engine_column(batch["completion_ids"], columns)
-        if "old_per_token_logps" not in batch:
-            batch["old_per_token_logps"] = self._trainer_column(batch)
+        self._add_columns(batch)
         is_known = ~batch["sampling_per_token_logps"].isnan()  # vLLM leaves some out
         batch["completion_mask"] = batch["completion_mask"] * is_known
         rank = self.trainer.accelerator.process_index
         write_rollouts(self.folder / f"step-{step:06d}-rank-{rank}.jsonl", batch, version=step)
 
-    def _trainer_column(self, batch: dict[str, Any]) -> Tensor:
-        """Log-probabilities of the responses by the trainer, in the mode in which it trains."""
-        device = batch["completion_ids"].device
-        devices = [device] if device.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            return self.trainer._get_per_token_logps_and_entropies(
-                self.trainer.model,
-                *whole_rows(batch),
-                batch_size=self.trainer.args.per_device_train_batch_size,
-            )[0]
+    def _add_columns(self, batch: dict[str, Any]) -> None:
+        """Add the trainer's column, in the mode in which it trains, and with kleash's KL the reference's."""
+        device, trainer = batch["completion_ids"].device, self.trainer
+        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            if "old_per_token_logps" not in batch:
+                batch["old_per_token_logps"] = trainer._get_per_token_logps_and_entropies(
+                    trainer.model, *whole_rows(batch), batch_size=trainer.args.per_device_train_batch_size
+                )[0]
+            if REFERENCE_LOGP not in batch and isinstance(trainer, KLMixin):
+                batch[REFERENCE_LOGP] = trainer._forward_pass(batch, reference=True, hidden=False).logp
 
 
 class GenerationLogprobs:

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from kleash.errors import CannotRunError
 from kleash.estimators import sampled_kl
-from kleash.integrations.trl.kl_mixin import REFERENCE_LOGP, TOKEN_KL, KLMixin, prompt_hashes, response_mask
+from kleash.integrations.trl.kl_mixin import (
+    POLICY_LOGP,
+    REFERENCE_LOGP,
+    TOKEN_KL,
+    KLMixin,
+    prompt_hashes,
+    response_mask,
+)
 from kleash.store import Sample
 from kleash.store.steps import means_by_prompt
 from kleash.training.hacking_monitor import KL_METRICS
@@ -174,7 +181,7 @@ class ResponseRecorder:
         output[ROW] = torch.arange(len(ids), device=ids.device)
         if "old_logps" in output:  # RLOO: its passes of policy and reference, of which it keeps sums
             output[BEFORE_LOGP] = self._passes[0][0]
-            if REFERENCE_LOGP not in output and self.trainer.beta != 0:
+            if not isinstance(self.trainer, KLMixin) and self.trainer.beta != 0:
                 output[REFERENCE_LOGP] = self._passes[1][0]
         elif "old_per_token_logps" in output:
             output[BEFORE_LOGP] = output["old_per_token_logps"]
@@ -245,7 +252,7 @@ class ResponseRecorder:
     ) -> list[Response]:
         """The responses of a micro-batch, with their columns in float64."""
         known = {"token_logq": inputs.get(REFERENCE_LOGP), "token_kl": inputs.get(TOKEN_KL)}
-        columns = {"token_logp": logp, "entropy": entropy}
+        columns = {"token_logp": inputs.get(POLICY_LOGP, logp), "entropy": entropy}
         columns |= {name: column for name, column in known.items() if column is not None}
         arrays = {name: column.detach().double().cpu().numpy() for name, column in columns.items()}
         hashes = prompt_hashes(inputs["prompt_ids"], inputs["prompt_mask"])
