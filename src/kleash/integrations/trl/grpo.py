@@ -1,14 +1,10 @@
 """TRL's GRPO with its KL replaced: exact or sampled, in the loss or in the reward."""
 
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import Any, ClassVar
 
 from kleash.integrations.trl.compat import GRPOTrainer
-from kleash.integrations.trl.kl_mixin import KLMixin, response_mask
-from kleash.integrations.trl.mismatch_metrics import mismatch_metrics
-from kleash.integrations.trl.terms import UpdateSize, require_unscaled_reward
+from kleash.integrations.trl.kl_mixin import KLMixin
+from kleash.integrations.trl.terms import UpdateSize
 
 
 class GRPOLeash(KLMixin):
@@ -28,16 +24,7 @@ class GRPOLeash(KLMixin):
     With vLLM also the mismatch of trainer and engine, ``mismatch/*``.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Make the trainer, from the arguments of ``KLMixin`` and those of TRL's trainer."""
-        super().__init__(*args, **kwargs)
-        require_unscaled_reward(
-            self._term,
-            {
-                "scale_rewards": (self.scale_rewards, "none"),
-                "multi_objective_aggregation": (self.multi_objective_aggregation, "sum_then_normalize"),
-            },
-        )
+    _unscaled: ClassVar = {"scale_rewards": "none", "multi_objective_aggregation": "sum_then_normalize"}
 
     @property
     def _loss_type(self) -> str:
@@ -48,23 +35,6 @@ class GRPOLeash(KLMixin):
         """Whether TRL keeps the log-probabilities of an older policy."""
         return super()._is_off_policy or self.use_vllm
 
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        """TRL's generated batch with what the KL needs of the reference; logs the mismatch of trainer and engine."""
-        with self._parent_beta(0.0), self._record_passes(hidden=False):
-            output = super()._generate_and_score_completions(inputs)
-        self._keep_reference(output)
-        logp, engine_logp = (output.get(f"{which}_per_token_logps") for which in ("old", "sampling"))
-        in_reward = self._term.place == "reward"
-        if in_reward or engine_logp is not None:
-            if logp is None:
-                logp = self._forward_pass(output, reference=False, hidden=False).logp
-            if engine_logp is not None:
-                mask = response_mask(output)
-                self._log_metrics(**mismatch_metrics(logp, engine_logp, mask, self.accelerator))
-            if in_reward:
-                self._charge_advantages(output, logp)
-        return output
-
     def _update_size(self, inputs: dict[str, Any]) -> UpdateSize:
         """The sizes of the update that this micro-batch belongs to, as in TRL's loss."""
         micro_batches = self.current_gradient_accumulation_steps if self.model.training else 1
@@ -74,14 +44,6 @@ class GRPOLeash(KLMixin):
         return UpdateSize(
             micro_batches=micro_batches, tokens=tokens, max_length=self.args.max_completion_length
         )
-
-    def _behaviour_logp(self, inputs: dict[str, Any]) -> Tensor | None:
-        """Log-probabilities under what drew the tokens: the engine's, or the old ones where those are not known."""
-        old = inputs.get("old_per_token_logps")
-        engine = inputs.get("sampling_per_token_logps")
-        if old is None or engine is None:
-            return old
-        return torch.where(engine.isnan(), old, engine)
 
 
 class LeashedGRPOTrainer(GRPOLeash, GRPOTrainer):

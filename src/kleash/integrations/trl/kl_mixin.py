@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -15,8 +15,9 @@ from kleash.estimators import importance_weights
 from kleash.extras import import_extra
 from kleash.integrations.trl.compat import is_async_callable
 from kleash.integrations.trl.forward_capture import ForwardCapture, ForwardPass, without_head
+from kleash.integrations.trl.mismatch_metrics import mismatch_metrics
 from kleash.integrations.trl.sampling_settings import require_policy_samples
-from kleash.integrations.trl.terms import LOSS_TYPES, UpdateSize, kl_term
+from kleash.integrations.trl.terms import LOSS_TYPES, UpdateSize, kl_term, require_unscaled_reward
 from kleash.kl_rules import default_scope
 from kleash.leash import group_advantages
 from kleash.linear import Head, LinearLoss, LinearOptions, linear_kl, linear_objective
@@ -29,7 +30,7 @@ from kleash.uncertainty.ratios import mean_per_token
 REFERENCE_HIDDEN = "kleash_reference_hidden"
 POLICY_LOGP = "kleash_policy_logps"
 REFERENCE_LOGP = "ref_per_token_logps"
-BEHAVIOUR_LOGP = "kleash_behaviour_logps"
+OLD_LOGP, ENGINE_LOGP = "old_per_token_logps", "sampling_per_token_logps"
 TOKEN_KL = "kleash_token_kl"
 """Entries of a generated batch that the trainers read or add."""
 
@@ -99,6 +100,9 @@ class KLMixin(ForwardCapture):
     the KL is only logged: it costs the reference in memory, its forward pass and that of the KL, no backward pass.
     """
 
+    _unscaled: ClassVar[Mapping[str, Any]] = {}
+    """Setting of TRL -> its value with which a reward that contains the KL is not rescaled."""
+
     # Many arguments, since they are options of a trainer; all by keyword.
     def __init__(
         self,
@@ -134,6 +138,7 @@ class KLMixin(ForwardCapture):
             off_policy=self._is_off_policy,
         )
         require_policy_samples(self._term, self)
+        require_unscaled_reward(self._term, self, self._unscaled)
         if kl == "exact":
             self.measure_exact_kl()
         if self.beta == 0:
@@ -153,6 +158,24 @@ class KLMixin(ForwardCapture):
         """Whether some updates use samples of an older policy."""
         micro_batches = self.args.steps_per_generation * self.args.num_iterations
         return self.args.gradient_accumulation_steps % micro_batches != 0
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        """TRL's generated batch with what the KL needs; logs the mismatch of trainer and engine."""
+        with self._parent_beta(0.0), self._record_passes(hidden=False) as passes:
+            output = super()._generate_and_score_completions(inputs)
+        self._keep_reference(output)
+        engine_logp, in_reward = output.get(ENGINE_LOGP), self._term.place == "reward"
+        if not passes and not in_reward and engine_logp is None:
+            return output
+        policy = passes[0] if passes else self._forward_pass(output, reference=False, hidden=False)
+        if engine_logp is not None:
+            mask = response_mask(output)
+            self._log_metrics(**mismatch_metrics(policy.logp, engine_logp, mask, self.accelerator))
+        if in_reward:
+            self._charge_advantages(output, policy.logp)
+        if passes and self._is_off_policy:
+            output[OLD_LOGP] = policy.logp  # of which RLOO keeps sums
+        return output
 
     def _keep_reference(self, output: dict[str, Any]) -> None:
         """Run the reference, and keep in the generated batch what the KL needs of it.
@@ -287,8 +310,12 @@ class KLMixin(ForwardCapture):
         return LinearLoss(loss, token_kl if ratios is None else token_kl * ratios)
 
     def _behaviour_logp(self, inputs: dict[str, Any]) -> Tensor | None:
-        """Log-probabilities of the tokens when they were drawn; None if the current policy drew them."""
-        return inputs.get(BEHAVIOUR_LOGP)
+        """Log-probabilities under what drew the tokens: the engine's, or the old ones where those are not known.
+
+        None if the current policy drew them.
+        """
+        old, engine = inputs.get(OLD_LOGP), inputs.get(ENGINE_LOGP)
+        return old if old is None or engine is None else torch.where(engine.isnan(), old, engine)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """TRL's method, with the KL of the responses since the last log."""

@@ -1,10 +1,9 @@
 """TRL's RLOO with its KL replaced: exact or sampled, in the loss or in the reward."""
 
-from typing import Any
+from typing import ClassVar
 
 from kleash.integrations.trl.compat import RLOOTrainer
-from kleash.integrations.trl.kl_mixin import BEHAVIOUR_LOGP, KLMixin
-from kleash.integrations.trl.terms import require_unscaled_reward
+from kleash.integrations.trl.kl_mixin import KLMixin
 
 
 class RLOOLeash(KLMixin):
@@ -19,22 +18,7 @@ class RLOOLeash(KLMixin):
     responses since the last log, and ``beta``.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Make the trainer, from the arguments of ``KLMixin`` and those of TRL's trainer."""
-        super().__init__(*args, **kwargs)
-        require_unscaled_reward(self._term, {"normalize_advantages": (self.normalize_advantages, False)})
-
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        """TRL's generated batch with what the KL needs of the reference."""
-        with self._parent_beta(0.0), self._record_passes(hidden=False) as passes:
-            output = super()._generate_and_score_completions(inputs)
-        policy_logp = passes[0].logp
-        self._keep_reference(output)
-        if self._term.place == "reward":
-            self._charge_advantages(output, policy_logp)
-        elif self._is_off_policy:
-            output[BEHAVIOUR_LOGP] = policy_logp
-        return output
+    _unscaled: ClassVar = {"normalize_advantages": False}
 
 
 class LeashedRLOOTrainer(RLOOLeash, RLOOTrainer):

@@ -134,19 +134,21 @@ def kl_term(
     )
 
 
-def require_unscaled_reward(term: KLTerm, settings: Mapping[str, tuple[Any, Any]]) -> None:
+def require_unscaled_reward(term: KLTerm, trainer: Any, unscaled: Mapping[str, Any]) -> None:
     """Check that TRL does not rescale a reward that contains the KL.
 
     Args:
         term: the KL term of the trainer.
-        settings: name of a setting -> (its value, the required value).
+        trainer: of TRL, with the settings as its attributes.
+        unscaled: name of a setting -> the value with which the reward is left alone.
 
     Raises:
         OptionError: naming a setting that would scale or clip the KL.
     """
     if term.place != "reward":
         return
-    for name, (value, required) in settings.items():
+    for name, required in unscaled.items():
+        value = getattr(trainer, name)
         if value != required:
             raise OptionError(
                 f"{name} is {value!r}, which would scale or cut the KL in the reward; give {required!r}, or "
