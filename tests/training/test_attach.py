@@ -1,5 +1,7 @@
 """``kleash.attach``: the folder that a trainer of TRL or transformers writes, and what is refused."""
 
+from unittest import mock
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
@@ -176,6 +178,11 @@ def test_dpo_is_steered_by_the_monitor_and_its_time_is_apart(trl, folder, tmp_pa
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(folder),
     )
+    with (
+        mock.patch.object(trainer.args, "loss_type", ["sft"]),
+        pytest.raises(OptionError, match="has no beta"),
+    ):
+        kleash.attach(trainer, target_nats=2.0, monitor=PROMPTS, out=tmp_path / "run")
     with pytest.raises(
         OptionError, match="DPO draws no responses, so its beta is steered by a measured drift"
     ):
@@ -228,7 +235,8 @@ def test_alert_stops_a_run(trl, folder, tmp_path):
     trainer.train()
     assert trainer.state.global_step == HackingMonitor().steps == log.result_of_run.steps
     assert log.result_of_run.stopped.startswith("the hacking monitor stopped it after step 3")
-    assert not any("eval_reward" in entry for entry in trainer.state.log_history), "of no step"
+    assert any("eval_reward" in entry for entry in trainer.state.log_history)
+    assert not any("eval/reward" in step.metrics for step in read_steps(tmp_path / "run")), "of no step"
 
 
 def test_evaluation_is_the_headline_and_the_best_checkpoint_is_named(trl, folder, tmp_path, capsys):

@@ -134,10 +134,9 @@ class StepLogger(AttachedCallback):
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Have the trainer log, evaluate and save what is due after the last step of an epoch, or for the epoch.
 
-        An epoch that an alert ended has no evaluation, which would be lost: its last step is written.
+        The evaluation of an epoch that an alert ended is transformers' alone: its last step is written.
         """
         vars(control).update({name: self._due.pop(name, False) or getattr(control, name) for name in DUE})
-        control.should_evaluate &= self.stopped is None
         control.should_log |= control.should_save or control.should_evaluate
 
     def on_log(

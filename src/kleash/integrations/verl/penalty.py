@@ -11,7 +11,8 @@ from types import MappingProxyType
 from jaxtyping import Float
 from torch import Tensor
 
-from kleash.divergences import kl
+from kleash.divergences import DIVERGENCES
+from kleash.divergences.functions import divergence_of_rows
 from kleash.errors import ShapeError
 from kleash.estimators import sampled_kl
 from kleash.estimators.sampled import with_k2_gradient
@@ -82,6 +83,7 @@ def kl_penalty(
                 "sampled tokens' log-probabilities alone, so let its engine do it (install(exact=True)), or ask for "
                 "'k3+' here"
             )
-        return kl(*(normalised(at_least_float32(x)) for x in (logprob, ref_logprob)))
+        rows = (normalised(at_least_float32(x)) for x in (logprob, ref_logprob))
+        return divergence_of_rows(DIVERGENCES["kl"], *rows)
     value = sampled_kl(logprob, ref_logprob, name)
     return with_k2_gradient(value, logprob, ref_logprob) if kl_penalty.endswith("+") else value

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from kleash.divergences import (
     DIVERGENCES,
     Divergence,
-    entropy,
     jensen_shannon_record,
     skew_kl_record,
 )
+from kleash.divergences.functions import cross_entropy_of_rows
 from kleash.errors import ModelError, SourceError
 from kleash.extras import import_extra
 from kleash.integrations.trl.compat import MIXIN
@@ -126,7 +126,7 @@ def loss_of_lists(
         per_token = top_k_distillation_loss(
             ids, listed, logp, counted, divergence=record, drawn=(drawn[0], drawn[1]) if drawn else None
         )
-        return per_token, entropy(logp.detach())
+        return per_token, cross_entropy_of_rows(logp.detach(), logp.detach())
 
     size, parts = max(1, LISTED_LOGITS // head.vocabulary(hidden)), list[tuple[Tensor, Tensor]]()
     lengths = [len(response.response_ids) for response in responses]
