@@ -199,6 +199,8 @@ def test_step_metrics_match_dense_kl_and_entropy_of_its_responses(trl, folder, t
     trainer = make(getattr(trl, f"Leashed{kind}"), config, str(folder), tmp_path, config_of=settings, **asked)
     trainer.reward_weights[0] = 2.0
     moved(trainer.model, 0.2)
+    from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
+
     from kleash.training.with_trl import response_recorder
 
     recorder = response_recorder.ResponseRecorder(trainer)
@@ -209,10 +211,8 @@ def test_step_metrics_match_dense_kl_and_entropy_of_its_responses(trl, folder, t
     (scores,) = seen
     logp, logq = (whole_logp(model, output, 1.0).detach() for model in (trainer.model, trainer.ref_model))
     count = passes_of(trainer)
-    for half in ((3, 0), (2, 1)):  # TRL shuffles
-        rows = torch.tensor(half)
-        micro = {name: x if x.ndim == 0 else x[rows] for name, x in output.items()}
-        trainer.accelerator.gradient_state._set_sync_gradients(half == (2, 1))
+    for at, micro in enumerate(split_tensor_dict(shuffle_sequence_dict(output), 2)):
+        trainer.accelerator.gradient_state._set_sync_gradients(at == 1)
         trainer._compute_loss(trainer.model, micro)
     assert count() == 2, "a pass of the policy for each micro-batch, and no other"
     recorder._add_metrics()

@@ -1,7 +1,6 @@
 """The responses that TRL's GRPO and RLOO learn from, measured in the passes of the trainer's own loss."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,8 +26,9 @@ from kleash.training.response_metrics import Response, gather_object, response_m
 from kleash.training.rewards import require_scored
 from kleash.uncertainty import Estimate, clustered_mean
 
-ROW, BEFORE_LOGP = "kleash_row", "kleash_before_logps"
-"""Entries that are added to a generated batch: a response's number in it, and its tokens' log-probabilities then."""
+RESPONSES, BEFORE_LOGP, STEP = "kleash_responses", "kleash_before_logps", "kleash_step"
+"""Entries that are added to a generated batch: fields of each ``Response``, until it is measured; the log-probabilities
+of its tokens then; and the updates of the weights before."""
 MEANS_OVER_TOKENS = ("entropy", "clip_ratio/region_mean")
 """Metrics that TRL logs as 0 if no token counts."""
 EVALUATION = {
@@ -38,21 +38,6 @@ EVALUATION = {
     "kl/exact_per_sequence_error": "eval/kl_per_sequence_error",
 }
 """Metric of responses -> the metric of responses to held-out prompts."""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class GeneratedBatch:
-    """What the loss does not know of a process's responses."""
-
-    step: int
-    """Updates of the weights before they were generated."""
-    prompts: list[Any]
-    completions: list[Any]
-    rewards: Float[Tensor, "responses rewards"]
-    scores: Float[Tensor, " responses"]
-    """The weighted sums of the rewards that apply; NaN where none does."""
-    measured: set[int] = field(default_factory=set[int])
-    """The responses that were measured already."""
 
 
 class ResponseRecorder:
@@ -86,7 +71,8 @@ class ResponseRecorder:
                 "the trainer's beta is 0, so it loads no reference and no KL is measured; give its configuration a "
                 "beta, attach a monitor with a reference, or train with kleash's LeashedGRPOTrainer"
             )
-        self._batches: dict[str, GeneratedBatch] = {}
+        self._rewarded: list[dict[str, Any]] = []
+        """Of each response of this process that was just rewarded, the fields of ``Response`` that are known then."""
         self._responses: dict[str, list[Response]] = {"train": [], "eval": []}
         self._update_sums = (0, 0.0, 0)
         """A step whose responses were updated on before, the KL of these updates over its tokens, and their number."""
@@ -162,23 +148,24 @@ class ResponseRecorder:
             same = (groups == groups[:, :1]).all(-1).double()  # in RLOO, TRL's rewards may contain the KL
             self.trainer._metrics["train"]["reward/zero_std_share"].append(same.mean().item())
         first = self.trainer.accelerator.process_index * len(prompts)
-        self._batches[self._mode] = GeneratedBatch(
-            step=self.trainer.state.global_step,
-            prompts=prompts,
-            completions=completions,
-            rewards=columns[first : first + len(prompts)],
-            scores=scores[first : first + len(prompts)],
-        )
+        self._rewarded = [
+            {
+                "score": scores[row].item(),
+                "parts": dict(zip(self.names, columns[row].tolist(), strict=True)),
+                "prompt": _text(prompt),
+                "response": _text(completion),
+            }
+            for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True), first)
+        ]
         return rewards
 
     def _generate_and_score_completions(
         self, original: Callable[..., dict[str, Any]], inputs: Any
     ) -> dict[str, Any]:
-        """TRL's method; its batch gets ``ROW`` and, of TRL's own passes, ``BEFORE_LOGP`` and ``REFERENCE_LOGP``."""
+        """TRL's method; its batch gets its entries and, of TRL's own passes, ``BEFORE_LOGP`` and ``REFERENCE_LOGP``."""
         self._passes = []
         output = original(inputs)
-        ids = output["completion_ids"]
-        output[ROW] = torch.arange(len(ids), device=ids.device)
+        output |= {RESPONSES: self._rewarded, STEP: torch.tensor(self.trainer.state.global_step)}
         if "old_logps" in output:  # RLOO: its passes of policy and reference, of which it keeps sums
             output[BEFORE_LOGP] = self._passes[0][0]
             if not isinstance(self.trainer, KLMixin) and self.trainer.beta != 0:
@@ -202,13 +189,10 @@ class ResponseRecorder:
         logp, entropy = self._passes[0]
         self._passes = []
         mask = response_mask(inputs)
-        batch, mode = self._batches[self._mode], self._mode
-        rows = inputs[ROW].tolist()
-        if not batch.measured.issuperset(rows):
-            batch.measured.update(rows)
-            self._responses[mode] += self._read(batch, inputs, mask, logp, entropy)
+        if RESPONSES in inputs:
+            self._responses[self._mode] += self._read(inputs.pop(RESPONSES), inputs, mask, logp, entropy)
         step = self.trainer.state.global_step
-        if mode == "train" and BEFORE_LOGP in inputs and step > batch.step:
+        if self._mode == "train" and BEFORE_LOGP in inputs and step > inputs[STEP]:
             nats = sampled_kl(inputs[BEFORE_LOGP][mask], logp[mask], "k3").sum().item()
             _, before, tokens = self._update_sums if self._update_sums[0] == step else (step, 0.0, 0)
             self._update_sums = (step, before + nats, tokens + int(mask.sum()))
@@ -244,7 +228,7 @@ class ResponseRecorder:
 
     def _read(
         self,
-        batch: GeneratedBatch,
+        rewarded: list[dict[str, Any]],
         inputs: dict[str, Any],
         mask: Bool[Tensor, "batch time"],
         logp: Float[Tensor, "batch time"],
@@ -259,15 +243,12 @@ class ResponseRecorder:
         is_cut, counted = _is_truncated(inputs, self.trainer.eos_token_ids), mask.cpu().numpy()
         return [
             Response(
-                prompt_hash=hashes[place],
-                score=batch.scores[row].item(),
-                parts=dict(zip(self.names, batch.rewards[row].tolist(), strict=True)),
-                is_truncated=is_cut[place],
-                tokens={name: array[place][counted[place]] for name, array in arrays.items()},
-                prompt=_text(batch.prompts[row]),
-                response=_text(batch.completions[row]),
+                prompt_hash=hashes[row],
+                is_truncated=is_cut[row],
+                tokens={name: array[row][counted[row]] for name, array in arrays.items()},
+                **known,
             )
-            for place, row in enumerate(inputs[ROW].tolist())
+            for row, known in enumerate(rewarded)
         ]
 
 
