@@ -6,13 +6,14 @@ one that is missing is a ``CannotRunError`` that names it.
 | of TRL | used for |
 |---|---|
 | ``_get_per_token_logps_and_entropies`` | forward passes of policy and reference, whose hidden states are captured |
-| ``_generate_and_score_completions`` | keeping the reference's pass; the penalty in the reward |
+| ``_generate_and_score_completions`` | adding the reference's pass; the penalty in the reward |
 | ``_compute_loss`` | adding the KL term to TRL's loss; the entropy of distillation |
 | ``_calculate_rewards`` | which responses have a reward |
 | ``is_async_callable`` | rewards whose results are checked |
 | transformers' ``_get_logits_processor`` | the log-probabilities of generation (``RolloutDump``) |
 | ``_metrics`` (not checked: set by the trainer's ``__init__``) | logging |
 | ``use_adapter``, ``add_fused_lm_head``, ``disable_gradient_checkpointing`` | passes of the reference |
+| the forward that ``add_fused_lm_head`` makes (not checked) | a pass without the head |
 | Accelerate's ``_original_forward`` of a network (not checked) | reading a head under ``bf16=True`` |
 | ``prepare_fsdp``, ``prepare_deepspeed`` | sharding the reference as the policy |
 """

@@ -142,22 +142,20 @@ class ForwardCapture(MIXIN):
         batch = getattr(self.args, f"per_device_{self._mode}_batch_size")
         images = {name: output[name] for name in IMAGE_INPUTS if output.get(name) is not None}
         no_checkpointing = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
-        with torch.no_grad(), no_checkpointing, self._record_passes(hidden=hidden) as passes:
-            args = (*whole_rows(output), batch)
-            if not reference:
-                self._get_per_token_logps_and_entropies(self.model, *args, **images)
-            elif self.ref_model is not None:
-                self._get_per_token_logps_and_entropies(self.ref_model, *args, **images)
-            else:
-                network = self._unwrap(self.model)
-                with use_adapter(network, adapter_name="ref" if "ref" in network.peft_config else None):
-                    self._get_per_token_logps_and_entropies(self.model, *args, **images)
+        model, adapter = self.model, nullcontext()
+        if reference and self.ref_model is not None:
+            model = self.ref_model
+        elif reference:
+            network = self._unwrap(model)
+            adapter = use_adapter(network, adapter_name="ref" if "ref" in network.peft_config else None)
+        with torch.no_grad(), no_checkpointing, adapter, self._record_passes(hidden=hidden) as passes:
+            self._get_per_token_logps_and_entropies(model, *whole_rows(output), batch, **images)
         return passes[-1]
 
     def measure_exact_kl(self) -> None:
         """Have the exact KL of each token in every micro-batch, also where a sampled one is trained.
 
-        The hidden states are those of the passes that TRL makes anyway.
+        The hidden states are those of the passes that TRL would make anyway.
 
         Raises:
             CannotRunError: if a model does not come apart into hidden states and a head.
