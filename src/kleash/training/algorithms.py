@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from types import MappingProxyType
 
 from kleash.errors import Interrupted, OptionError
@@ -54,8 +54,7 @@ def train(job: TrainJob, display: Display | None = None) -> TrainingResult:
     """
     if job.algorithm not in TRAINERS:
         raise OptionError(f"nothing trains a {type(job).__name__}; give a job of {', '.join(TRAINERS)}")
-    module, _, function = TRAINERS[job.algorithm].partition(":")
-    trainer = getattr(import_module(f"kleash.training.{module}"), function)
+    trainer = resolve_name(f"kleash.training.{TRAINERS[job.algorithm]}")
     job = replace(job, out=job.out if job.out is not None else default_out())
     with watching_files(), threads_for([*models_of(job).values()], device=job.device) as note:
         if launched_rank() != 0:

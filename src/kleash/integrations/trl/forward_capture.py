@@ -124,13 +124,10 @@ class ForwardCapture(MIXIN):
         args = (input_ids, attention_mask, logits_to_keep, *args)
         if self._passes is None:
             return original(model, *args, **kwargs)
-        hidden = None
-        if self._captures_hidden:
-            with capture_hidden_states(find_backbone(base_network(self._unwrap(model)))) as outputs:
-                result = original(model, *args, **kwargs)
-            hidden = torch.cat(outputs)[:, :-1][:, -logits_to_keep:]
-        else:
+        backbone = find_backbone(base_network(self._unwrap(model)))
+        with capture_hidden_states(backbone) if self._captures_hidden else nullcontext() as outputs:
             result = original(model, *args, **kwargs)
+        hidden = None if outputs is None else torch.cat(outputs)[:, :-1][:, -logits_to_keep:]
         # TRL multiplies by the mask, and attention may give NaN at padding.
         is_counted = attention_mask[:, -logits_to_keep:].bool()
         result = (torch.where(is_counted, result[0], 0.0), *result[1:])
@@ -239,7 +236,7 @@ def without_head(network: Any) -> AbstractContextManager[None]:
     """Context in which TRL's pass of a network ends at its final hidden states, and gives log-probabilities of 0."""
 
     def forward(*args: Any, labels: Tensor, fused_lm_head: bool, **inputs: Any) -> SimpleNamespace:
-        states = network.base_model(*args, use_cache=False, **inputs).last_hidden_state
+        states = find_backbone(network)(*args, use_cache=False, **inputs).last_hidden_state
         return SimpleNamespace(log_probs=states.new_zeros(labels[:, 1:].shape))
 
     return replaced_forward(network, forward)
