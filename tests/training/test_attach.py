@@ -1,7 +1,5 @@
 """``kleash.attach``: the folder that a trainer of TRL or transformers writes, and what is refused."""
 
-from unittest import mock
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
@@ -178,11 +176,6 @@ def test_dpo_is_steered_by_the_monitor_and_its_time_is_apart(trl, folder, tmp_pa
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(folder),
     )
-    with (
-        mock.patch.object(trainer.args, "loss_type", ["sft"]),
-        pytest.raises(OptionError, match="has no beta"),
-    ):
-        kleash.attach(trainer, target_nats=2.0, monitor=PROMPTS, out=tmp_path / "run")
     with pytest.raises(
         OptionError, match="DPO draws no responses, so its beta is steered by a measured drift"
     ):
@@ -293,19 +286,19 @@ class Mixing(Trainer):
     beta = 0.5
 
 
-class DistillationTrainer(Mixing):
-    """TRL's, by its name."""
-
-
 class ReadOnly(Trainer):
     @property
     def beta(self):
         return 0.1
 
 
-@pytest.mark.parametrize("kind", [Trainer, DistillationTrainer, ReadOnly, Mixing])
+TRLS = [type(name, (Mixing,), {}) for name in ("DistillationTrainer", "DPOTrainer")]  # by their names
+
+
+@pytest.mark.parametrize("kind", [Trainer, *TRLS, ReadOnly, Mixing])
 def test_controller_of_a_beta_that_prices_no_kl_is_refused(folder, tmp_path, kind):
     trainer = plain(folder, tmp_path, kind)
+    trainer.args.loss_type = ["sft"]  # DPO's
     with pytest.raises(OptionError, match=f"{kind.__name__} has no beta that is the price of a KL"):
         kleash.attach(trainer, target_nats=0.1, out=tmp_path / "run")
     kleash.attach(trainer, monitor=PROMPTS, reference=str(folder), out=tmp_path / "run")

@@ -197,15 +197,15 @@ def _leash(trainer: Any, controller: str | Leash, target_nats: float | None, per
 
 def _require_price(trainer: Any, algorithm: str, monitor: "DriftMonitor | None") -> None:
     """Refuse a controller of a beta that prices no KL, as the mixture of a distillation, or DPO of the loss "sft"."""
-    if algorithm == "dpo" and monitor is None:
-        raise OptionError(
-            "DPO draws no responses, so its beta is steered by a measured drift; give monitor= prompts"
-        )
     if algorithm not in (*GENERATING, "dpo") or getattr(trainer.args, "loss_type", None) == ["sft"]:
         raise OptionError(
             f"{type(trainer).__name__} has no beta that is the price of a KL, so there is nothing to steer; leave "
             "target_nats out (monitor= measures the KL), or train with LeashedGRPOTrainer or LeashedRLOOTrainer of "
             "kleash.integrations.trl"
+        )
+    if algorithm == "dpo" and monitor is None:
+        raise OptionError(
+            "DPO draws no responses, so its beta is steered by a measured drift; give monitor= prompts"
         )
 
 
