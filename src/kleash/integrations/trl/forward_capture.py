@@ -93,13 +93,13 @@ class ForwardCapture(MIXIN):
         return self.accelerator.unwrap_model(model)
 
     @contextmanager
-    def _parent_beta(self, beta: float) -> Iterator[None]:
-        """Context in which TRL's code reads this beta."""
-        original_beta, self.beta = self.beta, beta
+    def _without_parent_kl(self) -> Iterator[None]:
+        """Context in which TRL's code reads a beta of 0."""
+        beta, self.beta = self.beta, 0.0
         try:
             yield
         finally:
-            self.beta = original_beta
+            self.beta = beta
 
     @contextmanager
     def _record_passes(self, *, hidden: bool) -> Iterator[list[ForwardPass]]:

@@ -161,7 +161,7 @@ class KLMixin(ForwardCapture):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """TRL's generated batch with what the KL needs; logs the mismatch of trainer and engine."""
-        with self._parent_beta(0.0), self._record_passes(hidden=False) as passes:
+        with self._without_parent_kl(), self._record_passes(hidden=False) as passes:
             output = super()._generate_and_score_completions(inputs)
         self._keep_reference(output)
         engine_logp, in_reward = output.get(ENGINE_LOGP), self._term.place == "reward"
@@ -217,7 +217,7 @@ class KLMixin(ForwardCapture):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """TRL's loss without a KL, and the KL of the micro-batch times beta."""
-        with self._parent_beta(0.0), self._record_passes(hidden=self._captures) as passes:
+        with self._without_parent_kl(), self._record_passes(hidden=self._captures) as passes:
             loss = super()._compute_loss(model, inputs)
         mask = response_mask(inputs)
         if self._captures and self._term.estimator != "exact" and TOKEN_KL not in inputs:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,14 +23,6 @@ from kleash.training.step_logger import StepLogger
 
 PROMPT_COLUMN = "kleash_prompt"
 """Column of the data set with the index of the prompt."""
-FIXED_ARGUMENTS = MappingProxyType(
-    {
-        "save_total_limit": 2,
-        "lr_scheduler_type": "constant",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-)
 
 
 @contextmanager
@@ -124,7 +115,10 @@ def shared_arguments(job: TrainJob, *, rows: int, row_tokens: int, updates: int 
         "bf16": resolve_dtype(job.dtype, device) == torch.bfloat16,
         "use_cpu": device.type == "cpu",
         "gradient_checkpointing": device.type != "cpu",
-        **FIXED_ARGUMENTS,
+        "save_total_limit": 2,
+        "lr_scheduler_type": "constant",
+        "report_to": "none",
+        "disable_tqdm": True,
     }
 
 
