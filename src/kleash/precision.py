@@ -31,10 +31,10 @@ def nan_unless_normalised(
 ) -> Float[Tensor, "*batch"]:
     """``values`` that were computed from log-probabilities, or NaN for rows whose probabilities do not sum to 1.
 
-    On a CPU it raises an error instead, except in torch.compile and vmap, where no value can be read; reading one would
-    make a GPU wait. The sum may be off by 5 %, since bfloat16 rounds log-probabilities by up to 0.03, and by 64
-    roundings of the dtype, since they may have been computed in it. Rows of -inf alone pass, rows with NaN or inf, and
-    values of 0, as of padding that is 0 on both sides.
+    On a CPU it raises an error instead, except for a sum of 0 or inf, which padding has, and in torch.compile and vmap,
+    where no value can be read; reading one would make a GPU wait. The sum may be off by 5 %, since bfloat16 rounds
+    log-probabilities by up to 0.03, and by 64 roundings of the dtype, since they may have been computed in it. Rows
+    with NaN pass, and values of 0, as of padding that is 0 on both sides.
 
     Raises:
         NotProbabilitiesError: it names the distribution.
@@ -42,12 +42,14 @@ def nan_unless_normalised(
     for name, logp in distributions.items():
         total = at_least_float32(logp.detach()).logsumexp(-1)
         tolerance = max(0.05, 64 * torch.finfo(logp.dtype).eps)
-        is_off = total.isfinite() & (total.abs() > tolerance) & (values != 0)
+        is_off = (total.abs() > tolerance) & (values != 0)
         is_readable = total.device.type == "cpu" and not torch.compiler.is_compiling()
-        if is_readable and not is_batched(is_off) and is_off.any():
+        is_wrong = is_off & total.isfinite()
+        if is_readable and not is_batched(is_wrong) and is_wrong.any():
             raise NotProbabilitiesError(
-                f"{name} is not normalised: its exponentials sum to {total[is_off][0].exp():.4g} in {int(is_off.sum())}"
-                f" of {is_off.numel()} rows; give log_softmax(-1) of logits, or the logarithms of probabilities"
+                f"{name} is not normalised: its exponentials sum to {total[is_wrong][0].exp():.4g} in "
+                f"{int(is_wrong.sum())} of {is_wrong.numel()} rows; give log_softmax(-1) of logits, or the logarithms "
+                "of probabilities"
             )
         values = torch.where(is_off, torch.nan, values)
     return values
