@@ -179,6 +179,9 @@ def test_a_temperature_for_each_token(options):
         torch.testing.assert_close(actual.per_token[row, column], alone.detach())
         torch.testing.assert_close(values[row, column], alone)
         torch.testing.assert_close(ours[row, column], right[row, column])
+    temperature[:, 1] = torch.tensor([-1.0, torch.inf])  # refused as numbers; both gave finite values
+    values = linear_kl(*case.models, temperature=temperature, options=options)
+    assert values.isnan().tolist() == [[False, True, False]] * 2
 
 
 @EVERY

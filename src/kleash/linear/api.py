@@ -64,7 +64,7 @@ def linear_kl(
         head_p: the head that maps them to logits.
         hidden_q: hidden states of the same tokens under q; their dimension may differ.
         head_q: the head for those; its vocabulary is that of head_p.
-        temperature: divides the logits of both models; a number, or one for each token (whose values are not checked).
+        temperature: divides the logits of both models; a number, or one for each token (NaN if it is not above 0).
         options: implementation, memory, compilation.
 
     Returns:

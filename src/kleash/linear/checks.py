@@ -57,9 +57,9 @@ def flat_pair(p: Side, q: Side, temperature: float | Tensor, vocab_shards: Vocab
     dtype = common_dtype((hidden_p, head_p.weight, head_p.bias, hidden_q, head_q.weight, head_q.bias))
     flat_p = hidden_p.reshape(-1, hidden_p.shape[-1])
     flat_q = flat_p if hidden_q is hidden_p else hidden_q.reshape(-1, hidden_q.shape[-1])
-    # A copy, since the backward pass reads it again.
+    # A copy, since the backward pass reads it again; NaN where a number would be refused, which a GPU would wait for.
     divisor = (
-        temperature.reshape(-1).to(dtype, copy=True)
+        torch.where((temperature > 0) & temperature.isfinite(), temperature, torch.nan).reshape(-1).to(dtype)
         if isinstance(temperature, Tensor)
         else float(temperature)
     )
@@ -210,7 +210,7 @@ def common_dtype(tensors: Sequence[Tensor | None]) -> torch.dtype:
 
 
 def check_temperature(temperature: float | Tensor) -> None:
-    """Check that a number is positive, and that a tensor, whose values are not checked, requires no gradient."""
+    """Check that a number is positive, and that a tensor requires no gradient (its values: ``flat_pair``)."""
     if isinstance(temperature, Tensor):
         check_constant("a temperature", temperature)
     else:
