@@ -214,6 +214,12 @@ PID = {"beta": 0.1, "target_nats": 6.0}
         (lambda: beta_from_dict({"kind": "pdi", **PID}), UnknownNameError, "did you mean 'pid'"),
         (lambda: beta_from_dict({"kind": "pid", **PID, "gain": 1.0}), OptionError, "PIDBeta has no gain; it"),
         (lambda: beta_from_dict({"kind": "pid", "beta": 0.1}), OptionError, "target_nats"),
+        (lambda: beta_from_dict({"kind": None, **PID}), UnknownNameError, "called 'None'; there are fixed"),
+        (
+            lambda: beta_from_dict({"kind": "pid", **PID, "levels": None}),
+            OptionError,
+            "missing, or no numbers",
+        ),
         (lambda: beta_from_dict({"kind": "pid", **PID, "beta": NAN}), OptionError, "beta is nan, outside"),
         (lambda: PIDBeta(beta=0.1, target_nats=0.0), OptionError, "target_nats is 0.0; give a finite number"),
         (lambda: PIDBeta(beta=0.0, target_nats=1.0), OptionError, "beta is 0.0, outside"),
@@ -252,3 +258,11 @@ def test_stateful_controller_replaces_its_controller_and_restores_a_saved_state(
     resumed = StatefulController(replace(first, beta_max=0.5))
     resumed.load_state(json.loads(json.dumps(stateful.leash.to_dict())))
     assert resumed.leash == replace(first, beta_max=0.5, beta=stateful.value, event=None)
+    saved = PIDBeta(**PID).after(5.0).after(6.0).to_dict()
+    for other, beta in (
+        (PIDBeta(beta=0.2, target_nats=0.1, per="token"), saved["beta"]),
+        (FixedBeta(beta=0.2), 0.2),
+    ):
+        resumed = StatefulController(other)
+        resumed.load_state(saved)  # its levels are of another unit, its beta is none to be fixed
+        assert resumed.leash == replace(other, beta=beta)

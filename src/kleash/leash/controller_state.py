@@ -33,7 +33,7 @@ def beta_from_dict(record: Mapping[str, Any]) -> Leash:
     """
     if "kind" not in record:
         raise OptionError(f"the dict of a controller has no kind; there are {', '.join(CONTROLLERS)}")
-    controller_class: Any = look_up(CONTROLLERS, record["kind"], "beta controller")
+    controller_class: Any = look_up(CONTROLLERS, str(record["kind"]), "beta controller")
     values = {name: value for name, value in record.items() if name != "kind"}
     field_names = {field.name for field in fields(controller_class)}
     if not values.keys() <= field_names:
@@ -41,23 +41,30 @@ def beta_from_dict(record: Mapping[str, Any]) -> Leash:
         raise OptionError(
             f"{controller_class.__name__} has no {unknown_names}; it has {', '.join(sorted(field_names))}"
         )
-    if "levels" in values:
-        values["levels"] = tuple(values["levels"])
     try:
+        if "levels" in values:
+            values["levels"] = tuple(values["levels"])
         return controller_class(**values)
     except TypeError as error:
-        raise OptionError(f"fields of {controller_class.__name__} are missing: {error}; give them") from error
+        raise OptionError(
+            f"fields of {controller_class.__name__} are missing, or no numbers: {error}; give them"
+        ) from error
 
 
 def with_state(leash: Leash, saved: Mapping[str, Any]) -> Leash:
     """The controller with the beta and the measured levels of a saved one; bounds, target and gains are its own.
 
+    A fixed beta is not restored, and neither are levels that were measured in another unit.
+
     Args:
         leash: the controller.
         saved: the result of ``to_dict`` of the saved one, or an empty mapping.
     """
+    if isinstance(leash, FixedBeta):
+        return leash
     settings = leash.to_dict()
-    state = {name: saved[name] for name in STATE_FIELDS if name in saved.keys() & settings}
+    names = STATE_FIELDS if saved.get("per") == leash.per else ("beta",)
+    state = {name: saved[name] for name in names if name in saved.keys() & settings}
     return beta_from_dict(settings | state)
 
 
@@ -89,13 +96,12 @@ class StatefulController:
         self.leash = self.leash.after(measured_nats, sequences=sequences, standard_error=standard_error)
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
-        """Restore beta and the measured levels; bounds, target and gains are not changed.
+        """Restore beta and the measured levels, as ``with_state``.
 
         Args:
-            saved: the result of ``leash.to_dict()``, or an empty mapping. A fixed beta is not restored.
+            saved: the result of ``leash.to_dict()``, or an empty mapping.
         """
-        if not isinstance(self.leash, FixedBeta):
-            self.leash = with_state(self.leash, saved)
+        self.leash = with_state(self.leash, saved)
 
 
 def beta_reason(before: Leash, after: Leash, measured_nats: SupportsFloat) -> str | None:
