@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kleash.auditing.audited_function import AuditedFunction
+from kleash.auditing.audited_function import AuditedFunction, KeptPrecision
 from kleash.auditing.checks.batches import batch_findings, batch_mean, check_padding
 from kleash.auditing.checks.estimates import estimate_sentences, gradient_findings, value_findings
 from kleash.auditing.checks.evidence import Evidence, gather_evidence
@@ -90,6 +91,9 @@ def audit(
         name=name or _function_name(function),
         arguments=dict(arguments or {}),
     )
+    with restored_process_settings(), KeptPrecision() as precision, suppress(KleashError):
+        audited.call(leaf_inputs(SEQUENCES))
+    audited = replace(audited, keeps_precision=precision.has_converted)
     with restored_process_settings():
         try:
             first, impurities = check_purity(audited)

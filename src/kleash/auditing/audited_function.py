@@ -1,6 +1,7 @@
 """The audited function, called by its convention; its results are brought to one shape and sign."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kleash.auditing.conventions import Convention
 from kleash.auditing.toy_distributions import P_FIELDS, AuditInputs
@@ -16,6 +18,23 @@ from kleash.errors import CannotRunError, MissingExtraError, ShapeError, summari
 
 RESULT_AXES: Mapping[str, int] = MappingProxyType({"vocabulary": 3, "token": 2, "sequence": 1, "mean": 0})
 """What a convention gives -> how many of the axes sequences, steps and vocabulary the result has."""
+HALF_PRECISION = torch.bfloat16, torch.float16
+
+
+class KeptPrecision(TorchDispatchMode):
+    """A mode in which tensors that are converted to 16 bits keep their precision."""
+
+    has_converted = False
+    """Whether there was such a conversion."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """The result of an operation, a conversion to 16 bits apart."""
+        options = dict(kwargs or {})
+        if func is torch.ops.aten._to_copy.default and options.get("dtype") in HALF_PRECISION:
+            options["dtype"], self.has_converted = args[0].dtype, True
+        return func(*args, **options)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,6 +47,9 @@ class AuditedFunction:
     arguments: Mapping[str, Any]
     repeats: int = 1
     """Number of calls that ``values`` averages; more than one for a random function."""
+    keeps_precision: bool = False
+    """Whether conversions to 16 bits are left out in float64, in which an audit determines what the function is apart
+    from its rounding; that shows in float32."""
 
     def call(self, inputs: AuditInputs) -> Tensor:
         """The function's result on copies of ``inputs``, checked for its shape; of either sign.
@@ -36,7 +58,9 @@ class AuditedFunction:
             CannotRunError: if it raises, or returns no tensor of real numbers.
             ShapeError: if its result does not have the shape of the convention.
         """
-        with torch.enable_grad():  # an earlier call may have switched gradients off
+        is_exact = self.keeps_precision and inputs.logp.dtype == torch.float64
+        # An earlier call may have switched gradients off.
+        with torch.enable_grad(), KeptPrecision() if is_exact else nullcontext():
             return self.call_in_place(inputs.clone())
 
     def call_in_place(self, inputs: AuditInputs) -> Tensor:
