@@ -108,18 +108,19 @@ def audit(
 
 
 def _advice(audited: AuditedFunction) -> str:
-    """How a function can be audited that cannot be called by its convention; "" if it can."""
+    """How a function can be audited that cannot be called by its convention, or not with every vocabulary."""
 
     def fits(convention: Convention) -> bool:
         try:
-            replace(audited, convention=convention).call(leaf_inputs(SEQUENCES))
+            for toy in (SEQUENCES, "far"):
+                replace(audited, convention=convention).call(leaf_inputs(toy))
         except KleashError:
             return False
         return True
 
     convention = audited.convention
     if fits(convention):
-        return ""
+        return "; let it take vocabularies of 2, 3 and 8 tokens, by min(k, vocabulary) for instance"
     call = _call_of(convention)
     fitting = ", ".join(
         other.name
@@ -130,7 +131,7 @@ def _advice(audited: AuditedFunction) -> str:
     )
     return (
         f"; choose the convention that fits it{f' ({fitting})' if fitting else ''}, bind its reduction or other "
-        "arguments, or wrap it in a function that fits"
+        "arguments, or wrap it in a function that fits, with vocabularies of 2, 3 and 8 tokens"
     )
 
 
