@@ -82,16 +82,16 @@ def test_a_figure_is_the_picture(run):
 
 def test_any_result_is_read_back(run, tmp_path):
     folder, measurement = run
-    assert encode(kleash.open(str(folder))) == encode(measurement)
+    assert kleash.open(str(folder)) == measurement  # with numbers that are NaN
     sweep = write_sweep_folder(tmp_path / "sweep", synthetic_sweep(HOSTILE[:3]))
-    assert encode(kleash.open(tmp_path / "sweep")) == encode(sweep)
+    assert kleash.open(tmp_path / "sweep") == sweep != measurement
     trained = kleash.open(write_hostile_run(tmp_path / "training"))
     assert trained.algorithm == "ppo"
     audits = tmp_path / "audits.json"
     audits.write_text(json.dumps({"audits": encode([plain_audit(), plain_audit()])}))
-    assert encode(kleash.open(audits)) == encode([plain_audit(), plain_audit()])
+    assert kleash.open(audits) == (plain_audit(), plain_audit())
     audits.write_text(plain_audit().to_json())
-    assert encode(kleash.open(audits)) == encode([plain_audit()])
+    assert kleash.open(audits) == (plain_audit(),)
 
 
 def test_what_is_no_result_is_refused(run, tmp_path):

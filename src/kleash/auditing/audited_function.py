@@ -73,8 +73,8 @@ class AuditedFunction:
         except (Exception, SystemExit) as error:
             message = f": {summarise_error(error)}" if str(error).strip() else ""
             raise CannotRunError(
-                f"{self.name} raised {type(error).__name__}{message} when called by {description}, with a vocabulary of "
-                f"{inputs.logp.shape[-1]} tokens"
+                f"{self.name} raised {type(error).__name__}{message} when called by {description}, with a vocabulary "
+                f"of {inputs.logp.shape[-1]} tokens"
             ) from error
         is_usable = isinstance(result, Tensor) and result.is_floating_point() and result.device.type == "cpu"
         if not is_usable:

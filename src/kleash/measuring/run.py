@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -48,8 +49,8 @@ def default_out(parent: str = "kleash-runs") -> str:
     if launched_world_size() > 1:
         raise OptionError("several processes must agree on one folder; give --out")
     name = datetime.now().strftime("%Y-%m-%d-%H%M%S")
-    there = len(list(Path(parent).glob(f"{name}*")))
-    return str(Path(parent) / (f"{name}-{there + 1}" if there else name))
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    return str(next(path for path in map(Path(parent).joinpath, names) if not path.exists()))
 
 
 def measure(

@@ -50,7 +50,7 @@ def open(path: Path | str) -> Measurement | Sweep | TrainingResult | tuple[Audit
     """The result in a folder: of a measurement, a sweep or a finished training run; or in the file of audits.
 
     >>> measurement = kleash.measure(text=["The sea was calm."], out="opened")
-    >>> kleash.open("opened").to_json() == measurement.to_json()
+    >>> kleash.open("opened") == measurement
     True
 
     Args:

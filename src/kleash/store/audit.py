@@ -164,7 +164,7 @@ class CurveRow:
     right_gradient: float
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class Audit(Result):
     """What a KL implementation estimates and what it differentiates.
 

@@ -52,7 +52,7 @@ class RunDifference:
     warnings: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class Comparison(MeasuredResult):
     """Several measurements side by side, and their differences from the first."""
 
@@ -102,7 +102,7 @@ class ComparedTraining:
     """"finished", why it was stopped, or "running or interrupted"."""
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class TrainingComparison(MeasuredResult):
     """Several training runs side by side, and their differences from the first."""
 

@@ -240,7 +240,7 @@ class PromptDrift:
     """The beginning of a response that the reference drew, with --show-reference."""
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class Measurement(MeasuredResult):
     """How far a policy has drifted from its reference.
 

@@ -24,7 +24,7 @@ LABELS: Mapping[str, str] = {
 """Field of ``kleash.leash.Mismatch`` -> its label."""
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class MismatchRecord(MeasuredResult):
     """How far the trainer's log-probabilities are from those of the engine that drew the tokens."""
 
@@ -71,7 +71,7 @@ class LikelyCause:
     """Causes that the data cannot tell from this one; the probability is that of all of them."""
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class Diagnosis(MeasuredResult):
     """The likely causes of a mismatch, the likeliest first; none if rounding explains the differences."""
 

@@ -139,6 +139,10 @@ class Result(JSONRecord):
     views: ClassVar[str] = ".to_dict()"
     """What shows more of it than its ``repr``."""
 
+    def __eq__(self, other: object) -> bool:
+        """Whether the other is the same result: of its class, and the same in JSON, where NaN is equal to NaN."""
+        return isinstance(other, type(self)) and self.to_json() == other.to_json()
+
     def __repr__(self) -> str:
         """The first lines of the summary, and what says more."""
         summary = summarize(self)

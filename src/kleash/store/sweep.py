@@ -151,7 +151,7 @@ class Attribution:
         return 0.0 - group.change.value / value if value else float("nan")
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class Sweep(MeasuredResult):
     """Several candidates measured against one reference."""
 

@@ -40,7 +40,7 @@ def last_checkpoint(root: Path) -> Path | None:
     return finished[max(finished)] if finished else None
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class TrainingResult(MeasuredResult):
     """``training.json``: the result of a training run."""
 
