@@ -195,8 +195,10 @@ def test_a_class_of_own_code_that_is_not_run_and_unused_weights_give_notes(copie
     stored = load_file(copied / "model.safetensors")
     stored["mtp.layers.0.weight"] = torch.zeros(2)
     save_file(stored, copied / "model.safetensors", metadata={"format": "pt"})
+    edit_json(copied / "config.json", tie_word_embeddings=True)  # and the file has another head
     notes = load_pair(str(copied), str(copied)).notes
     assert any("1 tensors of the policy" in note and "mtp.layers.0.weight" in note for note in notes)
+    assert any("has a head of its own in its files and is tied" in note for note in notes)
 
 
 def test_a_missing_tokenizer_is_an_error(copied, unhooked):

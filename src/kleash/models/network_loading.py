@@ -14,6 +14,7 @@ from kleash.extras import import_extra
 from kleash.models.compat import class_of_config, forget_renaming, run_uncompiled, use_exact_experts
 from kleash.models.filling import check_complete, check_network_size, load_unpacked_network, loading
 from kleash.models.gguf_network import load_gguf_network
+from kleash.models.heads import has_tied_embeddings
 from kleash.models.sharded_networks import shard_storage, view_of_shards
 from kleash.models.shared_base import LoadedNetwork, load_over_one_base
 from kleash.models.transformers_formats import (
@@ -249,6 +250,13 @@ def _load_as(
     if unused:
         notes += (
             f"{len(unused)} tensors of {checkpoint} are not used by its architecture, such as {unused[0]}",
+        )
+    is_plain = packed is None and not is_packed(network) and device_map not in PARALLEL_MAPS
+    if is_plain and has_tied_embeddings(skeleton) and not has_tied_embeddings(network):
+        notes += (
+            f"{checkpoint} has a head of its own in its files and is tied to its embedding by its settings; the head "
+            "is measured, as transformers reads it, where vLLM and llama.cpp may take the embedding: set "
+            "tie_word_embeddings to what is meant",
         )
     counted = skeleton if is_packed(network) else network
     return LoadedNetwork(
