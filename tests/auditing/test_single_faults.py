@@ -50,6 +50,8 @@ def test_every_finding_is_in_the_verdict(audits):
         assert ("No fault was found." in found.verdict) is (not found.faults)
         assert "choose the convention" not in " ".join(found.verdict), "another would not help"
         assert all(sentence[0].isupper() and sentence.endswith(".") for sentence in found.verdict)
+    in_float16 = audit(lambda p, q: torch.relu(p - q), "metric").verdict
+    assert any(sentence.startswith("For float16 inputs it returns float16:") for sentence in in_float16)
 
 
 @pytest.mark.parametrize("name", CONVENTIONS)

@@ -27,8 +27,8 @@ CANCELLATION = 1e-2
 """Relative error in float32 above which cancellation is reported."""
 ROUNDING = 1e-4
 """More than a computation in float32 needs to lose."""
-BFLOAT16_ROUNDING = 2.0**-8 * 1.5
-"""Relative error of a right result that is rounded to bfloat16 at the end."""
+FINAL_ROUNDING = 0.75
+"""Relative error of a right result that is rounded at the end, in machine epsilons of its dtype."""
 
 
 def accuracy_rows(audited: AuditedFunction, estimator: str, is_claimed: bool) -> tuple[AccuracyRow, ...]:
@@ -74,12 +74,12 @@ def precision_findings(audited: AuditedFunction, rows: Sequence[AccuracyRow]) ->
     if inaccurate := [row for row in rows if row.dtype != "float32" and _is_avoidable(row, ROUNDING)]:
         in_bfloat16 = [row for row in inaccurate if row.dtype == "bfloat16"]
         worst = max(in_bfloat16 or inaccurate, key=lambda row: row.relative_error)
-        returns_bfloat16 = _returns_bfloat16(audited)
+        dtype = getattr(torch, worst.dtype)
         severity, cause = "fragile", "it computes before it upcasts"
-        if returns_bfloat16:
-            cause = "it computes in bfloat16"
-        if returns_bfloat16 and worst.relative_error <= BFLOAT16_ROUNDING:
-            severity, cause = "note", "it returns bfloat16"
+        if audited.call(_rounded("far", dtype)).dtype == dtype:
+            cause = f"it computes in {worst.dtype}"
+            if worst.relative_error <= FINAL_ROUNDING * torch.finfo(dtype).eps:
+                severity, cause = "note", f"it returns {worst.dtype}"
         yield Finding(
             kind="low_precision",
             severity=severity,
@@ -95,14 +95,6 @@ def _is_avoidable(row: AccuracyRow, limit: float) -> bool:
 
 def _describe_error(row: AccuracyRow) -> str:
     return f"its relative error is {row.relative_error:.2g}, where {row.unavoidable_error:.1g} is unavoidable"
-
-
-def _returns_bfloat16(audited: AuditedFunction) -> bool:
-    """Whether the result is bfloat16 for bfloat16 inputs; False if the function refuses them, which is no fault."""
-    try:
-        return audited.call(_rounded("far", torch.bfloat16)).dtype == torch.bfloat16
-    except KleashError:
-        return False
 
 
 @cache
