@@ -253,11 +253,11 @@ def _load_as(
         )
     is_plain = packed is None and not is_packed(network) and device_map not in PARALLEL_MAPS
     if is_plain and has_tied_embeddings(skeleton) and not has_tied_embeddings(network):
-        notes += (
+        note = (
             f"{checkpoint} has a head of its own in its files and is tied to its embedding by its settings; the head "
-            "is measured, as transformers reads it, where vLLM and llama.cpp may take the embedding: set "
-            "tie_word_embeddings to what is meant",
+            "is measured, as transformers reads it, and vLLM reads the embedding: set tie_word_embeddings as meant"
         )
+        notes += (note,)
     counted = skeleton if is_packed(network) else network
     return LoadedNetwork(
         network=network,
