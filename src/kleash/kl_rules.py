@@ -160,13 +160,10 @@ def _is_biased(term: TermSpec) -> bool:
     return term.contract is not None and not term.contract.unbiased
 
 
-def _is_backpropagated(term: TermSpec) -> bool:
-    return term.gradient == "backpropagated" and term.contract is not None
-
-
 def _backpropagated(term: TermSpec) -> str:
-    """The divergence that a backpropagated estimator follows."""
-    return KL if term.contract is None else term.contract.backpropagated
+    """The divergence that a backpropagated estimator follows; "" of other gradients, and of the exact KL."""
+    contract = term.contract if term.gradient == "backpropagated" else None
+    return "" if contract is None else contract.backpropagated
 
 
 RULES: tuple[Rule, ...] = (
@@ -249,14 +246,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         place="loss",
-        applies=lambda t: not _is_backpropagated(t) and t.follows != KL,
+        applies=lambda t: not _backpropagated(t) and t.follows != KL,
         reason=lambda t, say: (
             f"{say('gradient', t.gradient)} follows {KL}, and {t.follows} was asked for; backpropagate k3"
         ),
     ),
     Rule(
         place="loss",
-        applies=lambda t: _is_backpropagated(t) and _backpropagated(t) == "zero",
+        applies=lambda t: _backpropagated(t) == "zero",
         reason=lambda t, say: (
             f"{t.estimator} backpropagated trains nothing: its gradient averages to zero; take "
             + say("gradient", "score")
@@ -264,7 +261,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         place="loss",
-        applies=lambda t: _is_backpropagated(t) and _backpropagated(t) != t.follows,
+        applies=lambda t: _backpropagated(t) not in ("", t.follows),
         reason=lambda t, say: (
             f"{t.estimator} backpropagated follows {_backpropagated(t)}, not {t.follows}; "
             f"take {say('gradient', 'score')}, or say follows={_backpropagated(t)!r}"

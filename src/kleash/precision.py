@@ -41,8 +41,7 @@ def nan_unless_normalised(
     """
     for name, logp in distributions.items():
         total = at_least_float32(logp.detach()).logsumexp(-1)
-        tolerance = max(0.05, 64 * torch.finfo(logp.dtype).eps)
-        is_off = (total.abs() > tolerance) & (values != 0)
+        is_off = (total.abs() > max(0.05, 64 * torch.finfo(logp.dtype).eps)) & (values != 0)
         is_readable = total.device.type == "cpu" and not torch.compiler.is_compiling()
         is_wrong = is_off & total.isfinite()
         if is_readable and not is_batched(is_wrong) and is_wrong.any():

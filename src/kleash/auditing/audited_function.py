@@ -76,8 +76,7 @@ class AuditedFunction:
                 f"{self.name} raised {type(error).__name__}{message} when called by {description}, with a vocabulary "
                 f"of {inputs.logp.shape[-1]} tokens"
             ) from error
-        is_usable = isinstance(result, Tensor) and result.is_floating_point() and result.device.type == "cpu"
-        if not is_usable:
+        if not (isinstance(result, Tensor) and result.is_floating_point() and result.device.type == "cpu"):
             kind = (
                 f"{result.dtype} on {result.device}" if isinstance(result, Tensor) else type(result).__name__
             )

@@ -257,8 +257,7 @@ def match_quantity(
     relations: tuple[Relation, ...] = (
         ("itself", "multiple") if is_gradient else ("itself", "shifted", "multiple")
     )
-    moderate = [pair in MODERATE_PAIRS for pair in pairs]
-    for rows in (torch.ones(len(pairs), dtype=torch.bool), torch.tensor(moderate)):
+    for rows in torch.tensor([[True] * len(pairs), [pair in MODERATE_PAIRS for pair in pairs]]):
         everywhere, part, slack = bool(rows.all()), measured[rows], noise[rows]
         norms = candidates[claimed][rows].norm(dim=-1)
         is_zero = part.norm(dim=-1) < NEGLIGIBLE * norms + torch.minimum(slack, norms / 4)

@@ -36,10 +36,10 @@ def beta_from_dict(record: Mapping[str, Any]) -> Leash:
     controller_class: Any = look_up(CONTROLLERS, str(record["kind"]), "beta controller")
     values = {name: value for name, value in record.items() if name != "kind"}
     field_names = {field.name for field in fields(controller_class)}
-    if not values.keys() <= field_names:
-        unknown_names = ", ".join(sorted(values.keys() - field_names))
+    if unknown_names := values.keys() - field_names:
         raise OptionError(
-            f"{controller_class.__name__} has no {unknown_names}; it has {', '.join(sorted(field_names))}"
+            f"{controller_class.__name__} has no {', '.join(sorted(unknown_names))}; it has "
+            f"{', '.join(sorted(field_names))}"
         )
     try:
         if "levels" in values:

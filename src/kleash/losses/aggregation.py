@@ -25,7 +25,6 @@ class Aggregation:
     """Whether the divisor is the number of tokens; otherwise it is the number of sequences."""
     sums_sequences: bool
     """Whether each sequence enters as the sum over its tokens, as a KL between responses requires."""
-    summary: str
 
 
 AGGREGATIONS: Mapping[str, Aggregation] = MappingProxyType(
@@ -34,25 +33,21 @@ AGGREGATIONS: Mapping[str, Aggregation] = MappingProxyType(
             total=lambda values, tokens: values.sum(),
             counts_tokens=True,
             sums_sequences=True,
-            summary="sum over all tokens, divided by how many there are",
         ),
         "sequence_sum": Aggregation(
             total=lambda values, tokens: values.sum(),
             counts_tokens=False,
             sums_sequences=True,
-            summary="mean over sequences of the sum over their tokens",
         ),
         "sequence_mean": Aggregation(
             total=lambda values, tokens: (values.sum(-1) / tokens).sum(),
             counts_tokens=False,
             sums_sequences=False,
-            summary="mean over sequences of the mean over their tokens",
         ),
         "constant": Aggregation(
             total=lambda values, tokens: values.sum(),
             counts_tokens=False,
             sums_sequences=True,
-            summary="as sequence_sum, divided by a length that is the same for all",
         ),
     }
 )

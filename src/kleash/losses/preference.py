@@ -173,17 +173,12 @@ def _record_with_score(divergence: str | Divergence) -> Divergence:
             "the divergence implies no reward: it is a function of a sum, and only the sum has a score; "
             "give the record of the sum"
         )
-    _require_increasing_score(divergence)
-    return divergence
-
-
-def _require_increasing_score(record: Divergence) -> None:
-    """Raise OptionError unless the score of a user's record increases strictly on a grid of log ratios."""
     u = torch.linspace(-6, 6, 97, dtype=torch.float64)
-    is_flat = ~(record.score(u).diff() > 0)
+    is_flat = ~(divergence.score(u).diff() > 0)
     if is_flat.any():
         first_flat = u[:-1][is_flat][0].item()
         raise OptionError(
             f"the divergence implies no reward: its score does not rise strictly at a log ratio of {first_flat:g}, "
             "so many policies share one reward; give one whose generator is strictly convex"
         )
+    return divergence

@@ -251,13 +251,20 @@ def _load_as(
         notes += (
             f"{len(unused)} tensors of {checkpoint} are not used by its architecture, such as {unused[0]}",
         )
-    is_plain = packed is None and not is_packed(network) and device_map not in PARALLEL_MAPS
-    if is_plain and has_tied_embeddings(skeleton) and not has_tied_embeddings(network):
-        note = (
-            f"{checkpoint} has a head of its own in its files and is tied to its embedding by its settings; the head "
-            "is measured, as transformers reads it, and vLLM reads the embedding: set tie_word_embeddings as meant"
+    if (
+        packed is None
+        and not is_packed(network)
+        and device_map not in PARALLEL_MAPS
+        and has_tied_embeddings(skeleton)
+        and not has_tied_embeddings(network)
+    ):
+        notes += (
+            (
+                f"{checkpoint} has a head of its own in its files and is tied to its embedding by its settings; the "
+                "head is measured, as transformers reads it, and vLLM reads the embedding: set tie_word_embeddings "
+                "as meant"
+            ),
         )
-        notes += (note,)
     counted = skeleton if is_packed(network) else network
     return LoadedNetwork(
         network=network,

@@ -221,8 +221,9 @@ def _padding_row(audited: AuditedFunction, fill: str, expected: tuple[Tensor, Te
     try:
         results = audited.values_and_gradients(inputs, inputs)
     except KleashError as error:
-        row = MaskRow(case=fill, value_change=nan, gradient_change=nan, problem=str(error))
-        return "cannot_be_called", row
+        return "cannot_be_called", MaskRow(
+            case=fill, value_change=nan, gradient_change=nan, problem=str(error)
+        )
     value_change, gradient_change = (
         (after - before).abs().max().item()  # NaN if any is
         for after, before in zip(results, expected, strict=True)

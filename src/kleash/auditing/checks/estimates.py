@@ -140,8 +140,7 @@ def _mismatch_kind(value: Matched) -> str:
 def _mismatch_remedy(matched: Matched, convention: Convention) -> str:
     """What to change in a value or gradient that is not the claimed one: of a sample, not the order of arguments."""
     kind, match = _mismatch_kind(matched), matched.on_policy
-    is_exact_reverse = match is not None and match.quantity == REVERSED.get(matched.claimed)
-    if is_exact_reverse and convention.sees == "tokens":
+    if match and match.quantity == REVERSED.get(matched.claimed) and convention.sees == "tokens":
         kind = "biased_value"
     return remedy_of(kind, convention)
 
@@ -191,8 +190,8 @@ def _describe_positions(evidence: Evidence) -> str:
         if value.positions.factors_of == "sequence":
             expected = f"{evidence.claimed if value.is_right else value.on_policy} between whole responses"
         return f"its value is {value.positions.times(expected)}"
-    keys = {(row.pair, row.sampling, row.level): row for row in evidence.value_rows}
-    row = keys[SEQUENCES, "on-policy", "token"]
+    key = SEQUENCES, "on-policy", "token"
+    row = next(row for row in evidence.value_rows if (row.pair, row.sampling, row.level) == key)
     return f"its mean is {row.expected:.4g}, and {evidence.claimed} {row.exact:.4g}"
 
 
@@ -225,9 +224,11 @@ def gradient_findings(evidence: Evidence) -> Iterator[Finding]:
         difference = _worst_gradient(evidence, "off-policy")
         yield from _off_policy_findings(evidence, "gradient", is_same, difference)
     positions, of_value = gradient.positions, evidence.value.positions
-    is_like_value = of_value.is_uniform and positions.is_uniform  # then the value's finding has the factor
-    if is_like_value:
-        is_like_value = isclose(of_value.factors[0], positions.factors[0], rel_tol=TOLERANCE)
+    is_like_value = (  # then the value's finding has the factor
+        of_value.is_uniform
+        and positions.is_uniform
+        and isclose(of_value.factors[0], positions.factors[0], rel_tol=TOLERANCE)
+    )
     if positions.level == "neither" and not is_like_value:
         yield Finding(
             kind="wrong_gradient",

@@ -137,8 +137,7 @@ def gather_evidence(audited: AuditedFunction) -> Evidence:
     def matched(
         matches: Sequence[QuantityMatch | None], positions: PositionMatch, off_policy: Level
     ) -> Matched:
-        is_right = all(is_quantity(match, claimed) for match in matches)
-        is_weighted = audited.convention.takes_behaviour and is_right
+        is_weighted = audited.convention.takes_behaviour and all(is_quantity(x, claimed) for x in matches)
         return Matched(
             claimed=claimed,
             on_policy=matches[0],

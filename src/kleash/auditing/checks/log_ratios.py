@@ -407,11 +407,13 @@ def truncated_ratio_findings(zones: Sequence[ZoneRow]) -> list[Finding]:
     ratios = [
         replace(zone, low=-inf if isinf(zone.low) else exp(zone.low), high=exp(zone.high)) for zone in zones
     ]
-    finding = Finding(
-        kind="truncated_ratio",
-        severity=_severity(zones, ORDINARY_LOG_WEIGHT),
-        sentence="Its importance ratio p / behaviour is truncated: "
-        f"{' and '.join(zone.span for zone in ratios)} it no longer counts in full, which biases off-policy estimates.",
-        where="off-policy",
-    )
-    return [finding]
+    return [
+        Finding(
+            kind="truncated_ratio",
+            severity=_severity(zones, ORDINARY_LOG_WEIGHT),
+            sentence="Its importance ratio p / behaviour is truncated: "
+            f"{' and '.join(zone.span for zone in ratios)} it no longer counts in full, which biases off-policy "
+            "estimates.",
+            where="off-policy",
+        )
+    ]
