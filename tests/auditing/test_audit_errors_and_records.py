@@ -32,12 +32,7 @@ def goes_backward(p, q):
     [
         (lambda p: p, "loss", CannotRunError, ["TypeError", "takes 1 positional argument", "'loss'"]),
         (raises, "loss", CannotRunError, ["raises raised RuntimeError: nothing when called"]),
-        (
-            lambda p, q: (p.topk(3).values * q.topk(3).values).sum(-1),
-            "log_probabilities",
-            CannotRunError,
-            ["with a vocabulary of 2 tokens; let it take vocabularies of 2, 3 and 8 tokens"],
-        ),
+        (lambda p, q: p.topk(3)[0].sum(-1), "log_probabilities", CannotRunError, ["of 2 tokens; let it"]),
         (lambda p, q: sys.exit(3), "loss", CannotRunError, ["SystemExit: 3"]),
         (goes_backward, "loss", CannotRunError, ["cannot be differentiated", "a second time"]),
         (lambda p, q: (p - q).to("meta"), "loss", CannotRunError, ["torch.float64 on meta"]),
