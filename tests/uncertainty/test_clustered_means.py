@@ -82,7 +82,7 @@ def test_clustered_mean_of_observations_equals_the_ratio_of_their_sums(sums_and_
     sums, counts = sums_and_counts
     names = np.array([f"prompt {c}" for c in range(len(sums))])
     labels = np.repeat(names, counts)
-    estimate = clustered_mean(np.repeat(sums / counts, counts), labels)
+    estimate = clustered_mean(np.repeat(sums / counts, counts).tolist(), labels.tolist())
     expected = ratio_of_sums(sums, counts)
     assert estimate.value == pytest.approx(expected.value, rel=1e-12)
     assert estimate.standard_error == pytest.approx(expected.standard_error, rel=1e-9)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float64, Int64, Real, Shaped
@@ -102,8 +102,8 @@ def ratio_of_many(
 
 
 def clustered_mean(
-    values: Real[np.ndarray, "observations_v"],
-    clusters: Shaped[np.ndarray, "observations_c"],
+    values: Real[np.ndarray, "observations_v"] | Sequence[float],
+    clusters: Shaped[np.ndarray, "observations_c"] | Sequence[Any],
     *,
     unit: str = "nats",
     lower: float | None = None,
@@ -127,6 +127,7 @@ def clustered_mean(
     2.5 ± 1.2 nats over 3 clusters
       warning: only 3 clusters; below 30 the error itself is uncertain
     """
+    values, clusters = np.asarray(values), np.asarray(clusters)
     require_one_each("value", values=values, clusters=clusters)
     sums, counts = sums_by_cluster(clusters, values)
     return ratio_of_sums(sums, counts, unit=unit, lower=lower, upper=upper)

@@ -190,8 +190,11 @@ def _describe_positions(evidence: Evidence) -> str:
         if value.positions.factors_of == "sequence":
             expected = f"{evidence.claimed if value.is_right else value.on_policy} between whole responses"
         return f"its value is {value.positions.times(expected)}"
-    key = SEQUENCES, "on-policy", "token"
-    row = next(row for row in evidence.value_rows if (row.pair, row.sampling, row.level) == key)
+    row = next(
+        row
+        for row in evidence.value_rows
+        if (row.pair, row.sampling, row.level) == (SEQUENCES, "on-policy", "token")
+    )
     return f"its mean is {row.expected:.4g}, and {evidence.claimed} {row.exact:.4g}"
 
 
