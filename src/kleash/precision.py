@@ -34,14 +34,16 @@ def nan_unless_normalised(
     On a CPU it raises an error instead, except for a sum of 0 or inf, which padding has, and in torch.compile and vmap,
     where no value can be read; reading one would make a GPU wait. The sum may be off by 5 %, since bfloat16 rounds
     log-probabilities by up to 0.03, and by 64 roundings of the dtype, since they may have been computed in it. Rows
-    with NaN pass, and values of 0, as of padding that is 0 on both sides.
+    with NaN pass, and of two distributions values of 0, as of padding that is 0 on both sides.
 
     Raises:
         NotProbabilitiesError: it names the distribution.
     """
     for name, logp in distributions.items():
         total = at_least_float32(logp.detach()).logsumexp(-1)
-        is_off = (total.abs() > max(0.05, 64 * torch.finfo(logp.dtype).eps)) & (values != 0)
+        is_off = (total.abs() > max(0.05, 64 * torch.finfo(logp.dtype).eps)) & (
+            (values != 0) | (len(distributions) == 1)
+        )
         is_readable = total.device.type == "cpu" and not torch.compiler.is_compiling()
         is_wrong = is_off & total.isfinite()
         if is_readable and not is_batched(is_wrong) and is_wrong.any():

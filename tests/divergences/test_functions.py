@@ -202,6 +202,8 @@ def test_entropy_value_and_gradient():
     p, h = logp.exp(), entropy(logp)
     expected = torch.where(p > 0, -p * (torch.where(p > 0, logp, 0.0) + h), 0.0)
     torch.testing.assert_close(gradient, expected)
+    with pytest.raises(NotProbabilitiesError, match="sum to 3 in 2 of 2 rows"):
+        entropy(torch.zeros(2, 3))  # logits, whose sum was 0
 
 
 def test_cross_entropy_with_zeros():
