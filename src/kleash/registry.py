@@ -18,17 +18,17 @@ def look_up(table: Mapping[str, T], name: str | T, kind: str) -> T:
 
     Args:
         table: names and their entries.
-        name: of the entry, or an entry of one's own, which is no text.
+        name: of the entry, or an entry of one's own, of the type of one in the table.
         kind: what the entries are, for the error message: "divergence", "estimator".
 
     Raises:
         UnknownNameError: if there is no entry of this name; it suggests the nearest, and lists them if they are few.
     """
-    if not isinstance(name, str):
+    if not isinstance(name, str) and isinstance(name, tuple(map(type, table.values()))):
         return name
-    if name in table:
-        return table[name]
-    near = get_close_matches(name, table, n=1, cutoff=0.65)
+    if str(name) in table:
+        return table[str(name)]
+    near = get_close_matches(str(name), table, n=1, cutoff=0.65)
     listed = f"; there are {', '.join(table)}" if len(table) <= MOST_LISTED else ""
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise UnknownNameError(f"no {kind} is called {name!r}{listed}{hint}")

@@ -23,7 +23,7 @@ def test_at_least_float32_converts_half_precision_and_does_not_copy_others():
 def test_look_up_returns_the_entry_or_lists_the_names_and_suggests_a_near_one():
     table = {"text": 1, "prompt_column": 2}
     assert look_up(table, "text", "option") == 1
-    for name, hint in (("prompt_colum", "; did you mean 'prompt_column'?"), ("prompts", "")):
+    for name, hint in (("prompt_colum", "; did you mean 'prompt_column'?"), ("prompts", ""), (None, "")):
         with pytest.raises(UnknownNameError) as caught:
             look_up(table, name, "option")
         assert str(caught.value) == f"no option is called {name!r}; there are text, prompt_column{hint}"

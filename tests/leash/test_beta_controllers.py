@@ -214,7 +214,7 @@ PID = {"beta": 0.1, "target_nats": 6.0}
         (lambda: beta_from_dict({"kind": "pdi", **PID}), UnknownNameError, "did you mean 'pid'"),
         (lambda: beta_from_dict({"kind": "pid", **PID, "gain": 1.0}), OptionError, "PIDBeta has no gain; it"),
         (lambda: beta_from_dict({"kind": "pid", "beta": 0.1}), OptionError, "target_nats"),
-        (lambda: beta_from_dict({"kind": None, **PID}), UnknownNameError, "called 'None'; there are fixed"),
+        (lambda: beta_from_dict({"kind": None, **PID}), UnknownNameError, "called None; there are fixed"),
         (
             lambda: beta_from_dict({"kind": "pid", **PID, "levels": None}),
             OptionError,

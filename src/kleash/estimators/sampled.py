@@ -110,11 +110,11 @@ def sampled_kl(
     >>> kleash.sampled_kl(token_logp, token_logq, "k1")
     tensor([1.])
     """
-    record = look_up(ESTIMATORS, estimator, "estimator")
+    function, slope = (look_up(table, estimator, "estimator") for table in (FUNCTIONS, SLOPES))
     log_ratio = at_least_float32(token_logp) - at_least_float32(token_logq)
     if forward_mode_active():
-        return record.of(log_ratio)
-    return with_slope(record.of(log_ratio.detach()), log_ratio, SLOPES[estimator](log_ratio))
+        return function(log_ratio)
+    return with_slope(function(log_ratio.detach()), log_ratio, slope(log_ratio))
 
 
 def largest_log_ratio(dtype: torch.dtype) -> float:

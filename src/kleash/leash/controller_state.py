@@ -33,7 +33,7 @@ def beta_from_dict(record: Mapping[str, Any]) -> Leash:
     """
     if "kind" not in record:
         raise OptionError(f"the dict of a controller has no kind; there are {', '.join(CONTROLLERS)}")
-    controller_class: Any = look_up(CONTROLLERS, str(record["kind"]), "beta controller")
+    controller_class: Any = look_up(CONTROLLERS, record["kind"], "beta controller")
     values = {name: value for name, value in record.items() if name != "kind"}
     field_names = {field.name for field in fields(controller_class)}
     if unknown_names := values.keys() - field_names:
