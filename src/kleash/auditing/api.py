@@ -93,7 +93,7 @@ def audit(
     )
     with restored_process_settings(), KeptPrecision() as precision, suppress(KleashError):
         audited.call(leaf_inputs(SEQUENCES))
-    audited = replace(audited, keeps_precision=precision.has_converted)
+        audited = replace(audited, keeps_precision=precision.has_converted)
     with restored_process_settings():
         try:
             first, impurities = check_purity(audited)

@@ -18,11 +18,10 @@ from kleash.errors import CannotRunError, MissingExtraError, ShapeError, summari
 
 RESULT_AXES: Mapping[str, int] = MappingProxyType({"vocabulary": 3, "token": 2, "sequence": 1, "mean": 0})
 """What a convention gives -> how many of the axes sequences, steps and vocabulary the result has."""
-HALF_PRECISION = torch.bfloat16, torch.float16
 
 
 class KeptPrecision(TorchDispatchMode):
-    """A mode in which tensors that are converted to 16 bits keep their precision."""
+    """A mode in which tensors that are converted to 16 or 8 bits keep their precision."""
 
     has_converted = False
     """Whether there was such a conversion."""
@@ -30,10 +29,12 @@ class KeptPrecision(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """The result of an operation, a conversion to 16 bits apart."""
+        """The result of an operation, such conversions apart."""
         options = dict(kwargs or {})
-        if func is torch.ops.aten._to_copy.default and options.get("dtype") in HALF_PRECISION:
-            options["dtype"], self.has_converted = args[0].dtype, True
+        dtype = options.get("dtype") if func is torch.ops.aten._to_copy.default else None
+        if dtype is not None and dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize:
+            options["dtype"] = torch.promote_types(args[0].dtype, torch.float32)
+            self.has_converted = True
         return func(*args, **options)
 
 
@@ -48,8 +49,8 @@ class AuditedFunction:
     repeats: int = 1
     """Number of calls that ``values`` averages; more than one for a random function."""
     keeps_precision: bool = False
-    """Whether conversions to 16 bits are left out in float64, in which an audit determines what the function is apart
-    from its rounding; that shows in float32."""
+    """Whether conversions to 16 or 8 bits are left out in float64, in which an audit determines what the function is
+    apart from its rounding; that shows in float32."""
 
     def call(self, inputs: AuditInputs) -> Tensor:
         """The function's result on copies of ``inputs``, checked for its shape; of either sign.

@@ -135,10 +135,9 @@ def _problem_findings(rows: list[EdgeRow], is_claimed: bool) -> Iterator[Finding
         cases = [row.case for row in rows if row.problem == name]
         if cases and (is_claimed or not problem.concerns_infinity):
             is_wrong = problem.severity == "fragile" and any(case in ORDINARY for case in cases)
-            severity = "wrong" if is_wrong else problem.severity
             yield Finding(
                 kind=problem.kind,
-                severity=severity,
+                severity="wrong" if is_wrong else problem.severity,
                 sentence=f"{problem.statement} where {' and where '.join(cases)}.",
                 where="; ".join(cases),
             )
