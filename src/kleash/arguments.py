@@ -139,14 +139,14 @@ def check_arguments(
             tensors += [
                 (f"{name}.{field}", getattr(value, field), axes) for field, axes in spec.fields.items()
             ]
-        elif not isinstance(value, Tensor):
-            check_number(name, value, spec)
-        elif spec.kinds:
+        elif isinstance(value, Tensor) and spec.kinds:
             check_tensor(name, value, spec)
             if spec.axes is not None:
                 tensors.append((name, value, spec.axes))
             if value.ndim:
                 placed.append((name, value))
+        else:
+            check_number(name, value, spec)
     for name, value in placed:
         first_name, first = placed[0]
         if value.device != first.device:

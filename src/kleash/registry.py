@@ -24,7 +24,8 @@ def look_up(table: Mapping[str, T], name: str | T, kind: str) -> T:
     Raises:
         UnknownNameError: if there is no entry of this name; it suggests the nearest, and lists them if they are few.
     """
-    if not isinstance(name, str) and isinstance(name, tuple(map(type, table.values()))):
+    is_entry = name is not None and isinstance(name, tuple(map(type, table.values())))
+    if is_entry and not isinstance(name, str):
         return name
     if str(name) in table:
         return table[str(name)]

@@ -207,6 +207,7 @@ def test_the_sentences_say_what_was_given_and_what_to_give(unhooked):
         (lambda: kl(logp.to_sparse(), logp), "logp is a tensor of layout torch.sparse_coo"),
         (lambda: renyi(logp, logp, None), "order is None; give a number"),
         (lambda: renyi(logp, logp, [2.0]), "order is [2.0]; give a number"),
+        (lambda: renyi(logp, logp, torch.ones(2)), "order is a torch.Tensor of several numbers;"),
         (lambda: truncate(logp, top_k=1.5), "top_k is 1.5; give a whole number"),
         (lambda: leave_one_out_advantages(logp[0], 1.5), "groups is 1.5; give a whole number"),
         (
