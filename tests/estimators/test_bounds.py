@@ -191,7 +191,10 @@ def test_shared_head_of_two_top_k_lists(pair, k, m):
 def test_tail_bounds_of_rounded_lists_are_upper_bounds():
     for vocab in range(2, 12):
         logp = torch.full((vocab,), -math.log(vocab), dtype=torch.float64)
-        head = shared_head(*(torch.arange(vocab - 1), logp[1:].float()) * 2)
+        ids = torch.tensor(
+            [*range(vocab - 1), -1]
+        )  # with padding, which was taken for a token of probability 0
+        head = shared_head(*(ids, torch.cat([logp[1:], torch.tensor([-INF])]).float()) * 2)
         assert head.tail.logp_most.double() >= logp[0] and head.tail.logq_most.double() >= logp[0]
 
 

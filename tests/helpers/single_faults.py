@@ -149,9 +149,7 @@ FAULTS: dict[str, Planted] = {
         {"infinite_missed"},
     ),
     "rounded before it upcasts": Planted(through_bfloat16, "loss", {"low_precision"}, {"biased_value"}),
-    "rounded to bfloat16 in every precision": Planted(
-        lambda p, q: right(p.bfloat16(), q.half()), "loss", {"low_precision"}
-    ),
+    "rounded always": Planted(lambda p, q: right(p.bfloat16(), q.half()), "loss", {"low_precision"}),
     "returned in bfloat16": Planted(lambda p, q: p - q, "reward", set(), {"low_precision"}),
     "k1 in the loss": Planted(u_of, "loss", {"zero_gradient"}, {"negative_values"}),
     "k3 in the loss": Planted(k3, "loss", {"wrong_gradient"}),

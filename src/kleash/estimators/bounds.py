@@ -180,8 +180,9 @@ def shared_head(
     """Combine two top-k lists with different tokens into one head for ``kl_bounds``.
 
     Each list must contain the likeliest tokens of its distribution, distinct, in any order; remove a sampled token
-    that an engine appends (a token that is listed twice makes the bounds NaN). A token that is in one list only belongs
-    to the tail with its mass. The bounds are tighter if both engines can return the union of the two lists.
+    that an engine appends (a token that is listed twice makes the bounds NaN). Negative ids are padding, of logp -inf.
+    A token that is in one list only belongs to the tail with its mass. The bounds are tighter if both engines can
+    return the union of the two lists.
     """
     logp, logq = unless_repeated(ids_p, logp), unless_repeated(ids_q, logq)
     matches = ids_p.unsqueeze(-1) == ids_q.unsqueeze(-2)
@@ -190,7 +191,10 @@ def shared_head(
     return SharedHead(
         logp=torch.where(in_q, logp, -inf),
         logq=logq_of_p,
-        tail=Tail(logp_most=_largest_logp_outside(logp, in_q), logq_most=_largest_logp_outside(logq, in_p)),
+        tail=Tail(
+            logp_most=_largest_logp_outside(ids_p, logp, in_q),
+            logq_most=_largest_logp_outside(ids_q, logq, in_p),
+        ),
     )
 
 
@@ -201,13 +205,13 @@ def unless_repeated(ids: Int[Tensor, "*tokens k"], logp: Float[Tensor, "*tokens 
     return torch.where(is_repeated.any(-1, keepdim=True), torch.nan, logp)
 
 
-def _largest_logp_outside(logp: Tensor, inside: Tensor) -> Tensor:
+def _largest_logp_outside(ids: Tensor, logp: Tensor, inside: Tensor) -> Tensor:
     """Upper bound, with rounding, on the log-probability of a token that is not ``inside``.
 
-    ``logp`` is a top-k list, so a token that it does not list has at most its smallest entry.
+    ``logp`` is a top-k list, so a token that it does not list has at most its smallest entry, padding apart.
     """
     logp = logp + rounding_nats(logp)
-    return torch.maximum(torch.where(inside, -inf, logp).amax(-1), logp.amin(-1))
+    return torch.maximum(torch.where(inside, -inf, logp).amax(-1), torch.where(ids < 0, inf, logp).amin(-1))
 
 
 def logp_interval(
