@@ -19,6 +19,7 @@ from kleash.leash import (
     ZieglerBeta,
     beta_from_dict,
 )
+from kleash.leash.controller_state import with_state
 
 NAN, INF = math.nan, math.inf
 STEERED = {"ziegler": ZieglerBeta, "pid": PIDBeta, "dual": DualBeta}
@@ -263,6 +264,4 @@ def test_stateful_controller_replaces_its_controller_and_restores_a_saved_state(
         (PIDBeta(beta=0.2, target_nats=0.1, per="token"), saved["beta"]),
         (FixedBeta(beta=0.2), 0.2),
     ):
-        resumed = StatefulController(other)
-        resumed.load_state(saved)  # its levels are of another unit, its beta is none to be fixed
-        assert resumed.leash == replace(other, beta=beta)
+        assert with_state(other, saved) == replace(other, beta=beta), "no levels of another unit"

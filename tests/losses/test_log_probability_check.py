@@ -8,7 +8,6 @@ torch.manual_seed(0)
 LOGITS = 5 * torch.randn(4, 6, 50)
 LOGP = LOGITS.log_softmax(-1)[..., 7]
 ALL = torch.ones(4, 6, dtype=torch.bool)
-JUNK = torch.nan, torch.inf
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -39,7 +38,8 @@ def test_rounding_errors_above_zero_are_valid(dtype, little, much):
         (LOGP.exp(), "ref_logp lies between .* give their natural logarithms$"),
         (LOGITS[..., 7], "give log_softmax of the logits at the token"),
         (-LOGP, f"positive, up to {-LOGP.min():g}, at 24 of 24 tokens that count"),
-        *((LOGP.where(torch.rand(4, 6) > 0.1, x), f"ref_logp is {x} at . of 24 .*; mask") for x in JUNK),
+        (LOGP.where(LOGP > LOGP.min(), torch.nan), "ref_logp is nan at 1 of 24 .*; mask"),
+        (LOGP.where(LOGP > LOGP.min(), torch.inf), "ref_logp is inf at 1 of 24 .*; mask"),
         (torch.zeros(4, 6), "ref_logp is 0 at all 24 tokens that count"),
     ],
 )

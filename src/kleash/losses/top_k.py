@@ -44,19 +44,21 @@ def top_k_of(logp: Float[Tensor, "*tokens vocab"], ids: Int[Tensor, "*tokens k"]
     """The tokens ``ids`` of a whole distribution, with the mass of the rest summed over its tokens.
 
     Differentiable in ``logp``, with gradient 0 through a rest that is 0, infinite or NaN. The choice of tokens
-    (``logp.topk(16).indices``, or those of a teacher) is a constant. NaN if a token is listed twice. Rows that are not
-    normalised are refused, as by ``kl``.
+    (``logp.topk(16).indices``, or those of a teacher) is a constant. NaN if a token is listed twice; negative ids are
+    padding, of logp -inf. Rows that are not normalised are refused, as by ``kl``.
     """
-    upcast = at_least_float32(logp)
-    rest_logp = upcast.scatter(-1, ids, -torch.inf)
+    upcast, is_padding = at_least_float32(logp), ids < 0
+    tokens = torch.where(is_padding, ids.amax(-1, keepdim=True), ids)  # padding repeats a token of the list
+    rest_logp = upcast.scatter(-1, tokens, -torch.inf)
     largest = rest_logp.detach().amax(-1)
     has_rest = largest.isfinite()
     log_rest = torch.where(has_rest.unsqueeze(-1), rest_logp, 0.0).logsumexp(-1)
     log_rest = torch.where(has_rest, log_rest, largest)
-    listed = unless_repeated(ids, upcast.gather(-1, ids))
-    summed = torch.cat([listed, log_rest.unsqueeze(-1)], -1).to(logp.dtype)
-    log_rest = nan_unless_normalised(log_rest, logp=summed)
-    return TopK(ids, listed, log_rest, is_complete=ids.shape[-1] == logp.shape[-1])
+    listed = unless_repeated(ids, torch.where(is_padding, -torch.inf, upcast.gather(-1, tokens)))
+    log_rest = nan_unless_normalised(
+        log_rest, logp=torch.cat([listed, log_rest.unsqueeze(-1)], -1).to(logp.dtype)
+    )
+    return TopK(ids, listed, log_rest, is_complete=ids.shape[-1] == logp.shape[-1] and not is_padding.any())
 
 
 @validated
