@@ -38,8 +38,8 @@ def test_rounding_errors_above_zero_are_valid(dtype, little, much):
         (LOGP.exp(), "ref_logp lies between .* give their natural logarithms$"),
         (LOGITS[..., 7], "give log_softmax of the logits at the token"),
         (-LOGP, f"positive, up to {-LOGP.min():g}, at 24 of 24 tokens that count"),
-        (LOGP.where(LOGP > LOGP.min(), torch.nan), "ref_logp is nan at 1 of 24 .*; mask"),
-        (LOGP.where(LOGP > LOGP.min(), torch.inf), "ref_logp is inf at 1 of 24 .*; mask"),
+        (LOGP.where(LOGP.min() < LOGP, torch.nan), "ref_logp is nan at 1 of 24 .*; mask"),
+        (LOGP.where(LOGP.min() < LOGP, torch.inf), "ref_logp is inf at 1 of 24 .*; mask"),
         (torch.zeros(4, 6), "ref_logp is 0 at all 24 tokens that count"),
     ],
 )
