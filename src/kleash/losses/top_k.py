@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kleash.arguments import validated
 from kleash.divergences import DIVERGENCES, Divergence
@@ -48,7 +49,8 @@ def top_k_of(logp: Float[Tensor, "*tokens vocab"], ids: Int[Tensor, "*tokens k"]
     padding, of logp -inf. Rows that are not normalised are refused, as by ``kl``.
     """
     upcast, is_padding = at_least_float32(logp), ids < 0
-    tokens = torch.where(is_padding, ids.amax(-1, keepdim=True), ids)  # padding repeats a token of the list
+    # Padding repeats a token of the list, which may be empty.
+    tokens = torch.where(is_padding, pad(ids, (1, 0), value=-1).amax(-1, keepdim=True), ids)
     rest_logp = upcast.scatter(-1, tokens, -torch.inf)
     largest = rest_logp.detach().amax(-1)
     has_rest = largest.isfinite()
