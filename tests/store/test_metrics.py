@@ -54,13 +54,7 @@ def test_others_really_spell_them_so(package):
     text = source_of(package)
     for metric in METRICS.values():
         name = getattr(metric, package)
-        if name is None or name in (
-            "actor/lr",
-            "rollout_corr/k3_kl",
-            "beta",
-            "learning_rate",
-            "grad_norm",
-            "eval_loss",
-        ):
+        own = {"actor/lr", "rollout_corr/k3_kl", "beta", "learning_rate", "grad_norm", "eval_loss"}
+        if name is None or name in own:
             continue  # put together from parts there, or the Trainer's own
         assert f'"{name.removeprefix("eval_")}"' in text, f"{package} has no {name}"

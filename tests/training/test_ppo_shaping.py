@@ -109,15 +109,8 @@ def scored(scores, logp, logq, exact, values, mask):
 
 
 def job_of(kl_name, place, scope, **more):
-    settings = {
-        "kl": kl_name,
-        "kl_place": place,
-        "kl_scope": scope,
-        "gae_lambda": 1.0,
-        "whiten": False,
-        **more,
-    }
-    return PPOJob(**settings)
+    settings = {"kl": kl_name, "kl_place": place, "kl_scope": scope, "gae_lambda": 1.0, "whiten": False}
+    return PPOJob(**settings | more)
 
 
 @pytest.mark.parametrize(("kl_name", "place", "scope"), RIGHT, ids=["-".join(kind) for kind in RIGHT])
