@@ -430,22 +430,22 @@ def statistics(
     ]
     for chunk in chunks(pair, options, is_compiled):
         ids = chunk.spread(tokens[chunk.index])
-        blocks = [
-            compute_rows(pair, fast, row_functions.any_statistics_rows, zp, zq, ids[rows])
-            for rows, zp, zq in chunk.logit_blocks()
-        ]
+        blocks: list[tuple[Tensor, ...]] = []
+        ranks: list[Tensor] = []
+        for rows, zp, zq in chunk.logit_blocks():
+            blocks.append(compute_rows(pair, fast, row_functions.any_statistics_rows, zp, zq, ids[rows]))
+            ranks.append(row_functions.ranks_of(zq, ids[rows], pair.vocab_shards))
         sums = row_functions.StatisticRows(*(torch.cat(parts) for parts in zip(*blocks, strict=True)))
         log_sums = sums.log_sum_p, sums.log_sum_q
         (id_p, probability_p), (id_q, probability_q) = chunk.likeliest(1, *log_sums)
         listed = chunk.likeliest(exchanged, *log_sums)
-        ranks = row_functions.ranks_of(chunk.zq, ids, pair.vocab_shards, out=chunk.zp)
         computed = {
             **sums._asdict(),
             "top1_p": id_p,
             "top1_q": id_q,
             "top1_probability_p": probability_p,
             "top1_probability_q": probability_q,
-            "rank_q": ranks,
+            "rank_q": torch.cat(ranks),
         }
         for name, column in columns._asdict().items():
             column[chunk.index] = computed[name][chunk.local, 0].to(column.dtype)

@@ -379,16 +379,12 @@ def any_statistics_rows(
 
 
 def ranks_of(
-    z: Float[Tensor, "rows vocab"],
-    tokens: Int[Tensor, " rows"],
-    vocab_shards: VocabShards,
-    *,
-    out: Float[Tensor, "rows vocab"],
+    z: Float[Tensor, "rows vocab"], tokens: Int[Tensor, " rows"], vocab_shards: VocabShards
 ) -> Int[Tensor, "rows 1"]:
-    """The number of words with a larger logit than the token's; 0 in a row of NaNs. ``out`` is overwritten."""
+    """The number of words with a larger logit than the token's; 0 in a row of NaNs."""
     (token_z,) = vocab_shards.all_reduce_sum(vocab_shards.gather_local(z, tokens))
     # As numbers of the logits' dtype, since torch takes four times as long to make and sum booleans.
-    greater = torch.gt(z, token_z, out=out).sum(-1, keepdim=True)
+    greater = torch.gt(z, token_z, out=torch.empty_like(z)).sum(-1, keepdim=True)
     return vocab_shards.all_reduce_sum(greater.double())[0].to(torch.int64)
 
 
