@@ -437,8 +437,8 @@ def statistics(
             ranks.append(row_functions.ranks_of(zq, ids[rows], pair.vocab_shards))
         sums = row_functions.StatisticRows(*(torch.cat(parts) for parts in zip(*blocks, strict=True)))
         log_sums = sums.log_sum_p, sums.log_sum_q
-        (id_p, probability_p), (id_q, probability_q) = chunk.likeliest(1, *log_sums)
-        listed = chunk.likeliest(exchanged, *log_sums)
+        listed = chunk.likeliest(max(1, exchanged), *log_sums)
+        (id_p, probability_p), (id_q, probability_q) = listed
         computed = {
             **sums._asdict(),
             "top1_p": id_p,

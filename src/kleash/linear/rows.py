@@ -391,7 +391,7 @@ def ranks_of(
 def top_rows(
     z: Float[Tensor, "rows vocab"], top: int
 ) -> tuple[Float[Tensor, "rows top"], Int[Tensor, "rows top"]]:
-    """The ``top`` largest logits of each row, largest first, and their ids; the first of several that are equal.
+    """The ``top`` largest logits of each row, largest first, and their ids; of the largest, the first is listed first.
 
     They are searched within the blocks with the largest maxima, which contain all of them. Where this rank has fewer
     words, the rest are minus infinity.
@@ -415,9 +415,8 @@ def top_rows(
 
 
 def first_largest(z: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """The ``top`` largest numbers of each row and their places; of equal ones a single largest is the first."""
-    if top == 1:
-        place = z.argmax(-1, keepdim=True)
-        return z.gather(-1, place), place
-    topmost = z.topk(top, -1)
-    return topmost.values, topmost.indices
+    """The ``top`` largest numbers of each row and their places; of the largest, the first is listed first."""
+    values, places = z.topk(top, -1)
+    first = z.argmax(-1, keepdim=True)
+    places = torch.where(places == first, places[:, :1], places)
+    return values, torch.cat([first, places[:, 1:]], -1)
