@@ -162,11 +162,10 @@ def read_alternatives(
     if not any(key in tokens for key in keys):
         return alternatives
     table = folder.alternatives()
-    order = np.lexsort([table[name] for name in ("place", "position", "sample_id", "prompt_id")])
-    for row in order:
-        by_position = alternatives.get((int(table["prompt_id"][row]), int(table["sample_id"][row])))
-        if by_position is None:
-            continue
+    codes = _code(table["prompt_id"].astype(np.int64), table["sample_id"].astype(np.int64))
+    rows = np.flatnonzero(np.isin(codes, [_code(*key) for key in keys]))
+    for row in rows[np.lexsort([table["place"][rows], table["position"][rows]])]:
+        by_position = alternatives[int(table["prompt_id"][row]), int(table["sample_id"][row])]
         lists = by_position.setdefault(int(table["position"][row]), ([], []))
         for likeliest, model in zip(lists, ("policy", "reference"), strict=True):
             text, probability = table[f"text_{model}"][row], table[f"probability_{model}"][row]
