@@ -5,6 +5,7 @@ import os
 import shlex
 import subprocess
 import sys
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
@@ -28,15 +29,6 @@ def measuring(pair, out):
     return words("measure", policy=pair[0], reference=pair[1], text=source, out=out)
 
 
-def started(*words, **environment):
-    return subprocess.Popen(
-        [sys.executable, "-m", "kleash", *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, **environment},
-    )
-
-
 def test_a_narrow_terminal_truncates_no_number(pair, run, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
     capsys.readouterr()
@@ -56,35 +48,47 @@ def test_a_narrow_terminal_truncates_no_number(pair, run, tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("option", [[], ["--json"]])
-def test_unencodable_characters_are_escaped(run, tmp_path, option):
-    process = started("compare", run, run, *option, "--out", tmp_path / "c.html", PYTHONIOENCODING="ascii")
-    out, err = process.communicate(timeout=300)
-    assert (process.returncode, err) == (0, b"")
+def test_unencodable_characters_are_escaped(run, tmp_path, monkeypatch, capsys, option):
+    stream = TextIOWrapper(BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert main(["compare", str(run), str(run), *option, "--out", str(tmp_path / "c.html")]) == 0
+    out = stream.buffer.getvalue().decode("ascii")
     if option:
-        assert json.loads(out.decode("ascii"))["runs"][0]["folder"] == str(run)
+        assert json.loads(out)["runs"][0]["folder"] == str(run)
     else:
-        assert "\\u00b1" in out.decode("ascii")
+        assert "\\u00b1" in out
+    assert capsys.readouterr().err == ""
 
 
-def test_a_closed_pipe_ends_with_141(run, tmp_path):
+def test_a_closed_pipe_ends_with_141(run, tmp_path, monkeypatch, capsys):
     """As in ``kleash … | head``."""
-    process = started("compare", run, run, "--json", "--out", tmp_path / "c.html")
-    process.stdout.close()
-    err = process.stderr.read()
-    process.stderr.close()
-    assert (process.wait(timeout=300), err) == (141, b"")
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["compare", str(run), str(run), "--json", "--out", str(tmp_path / "c.html")]) == 141
+    assert capsys.readouterr().err == ""
+
+
+FULL = "No space left on device"
 
 
 @pytest.mark.parametrize(
-    ("words", "output", "reason"),
-    [(["--help"], ">&-", "it is closed"), (["report"], "> /dev/full", "No space left on device")],
+    ("line", "code", "error"),
+    [
+        ("--help >&-", 2, "it is closed"),
+        ("--help > /dev/full", 2, FULL),
+        ("--none 2> /dev/full", 2, ""),
+        ("--help | :", 141, ""),
+    ],
 )
-def test_unwritable_standard_output_is_one_error_line(words, output, reason, run):
-    more = [str(run)] if words == ["report"] else []
-    command = shlex.join([sys.executable, "-m", "kleash", *words, *more])
-    process = subprocess.run(["sh", "-c", f"{command} {output}"], capture_output=True, text=True, timeout=300)
-    assert process.returncode == 2 and process.stderr.count("\n") == 1
-    assert process.stderr.startswith(f"kleash: standard output cannot be written ({reason}")
+def test_a_process_ends_with_its_own_error_and_not_with_python_s(line, code, error):
+    """Python flushes its streams once more at its end."""
+    command = f"set -o pipefail; {shlex.join([sys.executable, '-m', 'kleash'])} {line}"
+    process = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300)
+    start = f"kleash: standard output cannot be written ({error}" if error else ""
+    assert (process.returncode, process.stderr.count("\n")) == (code, bool(error)), process.stderr
+    assert process.stderr.startswith(start) and process.stdout == ""
 
 
 def test_a_run_whose_summary_cannot_be_printed_is_complete(pair, tmp_path, monkeypatch, capsys):
@@ -97,8 +101,8 @@ def test_a_run_whose_summary_cannot_be_printed_is_complete(pair, tmp_path, monke
     assert (tmp_path / "run" / "report.html").exists()
 
 
-def test_a_run_continues_if_its_progress_cannot_be_shown(run, tmp_path):
-    words = [sys.executable, "-m", "kleash", "compare", str(run), str(tmp_path / "none")]
-    command = f"{shlex.join(words)} 2> /dev/full"
-    process = subprocess.run(["sh", "-c", command], capture_output=True, timeout=300)
-    assert (process.returncode, process.stdout, process.stderr) == (2, b"", b"")
+def test_a_run_continues_if_its_progress_cannot_be_shown(pair, tmp_path, monkeypatch):
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        assert main(measuring(pair, tmp_path / "run")) == 0
+        assert main(["compare", str(tmp_path / "run"), str(tmp_path / "none")]) == 2
