@@ -5,9 +5,9 @@ import os
 import pty
 import re
 import shutil
-import subprocess
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -114,24 +114,27 @@ def test_a_name_with_a_line_break_makes_no_line_of_its_own(planted_run, tmp_path
     assert not any(line.startswith(forged) for line in captured.splitlines())
 
 
-def test_a_terminal_gets_only_kleash_s_own_colours(planted_run, tmp_path):
+def test_a_terminal_gets_only_kleash_s_own_colours(planted_run, tmp_path, monkeypatch):
     """On a pseudo-terminal, where rich writes control sequences of its own."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
     ours, theirs = pty.openpty()
-    words = ["compare", str(planted_run), str(planted_run), "--out", str(tmp_path / "c.html")]
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
-    command = [sys.executable, "-m", "kleash", *words]
-    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment)
-    os.close(theirs)
-    output = b""
-    while True:
+
+    def read():
         try:
-            piece = os.read(ours, 65536)
+            while piece := os.read(ours, 65536):
+                yield piece
         except OSError:  # Linux's way to say that nobody writes any more
-            break
-        if not piece:
-            break
-        output += piece
-    assert process.wait(timeout=60) == 0
-    text = output.decode()
+            return
+
+    with ThreadPoolExecutor(1) as threads:
+        with os.fdopen(theirs, "w") as terminal:
+            pieces = threads.submit(lambda: b"".join(read()))
+            monkeypatch.setattr(sys, "stdout", terminal)
+            monkeypatch.setattr(sys, "stderr", terminal)
+            code = main(["compare", str(planted_run), str(planted_run), "--out", str(tmp_path / "c.html")])
+        text = pieces.result().decode()
+    os.close(ours)
+    assert code == 0
     assert "\x1b[33mwarning:\x1b[0m" in text and SHOWN in text
     assert not UNSAFE.search(re.sub("\x1b\\[[0-9;]*m|\r\n", "", text))
