@@ -313,8 +313,8 @@ def one_measurement_of_models_on_two_ranks_equals_that_of_one_process(ranks):
     prompts = ranks.folder / "prompts.txt"
     if ranks.rank == 0:
         prompts.write_text("\n".join(3 * PROMPTS))
-    settings = {"prompts": str(prompts), "samples_per_prompt": 1, "max_new_tokens": 3, "batch_tokens": 24}
-    for kind, dtype, limit in (("llama", "float64", 15), ("qwen3", "bfloat16", 5)):
+    settings = {"prompts": str(prompts), "samples_per_prompt": 1, "max_new_tokens": 3, "batch_tokens": 12}
+    for kind, dtype, limit in (("llama", "float64", 9), ("qwen3", "bfloat16", 3)):
         models = {role: str(ranks.folder / f"{kind}-{role}") for role in ("policy", "reference")}
         settings |= {"dtype": dtype, "limit": limit, "out": str(ranks.folder / MEASURED / f"{kind}-one")}
         job = MeasureJob(**models, **settings)

@@ -40,7 +40,7 @@ class Worker:
 
 true_kl()
 ray.init(
-    num_cpus=2, include_dashboard=False, log_to_driver=False,
+    num_cpus=1, include_dashboard=False, log_to_driver=False,
     runtime_env={"worker_process_setup_hook": true_kl},
 )
 worker = Worker.remote()
