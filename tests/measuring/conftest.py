@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from command_forks import CommandForks
 
+from kleash.records import MeasureJob, Measurement
+
 Kleash = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -39,6 +41,24 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("source") / "prompts.txt"
     path.write_text("\n".join(f"{words[n % 15]} {words[(3 * n + 1) % 15]} {n}" for n in range(40)))
     return path
+
+
+@pytest.fixture(scope="session")
+def job(pair: tuple[Path, Path], prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> MeasureJob:
+    """A job of many shards, for modules that have none of their own."""
+    models = {"policy": str(pair[0]), "reference": str(pair[1]), "prompts": str(prompts)}
+    out = str(tmp_path_factory.mktemp("alone") / "run")
+    return MeasureJob(**models, limit=26, max_new_tokens=3, batch_tokens=8, out=out)
+
+
+@pytest.fixture(scope="session")
+def alone(job: MeasureJob) -> Measurement:
+    """The measurement of this job by one process."""
+    from kleash.measuring import measure
+
+    measured = measure(job)
+    assert measured.counts.shards >= 8
+    return measured
 
 
 @pytest.fixture

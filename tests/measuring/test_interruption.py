@@ -5,23 +5,20 @@ import platform
 import signal
 import time
 from contextlib import ExitStack, nullcontext, suppress
+from pathlib import Path
 
 import pytest
+from command_words import words
 from run_files import require_same_files
 
 from kleash.cli import entry
 from kleash.measuring.run import resumable
 from kleash.store.locks import claim, wait_for_parts
 
-OPTIONS = ["--max-new-tokens", "3", "--batch-tokens", "8", "--quiet"]
 
-
-def words(pair, prompts, out):
-    policy, reference = pair
-    return [
-        *("measure", "--policy", str(policy), "--reference", str(reference), "--prompts", str(prompts)),
-        *("--out", str(out), *OPTIONS),
-    ]
+def words_of(job, **more):
+    names = ("policy", "reference", "prompts", "limit", "max_new_tokens", "batch_tokens")
+    return words("measure", **{name: getattr(job, name) for name in names}, quiet=True, **more)
 
 
 def wait_for(path, process):
@@ -33,39 +30,28 @@ def wait_for(path, process):
     raise AssertionError(f"{path} did not appear")
 
 
-@pytest.fixture(scope="module")
-def undisturbed(pair, prompts, kleash, tmp_path_factory):
-    out = tmp_path_factory.mktemp("undisturbed") / "run"
-    kleash(*words(pair, prompts, out))
-    return out
-
-
-def test_a_run_killed_twice_resumes_to_the_same_result(
-    pair, prompts, kleash, command_forks, undisturbed, tmp_path
-):
-    out = tmp_path / "run"
-    shards = len(list((undisturbed / "sequences").iterdir()))
-    assert shards >= 8
+def test_a_run_killed_twice_resumes_to_the_same_result(job, alone, kleash, command_forks, tmp_path):
+    out, shards = tmp_path / "run", alone.counts.shards
     for at, kind in ((1, "tokens"), (shards // 2, "sequences")):
-        process = command_forks.start([*words(pair, prompts, out), "--resume"])
+        process = command_forks.start(words_of(job, out=out, resume=True))
         wait_for(out / kind / f"part-{at:05d}.parquet", process)
         process.kill()
         assert process.wait() == -signal.SIGKILL
         assert not (out / "measurement.json").exists()
     times = {path: path.stat().st_mtime_ns for path in (out / "sequences").iterdir()}
     assert times
-    kleash(*words(pair, prompts, out), "--resume")
+    kleash(*words_of(job, out=out, resume=True))
     assert all(path.stat().st_mtime_ns == changed for path, changed in times.items()), (
         "a kept shard was done again"
     )
-    require_same_files(out, undisturbed)
+    require_same_files(out, Path(str(job.out)))
 
 
-def test_sigterm_prints_the_options_that_resume(pair, prompts, command_forks, tmp_path):
+def test_sigterm_prints_the_options_that_resume(job, command_forks, tmp_path):
     """As Ctrl-C does, whose handler is tested below."""
     out = tmp_path / "run"
-    long = ["--samples-per-prompt", "40"]  # it must not be done before the signal arrives
-    process = command_forks.start([*words(pair, prompts, out), *long])
+    # it must not be done before the signal arrives
+    process = command_forks.start(words_of(job, out=out, samples_per_prompt=40))
     wait_for(out / "sequences" / "part-00000.parquet", process)
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate()

@@ -10,7 +10,6 @@ from run_files import require_same_files
 
 from kleash.measuring import measure
 from kleash.measuring.progress import ProgressReporter
-from kleash.records import MeasureJob
 
 pytestmark = [
     pytest.mark.peers("ray"),
@@ -30,16 +29,6 @@ def cluster():
         )
         yield ray
         ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def job(pair, prompts, tmp_path_factory):
-    """About a dozen shards, measured by this process."""
-    models = {"policy": str(pair[0]), "reference": str(pair[1]), "prompts": str(prompts)}
-    out = str(tmp_path_factory.mktemp("alone") / "run")
-    job = MeasureJob(**models, max_new_tokens=6, batch_tokens=8, out=out)
-    measure(job)
-    return job
 
 
 class KillingReporter(ProgressReporter):
@@ -66,7 +55,7 @@ def workers_of_this_process():
     return [child.pid for child in children if "ray::ShardWorker" in " ".join(child.cmdline())]
 
 
-def test_workers_measure_what_one_process_measures_although_one_is_killed(cluster, job, tmp_path):
+def test_workers_measure_what_one_process_measures_although_one_is_killed(cluster, job, alone, tmp_path):
     """The first worker is killed as soon as a shard is on disk; the rest is measured by others."""
     out, reporter = tmp_path / "run", KillingReporter()
     measure(replace(job, engine="ray", workers=2, out=str(out)), reporter)

@@ -25,7 +25,7 @@ from kleash.measuring.run import default_out, measure_together
 from kleash.measuring.sequence_clusters import SequenceSums, mean_of_sequences
 from kleash.measuring.shard_scoring import OpenRun, RunningKL, run_shards
 from kleash.models import load_pair
-from kleash.records import MeasureJob, RunFolder
+from kleash.records import RunFolder
 from kleash.store.checksums import write_checked
 from kleash.store.job_folder import RunHeader
 from kleash.store.tables import TOKEN_COLUMNS, encode_table, read_columns
@@ -33,20 +33,6 @@ from kleash.store.tables import TOKEN_COLUMNS, encode_table, read_columns
 # Filters belong to the process, and some processes are threads here.
 pytestmark = pytest.mark.filterwarnings("ignore")
 HEADER = RunHeader(kleash="1", settings={}, source_sha256="a" * 64, fingerprints={})
-
-
-@pytest.fixture(scope="module")
-def job(pair, prompts, tmp_path_factory):
-    """About a dozen shards."""
-    models = {"policy": str(pair[0]), "reference": str(pair[1]), "prompts": str(prompts)}
-    out = str(tmp_path_factory.mktemp("alone") / "run")
-    return MeasureJob(**models, max_new_tokens=3, batch_tokens=8, out=out)
-
-
-@pytest.fixture(scope="module")
-def alone(job):
-    """The measurement of one process."""
-    return measure(job)
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +155,7 @@ def test_until_relative_error_is_decided_seldom_in_a_run_of_many_shards(job, mod
 def test_three_commands_measure_what_one_measures_though_one_is_killed(job, alone, command_forks, tmp_path):
     """One prints the result and owns the exit code of the gate, another one ends with 0."""
     out = tmp_path / "run"
-    options = {name: getattr(job, name) for name in ("prompts", "max_new_tokens", "batch_tokens")}
+    options = {name: getattr(job, name) for name in ("prompts", "limit", "max_new_tokens", "batch_tokens")}
     line = words("measure", policy=job.policy, reference=job.reference, out=out, at_most=1e-9, **options)
     processes = [command_forks.start(line) for _ in range(3)]
     while not any((out / "sequences").glob("part-*")):
