@@ -31,7 +31,7 @@ def test_rollouts_of_a_run_are_written_and_read(trl, folder, tmp_path, capsys, k
         getattr(trl, f"{kind.removeprefix('Leashed')}Config"),
         getattr(trl, f"{kind}Trainer"),
     )
-    settings = {"max_steps": 4, **settings}
+    settings = {"max_steps": 3, **settings}
     runs = []
     for name in ("with", "without"):
         trainer = make(trainer_class, config, str(folder), tmp_path / name, config_of=settings)
