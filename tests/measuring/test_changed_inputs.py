@@ -23,7 +23,7 @@ from kleash.measuring.shards import plan_shards
 from kleash.models.cache.reference_cache import ReferenceCache
 from kleash.records import CacheJob, MeasureJob, Measurement, RunFolder
 
-LINES = [f"Boat {n} went out {n * n} times before the sun had come up" for n in range(9)]
+LINES = [f"Boat {n} went out {n * n} times before the sun had come up" for n in range(7)]
 
 
 @pytest.fixture
