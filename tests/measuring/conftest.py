@@ -1,28 +1,12 @@
 """Runs that several tests look at."""
 
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_forks import CommandForks
 
 from kleash.records import MeasureJob, Measurement
-
-Kleash = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture(scope="session")
-def kleash(command_forks: CommandForks) -> Kleash:
-    """Runs the command as a process of its own and checks its exit code."""
-
-    def run(*words: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
-        process = command_forks.run([str(word) for word in words])
-        assert process.returncode == expect, f"{process.returncode}: {process.stdout}\n{process.stderr}"
-        return process
-
-    return run
 
 
 @pytest.fixture(scope="session")

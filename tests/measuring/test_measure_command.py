@@ -1,4 +1,4 @@
-"""``kleash measure`` as a process, against a brute-force computation in float64 over the whole vocabulary."""
+"""``kleash measure`` against a brute-force computation in float64 over the whole vocabulary."""
 
 import json
 
@@ -8,6 +8,8 @@ import pytest
 import torch
 from command_words import words
 from tiny_models import double_logits, tiny_pair, tiny_tokenizer
+
+from kleash.cli import main
 
 PROMPTS = [
     "The sea was calm",
@@ -83,13 +85,13 @@ def check_every_column(out, policy, reference, contexts, temperature, *, on_text
 
 
 @pytest.mark.parametrize(("architecture", "temperature"), [("llama", 1.0), ("gpt2", 0.7), ("gemma2", 1.3)])
-def test_every_column_and_mean_agrees_with_float64(architecture, temperature, tmp_path, kleash):
+def test_every_column_and_mean_agrees_with_float64(architecture, temperature, tmp_path):
     policy, reference = tiny_pair(tmp_path, architecture)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(PROMPTS))
     out = tmp_path / "run"
     models = {"policy": policy, "reference": reference, "prompts": prompts, "temperature": temperature}
-    kleash(*words("measure", out=out, **models, samples_per_prompt=2, max_new_tokens=9, quiet=True))
+    assert main(words("measure", out=out, **models, samples_per_prompt=2, max_new_tokens=9, quiet=True)) == 0
     prompt_ids = [tiny_tokenizer()(text)["input_ids"] for text in PROMPTS]
     contexts = {(prompt, sample): prompt_ids[prompt] for prompt in range(len(PROMPTS)) for sample in (0, 1)}
     check_every_column(out, policy, reference, contexts, temperature)
@@ -116,13 +118,13 @@ def test_every_column_and_mean_agrees_with_float64(architecture, temperature, tm
     assert measured["top1_agreement"]["value"] == pytest.approx(agreement)
 
 
-def test_every_token_of_a_text_is_scored_once_in_its_window(tmp_path, kleash):
+def test_every_token_of_a_text_is_scored_once_in_its_window(tmp_path):
     policy, reference = tiny_pair(tmp_path, "llama")
     source = tmp_path / "text.jsonl"
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
     out = tmp_path / "run"
     models = {"policy": policy, "reference": reference, "text": source}
-    kleash(*words("measure", out=out, **models, window=24, stride=16, batch_tokens=64, quiet=True))
+    assert main(words("measure", out=out, **models, window=24, stride=16, batch_tokens=64, quiet=True)) == 0
     ids = [tiny_tokenizer()(text)["input_ids"] for text in DOCUMENTS]
     tokens = read(out, "tokens")
     contexts = {}
@@ -140,12 +142,14 @@ def test_every_token_of_a_text_is_scored_once_in_its_window(tmp_path, kleash):
     assert "averages over tokens that the policy drew" in measured["estimators_note"]
 
 
-def test_a_model_compared_with_itself_is_exactly_0(tmp_path, kleash):
+def test_a_model_compared_with_itself_is_exactly_0(tmp_path):
     _, reference = tiny_pair(tmp_path, "gemma2")
     source = tmp_path / "text.txt"
     source.write_text("\n\n".join(DOCUMENTS))
     out = tmp_path / "run"
-    kleash(*words("measure", policy=reference, reference=reference, text=source, out=out, quiet=True))
+    assert (
+        main(words("measure", policy=reference, reference=reference, text=source, out=out, quiet=True)) == 0
+    )
     tokens = read(out, "tokens")
     for name in ("kl_policy_reference", "kl_reference_policy", "jensen_shannon", "total_variation"):
         assert (tokens[name] == 0).all()
