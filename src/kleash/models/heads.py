@@ -63,14 +63,17 @@ def extract_head(
         ModelError: if later tokens change the logits of earlier ones, so that the model is not causal.
     """
     with torch.no_grad():  # DTensors take no inference mode
-        network_logits = network(input_ids=probe, use_cache=False).logits
-        _check_causal(network, probe, network_logits, subject)
+        other_probe = probe.clone()
+        other_probe[:, -1] = probe[:, 0]
+        both = torch.cat([probe, other_probe])
+        network_logits, after = network(input_ids=both, use_cache=False).logits.chunk(2)
+        _check_causal(network, network_logits, after, subject)
         max_padded_length = find_max_padded_length(network, probe, network_logits)
         vocab_size = network_logits.shape[-1]
         head = Head(weight=None)
         plain_head = _plain_head(network, vocab_size)
         if plain_head is not None and backbone is not network:
-            hidden = backbone(input_ids=probe, use_cache=False).last_hidden_state
+            hidden = backbone(input_ids=both, use_cache=False).last_hidden_state[: len(probe)]
             candidates = candidate_heads(network.config, plain_head)
             agreeing = (each for each in candidates if logit_discrepancy(network_logits, hidden, each) <= 1)
             head = next(agreeing, head)
@@ -262,17 +265,12 @@ def candidate_heads(config: Any, plain_head: Head) -> Iterator[Head]:
             yield replace(plain_head, scale=scale, softcap=cap)
 
 
-def _check_causal(network: Any, probe: Tensor, network_logits: Tensor, subject: str) -> None:
-    """Check that changing the last token leaves the logits of earlier positions unchanged.
+def _check_causal(network: Any, network_logits: Tensor, after: Tensor, subject: str) -> None:
+    """Check that another last token (``after``) leaves the logits of earlier positions unchanged.
 
     Raises:
         ModelError: if it does not.
     """
-    other_probe = probe.clone()
-    other_probe[:, -1] = probe[:, 0]
-    if torch.equal(other_probe, probe):
-        return
-    after = network(input_ids=other_probe, use_cache=False).logits
     difference, max_logit = _largest_difference(network_logits[:, :-1], after[:, :-1])
     if difference > 64 * torch.finfo(network_logits.dtype).eps * max_logit:
         raise ModelError(
