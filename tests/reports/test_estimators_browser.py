@@ -103,11 +103,9 @@ def test_a_table_of_the_site_is_cards_on_a_phone(
     driver: Any, tmp_path: Path, width: int, is_cards: bool
 ) -> None:
     rows = "<thead><tr><th>name<th>unit<th>meaning</thead><tbody><tr><td>kl<td>nats<td>KL per token</tbody>"
-    style, script = (PAGE.with_name(name).as_uri() for name in ("site.css", "tables.js"))
-    view = f'<meta name="viewport" content="width={width}"><link rel="stylesheet" href="{style}">'
-    page = (
-        f'{view}<article class="bd-article"><table>{rows}</table></article><script src="{script}"></script>'
-    )
+    style, script = (PAGE.with_name(name).read_text(encoding="utf-8") for name in ("site.css", "tables.js"))
+    view = f'<meta name="viewport" content="width={width}"><style>{style}</style>'
+    page = f'{view}<article class="bd-article"><table>{rows}</table></article><script>{script}</script>'
     (tmp_path / "page.html").write_text(page)
     opened(driver, width)
     driver.get((tmp_path / "page.html").as_uri())
