@@ -55,8 +55,7 @@ def test_refused_terms_give_their_reason(fields, reason, unhooked):
 
 
 def test_unknown_names_are_errors():
-    for estimator in ("k5", None):
-        with pytest.raises(UnknownNameError, match=f"called {estimator!r}; there are k1, abs, k2, k3"):
-            KLTerm(estimator=estimator)
+    with pytest.raises(UnknownNameError, match="called 'k5'; there are k1, abs, k2, k3"):
+        KLTerm(estimator="k5")
     with pytest.raises(UnknownNameError, match="no aggregation is called 'mean'"):
         KLTerm(aggregation="mean")
