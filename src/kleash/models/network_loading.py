@@ -251,20 +251,8 @@ def _load_as(
         notes += (
             f"{len(unused)} tensors of {checkpoint} are not used by its architecture, such as {unused[0]}",
         )
-    if (
-        packed is None
-        and not is_packed(network)
-        and device_map not in PARALLEL_MAPS
-        and has_tied_embeddings(skeleton)
-        and not has_tied_embeddings(network)
-    ):
-        notes += (
-            (
-                f"{checkpoint} has a head of its own in its files and is tied to its embedding by its settings; the "
-                "head is measured, as transformers reads it, and vLLM reads the embedding: set tie_word_embeddings "
-                "as meant"
-            ),
-        )
+    if packed is None and not is_packed(network) and device_map not in PARALLEL_MAPS:
+        notes += _describe_untied_head(skeleton, network, checkpoint)
     counted = skeleton if is_packed(network) else network
     return LoadedNetwork(
         network=network,
@@ -272,6 +260,15 @@ def _load_as(
         notes=notes,
         packed=() if packed is None else packed.modules,
     )
+
+
+def _describe_untied_head(skeleton: Any, network: Any, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """A note on a head in the files, beside an embedding that the settings tie it to."""
+    note = (
+        f"{checkpoint} has a head of its own in its files and is tied to its embedding by its settings; the head is "
+        "measured, as transformers reads it, and vLLM reads the embedding: set tie_word_embeddings as meant"
+    )
+    return (note,) if has_tied_embeddings(skeleton) and not has_tied_embeddings(network) else ()
 
 
 def _describe_replaced_class(config: Any, network: Any, subject: str) -> tuple[str, ...]:

@@ -301,7 +301,8 @@ class KLMixin(ForwardCapture):
             temperature=self.temperature,
             options=self._linear_options,
         )
-        for name, term in zip((POLICY_LOGP, REFERENCE_LOGP, TOKEN_KL), terms, strict=False):
+        columns = {POLICY_LOGP: terms.token_logp, REFERENCE_LOGP: terms.token_logq, TOKEN_KL: terms.kl}
+        for name, term in columns.items():
             inputs[name] = torch.zeros_like(token_weights).masked_scatter(mask, term.to(token_weights.dtype))
         token_kl = inputs[TOKEN_KL]
         if self._term.scope == "sequence":

@@ -13,7 +13,7 @@ from kleash.errors import CannotRunError, OptionError
 from kleash.integrations.trainer.callback import AttachedCallback
 from kleash.integrations.trl.compat import GRPOTrainer, RLOOTrainer
 from kleash.integrations.trl.forward_capture import whole_rows
-from kleash.integrations.trl.kl_mixin import REFERENCE_LOGP, KLMixin
+from kleash.integrations.trl.kl_mixin import ENGINE_LOGP, OLD_LOGP, REFERENCE_LOGP, KLMixin
 from kleash.models.live_models import base_network
 from kleash.precision import normalised
 from kleash.registry import require_at_least
@@ -74,10 +74,10 @@ class RolloutDump(AttachedCallback):
     def _write(self, output: dict[str, Any], columns: list["GenerationLogprobs"], step: int) -> None:
         """Write a batch that TRL has generated."""
         batch = dict(output)
-        if "sampling_per_token_logps" not in batch:
-            batch["sampling_per_token_logps"] = _engine_column(batch["completion_ids"], columns)
+        if ENGINE_LOGP not in batch:
+            batch[ENGINE_LOGP] = _engine_column(batch["completion_ids"], columns)
         self._add_columns(batch)
-        is_known = ~batch["sampling_per_token_logps"].isnan()  # vLLM leaves some out
+        is_known = ~batch[ENGINE_LOGP].isnan()  # vLLM leaves some out
         batch["completion_mask"] = batch["completion_mask"] * is_known
         rank = self.trainer.accelerator.process_index
         write_rollouts(self.folder / f"step-{step:06d}-rank-{rank}.jsonl", batch, version=step)
@@ -86,8 +86,8 @@ class RolloutDump(AttachedCallback):
         """Add the trainer's column, in the mode in which it trains, and with kleash's KL the reference's."""
         device, trainer = batch["completion_ids"].device, self.trainer
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            if "old_per_token_logps" not in batch:
-                batch["old_per_token_logps"] = trainer._get_per_token_logps_and_entropies(
+            if OLD_LOGP not in batch:
+                batch[OLD_LOGP] = trainer._get_per_token_logps_and_entropies(
                     trainer.model, *whole_rows(batch), batch_size=trainer.args.per_device_train_batch_size
                 )[0]
             if REFERENCE_LOGP not in batch and isinstance(trainer, KLMixin):

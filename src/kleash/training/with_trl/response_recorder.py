@@ -12,6 +12,7 @@ from torch import Tensor
 from kleash.errors import CannotRunError
 from kleash.estimators import sampled_kl
 from kleash.integrations.trl.kl_mixin import (
+    OLD_LOGP,
     POLICY_LOGP,
     REFERENCE_LOGP,
     TOKEN_KL,
@@ -170,8 +171,8 @@ class ResponseRecorder:
             output[BEFORE_LOGP] = self._passes[0][0]
             if not isinstance(self.trainer, KLMixin) and self.trainer.beta != 0:
                 output[REFERENCE_LOGP] = self._passes[1][0]
-        elif "old_per_token_logps" in output:
-            output[BEFORE_LOGP] = output["old_per_token_logps"]
+        elif OLD_LOGP in output:
+            output[BEFORE_LOGP] = output[OLD_LOGP]
         return output
 
     def _get_per_token_logps_and_entropies(
@@ -246,9 +247,9 @@ class ResponseRecorder:
                 prompt_hash=hashes[row],
                 is_truncated=is_cut[row],
                 tokens={name: array[row][counted[row]] for name, array in arrays.items()},
-                **known,
+                **known_before,
             )
-            for row, known in enumerate(rewarded)
+            for row, known_before in enumerate(rewarded)
         ]
 
 
