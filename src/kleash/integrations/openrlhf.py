@@ -32,7 +32,7 @@ from kleash.kl_rules import CONTRACTS, refusal, term_spec
 from kleash.leash import FixedBeta, StatefulController, beta_from_dict, shape_rewards
 from kleash.masking import select_and_call
 
-__all__ = ["KLController", "compute_approx_kl", "compute_reward", "install"]
+__all__ = ["compute_approx_kl", "compute_reward", "install"]
 
 UTILS = "openrlhf.models.utils"
 ACTOR = "openrlhf.trainer.ray.ppo_actor"
@@ -125,13 +125,6 @@ def compute_reward(
     return shape_rewards(scores, kl, action_mask > 0.5, beta=max(kl_coef, 0.0))
 
 
-class KLController(StatefulController):
-    """A beta controller with OpenRLHF's interface, ``value`` and ``update``.
-
-    OpenRLHF passes a mean over tokens, or over responses of such means: the target of ``leash`` is in nats per token.
-    """
-
-
 def install(*, controller: Mapping[str, Any] | None = None, cap: float | None = None) -> None:
     """Replace OpenRLHF's KL functions and controllers in this process.
 
@@ -172,18 +165,21 @@ def install(*, controller: Mapping[str, Any] | None = None, cap: float | None = 
 
 def _adaptive(
     controller_settings: Mapping[str, Any], init_kl_coef: float, target: float, horizon: int
-) -> KLController:
-    """A controller with a target, from the arguments of OpenRLHF's ``AdaptiveKLController``."""
+) -> StatefulController:
+    """A controller with a target, from the arguments of OpenRLHF's ``AdaptiveKLController``.
+
+    OpenRLHF passes it a mean over tokens, or over responses of such means, so its target is in nats per token.
+    """
     openrlhf_settings = {"beta": init_kl_coef, "target_nats": target, "per": "token"}
     duplicates = controller_settings.keys() & openrlhf_settings
     if duplicates:
         raise OptionError(f"OpenRLHF sets {', '.join(duplicates)}; leave it out of the controller")
     if controller_settings.get("kind") == "ziegler":
         openrlhf_settings["horizon"] = horizon
-    return KLController(beta_from_dict(openrlhf_settings | dict(controller_settings)))
+    return StatefulController(beta_from_dict(openrlhf_settings | dict(controller_settings)))
 
 
-def _fixed(kl_coef: float) -> KLController:
+def _fixed(kl_coef: float) -> StatefulController:
     """A controller that keeps ``kl_coef``; warns if that is 0, with which OpenRLHF loads no reference."""
     if kl_coef == 0:
         warnings.warn(
@@ -191,7 +187,7 @@ def _fixed(kl_coef: float) -> KLController:
             "coefficient above 0, or leave kleash out",
             stacklevel=2,
         )
-    return KLController(FixedBeta(beta=kl_coef, per="token"))
+    return StatefulController(FixedBeta(beta=kl_coef, per="token"))
 
 
 def _save_with_controller(
