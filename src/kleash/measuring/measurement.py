@@ -133,13 +133,7 @@ def make_measurement(
         storage=describe_storage(models),
     )
     statistics = known_statistics(run.folder.token_columns(), engine.traits.unknown_columns)
-    totals = sum_tokens(run, estimand, counts.clusters, statistics)
-    summed = int(totals.sums[TOKENS].sum())
-    if summed != counts.record.tokens:  # of processes that may round apart, on a disk without locks
-        raise RunFolderError(
-            f"{run.folder.root} has {summed} tokens in tokens/ and {counts.record.tokens} in sequences/: some "
-            "files are of different processes; measure again into another --out, with one process"
-        )
+    totals = sum_tokens(run, estimand, counts, statistics)
     write_alternatives(run.folder, totals.largest.sequences.drifted(), run.pair.tokenizer)
     noise_floor, dtype_gap = measure_rounding(run.job, engine, run.folder, counts.record.tokens)
     numbers, padding_note, padding_warning = _numbers(run, totals.sums, statistics)
@@ -269,16 +263,20 @@ def count_sequences(folder: RunFolder, *, on_text: bool) -> SequenceCounts:
 
 
 def sum_tokens(
-    run: OpenRun, estimand: Estimand, clusters: Clusters, statistics: Collection[str]
+    run: OpenRun, estimand: Estimand, counts: SequenceCounts, statistics: Collection[str]
 ) -> RunTotals:
     """Sum all quantities within clusters, and collect the largest drift, in one pass over all tokens.
 
     Args:
         run: whose headline is the KL of the binnings and of the largest drift.
         estimand: decides which sampled estimates are summed.
-        clusters: of the run's sequences.
+        counts: of the run's sequences, with their clusters.
         statistics: names of the statistics that can be computed.
+
+    Raises:
+        RunFolderError: if tokens/ has another number of tokens than sequences/.
     """
+    clusters = counts.clusters
     sums = ClusterSums(clusters.count, is_one_model=run.pair.is_one_model)
     largest = LargestDrift(column=run.job.headline)
     terms = [SequenceTerms(*np.zeros((3, 0)))]
@@ -289,6 +287,12 @@ def sum_tokens(
             largest.add(part)
         if KL in quantities and estimand.has_sequence_kl and estimand.weighting is not None:
             terms.append(sequence_terms(part, quantities[KL], estimand.weighting))
+    summed = int(sums[TOKENS].sum())
+    if summed != counts.record.tokens:  # of processes that may round apart, on a disk without locks
+        raise RunFolderError(
+            f"{run.folder.root} has {summed} tokens in tokens/ and {counts.record.tokens} in sequences/: some "
+            "files are of different processes; measure again into another --out, with one process"
+        )
     return RunTotals(
         sums=sums,
         largest=largest,

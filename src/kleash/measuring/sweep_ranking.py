@@ -8,13 +8,14 @@ import numpy as np
 
 from kleash.errors import RunFolderError
 from kleash.jobs.sweep import SweepJob
-from kleash.measuring.sequence_clusters import SequenceSums, sum_sequences
+from kleash.measuring.sequence_clusters import Clusters, SequenceSums, sum_sequences
 from kleash.store import Measurement, RunFolder
 from kleash.store.measurement_summary import all_warnings
 from kleash.store.statistics import KL_DIRECTIONS
 from kleash.store.sweep import QUANTILE, Sweep, SweepCandidate, SweepPair
+from kleash.uncertainty import Estimate
 from kleash.uncertainty.diagnostics import few_clusters
-from kleash.uncertainty.simultaneous import simultaneous_differences
+from kleash.uncertainty.simultaneous import SimultaneousPairs, simultaneous_differences
 from kleash.version import __version__
 
 
@@ -74,14 +75,7 @@ def rank_candidates(
     clusters = runs[0].clusters(on_text=job.responses is None)
     letters, front = {}, pareto_front(measured, job.statistic)
     if len(measured) > 1:
-        numbers = [candidate.numbers[job.statistic] for candidate in measured]
-        # of a number without any error, such as the KL of the reference itself
-        known_values = [
-            number.value if number.standard_error == 0 and number.has_error else None for number in numbers
-        ]
-        sums = np.stack([clusters.sum(run.total) for run in runs], axis=1)
-        counts = np.stack([clusters.sum(run.tokens) for run in runs], axis=1)
-        result = simultaneous_differences(sums, counts, known_values=known_values)
+        result = _differences([candidate.numbers[job.statistic] for candidate in measured], runs, clusters)
         letters = dict(zip((each.number for each in measured), result.letters, strict=True))
         pairs = tuple(
             SweepPair(
@@ -104,6 +98,16 @@ def rank_candidates(
             for each in candidates
         ),
     )
+
+
+def _differences(
+    numbers: Sequence[Estimate], runs: Sequence[SequenceSums], clusters: Clusters
+) -> SimultaneousPairs:
+    """The differences of all pairs of candidates: ``numbers`` are their means, ``runs`` what these are means of."""
+    sums = np.stack([clusters.sum(run.total) for run in runs], axis=1)
+    counts = np.stack([clusters.sum(run.tokens) for run in runs], axis=1)
+    known_values = [number.value if number.is_exact else None for number in numbers]
+    return simultaneous_differences(sums, counts, known_values=known_values)
 
 
 def pareto_front(candidates: Sequence[SweepCandidate], statistic: str) -> set[int]:

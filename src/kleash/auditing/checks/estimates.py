@@ -226,7 +226,12 @@ def gradient_findings(evidence: Evidence) -> Iterator[Finding]:
         is_same = is_quantity(gradient.off_policy, evidence.claimed)
         difference = _worst_gradient(evidence, "off-policy")
         yield from _off_policy_findings(evidence, "gradient", is_same, difference)
-    positions, of_value = gradient.positions, evidence.value.positions
+    yield from _gradient_position_findings(evidence, sentence)
+
+
+def _gradient_position_findings(evidence: Evidence, sentence: str) -> Iterator[Finding]:
+    """Yield the finding about a gradient over several tokens, if it is not that between whole responses."""
+    positions, of_value = evidence.gradient.positions, evidence.value.positions
     is_like_value = (  # then the value's finding has the factor
         of_value.is_uniform
         and positions.is_uniform

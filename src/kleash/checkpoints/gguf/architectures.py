@@ -190,23 +190,13 @@ def config_attributes(
         raise ModelError(f"its keys have {head_dim} numbers a head and its values {value_length}")
     if values.get("attention.causal", True) is not True:
         raise ModelError("its attention is not causal; kleash measures causal language models")
-    attributes["vocab_size"] = tensors.shapes["token_embd.weight"][0]
-    attributes["tie_word_embeddings"] = "output.weight" not in tensors.shapes
     rotary = values.get("rope.dimension_count", head_dim)
     if architecture.interleaved_rope and rotary != head_dim:
         raise ModelError(
             f"it rotates {str(rotary)[:20]} of {head_dim} numbers of a head, which {name} does not"
         )
-    with_bias = {key.split(".")[-2] for key in tensors.shapes if key.endswith(".bias")}
-    if FUSED_PROJECTIONS in with_bias:
-        with_bias.update(PROJECTIONS[:3])
-    attributes |= {name: not with_bias.isdisjoint(parts) for name, parts in architecture.biases.items()}
-    attributes |= {
-        name: any(key.endswith(f".{end}") for key in tensors.shapes)
-        for name, end in architecture.present.items()
-    }
-    attributes |= _rope(values, attributes) | dict(architecture.constants)
-    attributes = {**architecture.defaults, **attributes}
+    attributes |= _attributes_of_tensors(architecture, tensors) | _rope(values, attributes)
+    attributes = {**architecture.defaults, **attributes, **architecture.constants}
     try:
         for adjust in architecture.adjust:
             adjust(attributes, values, tensors)
@@ -216,6 +206,22 @@ def config_attributes(
         ) from error
     known = {*values.read, *names, *ROPE_SETTINGS, *SETTINGS_WITHOUT_EFFECT, *architecture.adjusted}
     return attributes, tuple(sorted(key for key in values if key not in known))
+
+
+def _attributes_of_tensors(architecture: GGUFArchitecture, tensors: TensorSummary) -> dict[str, Any]:
+    """The attributes that say which tensors there are: of the embeddings, biases and optional parts."""
+    with_bias = {key.split(".")[-2] for key in tensors.shapes if key.endswith(".bias")}
+    if FUSED_PROJECTIONS in with_bias:
+        with_bias.update(PROJECTIONS[:3])
+    return {
+        "vocab_size": tensors.shapes["token_embd.weight"][0],
+        "tie_word_embeddings": "output.weight" not in tensors.shapes,
+        **{name: not with_bias.isdisjoint(parts) for name, parts in architecture.biases.items()},
+        **{
+            name: any(key.endswith(f".{end}") for key in tensors.shapes)
+            for name, end in architecture.present.items()
+        },
+    }
 
 
 def _check_shapes(name: str, architecture: GGUFArchitecture, attributes: Mapping[str, Any]) -> None:
