@@ -55,7 +55,8 @@ def test_report_gives_the_verdict_for_another_limit(run, capsys, monkeypatch):
     capsys.readouterr()
     assert main(["report", str(run), "--at-most", repr(1.02 * kl.value)]) == 3
     output = flattened(capsys.readouterr().out)
-    assert "gate: undecided: whether KL(policy ‖ reference) per token is at most" in output
+    limit = f"{1.02 * kl.value:.15g} nats"
+    assert f"gate: undecided: whether KL(policy ‖ reference) per token is at most {limit}" in output
     assert "more tokens would decide" in output
     assert "Gate undecided" in (run / "report.html").read_text()
     assert (run / "measurement.json").read_bytes() == before

@@ -151,7 +151,7 @@ def describe_sweep_gate(sweep: Sweep) -> str:
     gate, by_number = sweep.gate, {candidate.number: candidate for candidate in sweep.candidates}
     if gate is None:
         return ""
-    condition = f"whose {gate.label} is at most {gate.at_most:g} nats"
+    condition = f"whose {gate.label} is at most {gate.limit}"
     if gate.smallest is None:
         words = (
             f"no candidate is known {condition}" if gate.undecided else f"there is no candidate {condition}"
@@ -176,7 +176,7 @@ def _described_size(candidate: SweepCandidate) -> str:
 
 def describe_gate(gate: Gate) -> str:
     """The verdict of a gate with the numbers that decided it, as a sentence without a full stop."""
-    label, limit = gate.label, f"{gate.at_most:g} nats"
+    label, limit = gate.label, gate.limit
     if gate.verdict == "passed":
         return f"passed: {label} is at most {limit}: {_end(gate, 'upper')}"
     if gate.verdict == "failed":

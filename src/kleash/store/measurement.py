@@ -43,6 +43,11 @@ class Verdict:
         return QUANTITIES.get(self.quantity, self.quantity)
 
     @property
+    def limit(self) -> str:
+        """``at_most`` with its unit, to the 15 digits that a float keeps of what was typed."""
+        return f"{self.at_most:.15g} nats"
+
+    @property
     def exit_code(self) -> int:
         """0 if passed, 1 if failed, 3 if undecided."""
         return EXIT_CODES.get(self.verdict, EXIT_CODES["undecided"])

@@ -72,7 +72,7 @@ def _gate_fact(gate: Verdict | None, name: str = "") -> tuple[tuple[str, str], .
     """The verdict of a gate as a fact; none without a gate."""
     if gate is None:
         return ()
-    sentence = f"{gate.verdict}: {gate.label} at most {gate.at_most:g} nats"
+    sentence = f"{gate.verdict}: {gate.label} at most {gate.limit}"
     return ((f"gate, {name}" if name else "gate", sentence),)
 
 
@@ -256,7 +256,7 @@ def _(sweep: Sweep) -> Summary:
         *("candidate", "", label_of(sweep.rank_by), "95 % interval", f"{QUANTILE} % of tokens"),
         *(label_of(name) for name in sweep.other_direction),
     )
-    limit = () if sweep.gate is None else (f"at most {sweep.gate.at_most:g} nats",)
+    limit = () if sweep.gate is None else (f"at most {sweep.gate.limit}",)
     return Summary(
         headline=f"{counted(len(sweep.ranking), 'candidate')} by {label_of(sweep.rank_by)} per token; those that share "
         "a letter are tied",
