@@ -108,8 +108,8 @@ def settled_table(frame: pd.DataFrame) -> str:
         by_noise = records.groupby("noise")
         ends = by_noise["settled"].agg(["min", "max"]).to_numpy()
         rows.append([f"`{kind}`", *(f"{low:.2f}–{high:.2f}" for low, high in ends)])
-        rows.append(["… single runs within 10 %", *(f"{x:.0%}" for x in by_noise["within"].min())])
-    return markdown_table(["", *(f"{noise:.0%}" for noise in NOISES)], rows)
+        rows.append(["… single runs within 10 %", *(f"{100 * x:.0f} %" for x in by_noise["within"].min())])
+    return markdown_table(["", *(f"{100 * noise:.0f} %" for noise in NOISES)], rows)
 
 
 def peak_table(frame: pd.DataFrame) -> str:

@@ -802,7 +802,7 @@ def with_moved_tokens(case: Case, cause: str, share: float) -> Rollouts:
 
     return case.with_engine(
         Engine(network=case.network, change_hidden=change_hidden),
-        variant=f"{share:.2%} of the tokens, {scale:.3g}",
+        variant=f"{100 * share:.2f} % of the tokens, {scale:.3g}",
         accepted=(cause,),
         like_rounding=True,
     )

@@ -199,7 +199,7 @@ def bars(rows: Sequence[Trial]) -> list[tuple[str, str, bool]]:
     def judge(what: str, counts: tuple[int, int], least: float, most: float = 1.0) -> None:
         if counts[1]:
             share = counts[0] / counts[1]
-            results.append((what, f"{counts[0]} of {counts[1]}, {share:.1%}", least <= share <= most))
+            results.append((what, f"{counts[0]} of {counts[1]}, {100 * share:.1f} %", least <= share <= most))
 
     judge("named first with the models: 90 %", share_of(planted, MODES[0], is_named), 0.9)
     judge(

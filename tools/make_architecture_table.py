@@ -240,13 +240,14 @@ def make_page(rows: list[dict[str, Any]]) -> str:
     rows = sorted(rows, key=lambda row: row["architecture"])
     made = [row for row in rows if row["outcome"] != "not made"]
     measured = [row for row in made if row["outcome"] in MEASURED]
+    share = f"{100 * len(measured) / len(made):.1f} %"
     lines = [
         "# Architectures",
         "",
         "<!-- Made by tools/make_architecture_table.py; change that, not this page. -->",
         "",
         f"transformers {version('transformers')} maps {len(rows)} architectures to a causal class. A tiny random model",
-        f"was made of {len(made)}, and kleash measured {len(measured)} of them ({len(measured) / len(made):.1%}), with",
+        f"was made of {len(made)}, and kleash measured {len(measured)} of them ({share}), with",
         f"torch {version('torch')} on a CPU, {datetime.now(timezone.utc):%Y-%m-%d}.",
         "",
         "Each model is compared with a copy whose weights have moved, on prompts (with generation) and on text. The KL",

@@ -48,7 +48,7 @@ def test_a_log_has_a_line_for_every_twentieth_of_the_work():
     assert 18 <= len(lines) <= 21
     (line,) = [line for line in lines if re.match(r"measuring: (59|6[0-3]) of 100 ", line)]
     assert re.fullmatch(
-        r".* \(6.%\), 50 tokens/s, KL so far 0\.200 ± 0\.010 nats, about (7[0-9]|8[0-4]) s left", line
+        r".* \(6. %\), 50 tokens/s, KL so far 0\.200 ± 0\.010 nats, about (7[0-9]|8[0-4]) s left", line
     )
 
 
@@ -67,7 +67,7 @@ def test_a_second_part_of_the_work_is_counted_from_0():
             for _ in range(sequences):
                 clock.now += 5.0
                 progress.add_scored(1, 50)
-    assert "measuring: 10 of 10 sequences (100%), 10 tokens/s\n" in file.getvalue()
+    assert "measuring: 10 of 10 sequences (100 %), 10 tokens/s\n" in file.getvalue()
 
 
 def test_the_first_shard_shows_what_is_generated_and_the_time_left():
@@ -83,7 +83,7 @@ def test_the_first_shard_shows_what_is_generated_and_the_time_left():
             progress.add_scored(24, 2400)
     first, *lines = file.getvalue().splitlines()
     assert first == "measuring: 96 sequences to do"
-    told = r"measuring: 0 of 96 sequences, (\d+) generated \((\d+)%\), 48 tokens/s"
+    told = r"measuring: 0 of 96 sequences, (\d+) generated \((\d+) %\), 48 tokens/s"
     shares = [tuple(map(int, pair)) for pair in re.findall(told, "\n".join(lines))]
     assert len(shares) > 15
     assert all(share == pytest.approx(100 * generated / 96, abs=2) for generated, share in shares)
@@ -106,7 +106,7 @@ def test_responses_of_other_processes_count_as_generated():
         progress.add_scored(48, 4800)
         clock.now += 30.0
         progress.add_scored(0, 0)
-    assert file.getvalue().splitlines()[-1].startswith("measuring: 96 of 96 sequences (100%)")
+    assert file.getvalue().splitlines()[-1].startswith("measuring: 96 of 96 sequences (100 %)")
 
 
 def test_text_of_unknown_length_says_how_much_is_done():

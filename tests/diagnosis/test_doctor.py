@@ -405,7 +405,7 @@ def test_the_command_prints_a_ranked_list(tmp_path, capsys):
     path = written(tmp_path / "rollouts.jsonl", world.rollouts(*temperature(world)))
     assert main(["doctor", path]) == 0
     output = " ".join(capsys.readouterr().out.split())
-    assert "temperature or processed probability: 98%" in output
+    assert "temperature or processed probability: 98 %" in output
     assert "evidence: the engine is the sharper one, as at about" in output
     assert f"next: {CAUSES['temperature'].next_test}" in output
     assert "the data cannot tell these apart" in output

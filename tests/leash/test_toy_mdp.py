@@ -84,7 +84,7 @@ def test_the_page_prints_the_deviation(name):
 def test_the_page_prints_what_a_trust_region_costs(name):
     found, removed = REGIONS[name]()
     error, cosine = apart(found, TRUTH)
-    assert rows("Trust regions")[name][:3] == [f"{error:.3f}", f"{cosine:.3f}", f"{removed:.1%}"]
+    assert rows("Trust regions")[name][:3] == [f"{error:.3f}", f"{cosine:.3f}", f"{100 * removed:.1f} %"]
 
 
 def test_the_page_has_no_other_rows():

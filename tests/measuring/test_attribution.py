@@ -184,7 +184,7 @@ def test_a_resumed_attribution_runs_only_the_passes_that_are_missing(job, result
     again = Sweep.read(Path(str(job.out))).to_dict()
     assert again["attributions"] == result.to_dict()["attributions"]
     printed = capsys.readouterr()
-    assert re.search(r"layer 1 +-\S+ nats .* 100\.0%", printed.out)
+    assert re.search(r"layer 1 +-\S+ nats .* 100\.0 %", printed.out)
     assert " passes of " in printed.err
 
 

@@ -110,11 +110,11 @@ def test_warnings_of_single_numbers_are_merged_with_their_labels(run):
     many = {"kl_policy_reference": warned("few")}
     names = ("kl_reference_policy", "jensen_shannon", "entropy_policy", "entropy_reference")
     for at, name in enumerate(names):
-        many[name] = warned("few", f"one cluster carries {20 + at}% of the variance")
+        many[name] = warned("few", f"one cluster carries {20 + at} % of the variance")
     bare = {"estimators": {}, "noise_floor": warned("tied"), "per_sequence": None, "warnings": ("whole",)}
     reported = all_warnings(replace(run[1], per_token=many, **bare))
     named = "on KL(reference ‖ policy), Jensen–Shannon and 2 others"
-    assert reported == ["whole", "few", f"{named}: one cluster carries 20% to 23% of the variance"]
+    assert reported == ["whole", "few", f"{named}: one cluster carries 20 to 23 % of the variance"]
 
 
 def test_axes_of_a_sweep_have_ticks_for_any_candidates():

@@ -71,14 +71,14 @@ CASES: dict[str, tuple[Callable[[int, Metrics], Metrics], str]] = {
     "held_out_fell": (lambda at, now: {"eval/reward": 3.0 - 0.1 * at, "eval/reward_error": 0.05} if at % 5 == 0 else {},
         r"is 2, and was 2.5 in step 45, its best: a fall by 7.1 standard errors .* take the checkpoint"),
     "no_signal": (lambda at, now: {"reward/zero_std_share": 0.98},
-        r"98% of the prompts .* \(mean reward .*more --samples-per-prompt"),
+        r"98 % of the prompts .* \(mean reward .*more --samples-per-prompt"),
     "entropy_collapse": (lambda at, now: {"policy/entropy": 2.0 * 0.7**at, "reward/score": 0.4},
         r"entropy fell from 2.07 to 0.715 nats per token since .* did not rise .* lower --learning-rate"),
     "prompt_runaway": (lambda at, now: {"kl/max_prompt": 10 * now["kl/exact_per_sequence"]},
         r"25 times the mean of the others over the last 3 steps, and 2 times before: .* --prompts"),
     "repetition": (lambda at, now: {"response/repetition": min(0.9, 0.05 * at)},
-        r"have occurred in it before, and 1% had .* correct the --reward"),
-    "repetition of one response": (lambda at, now: {"response/distinct": 0.1}, r"only 10% of .*all alike"),
+        r"have occurred in it before, and 1 % had .* correct the --reward"),
+    "repetition of one response": (lambda at, now: {"response/distinct": 0.1}, r"only 10 % of .*all alike"),
 }  # fmt: skip
 """Kind -> what its metrics are after a step, and what the sentence says."""
 

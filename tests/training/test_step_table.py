@@ -45,16 +45,16 @@ def test_a_log_shows_what_a_step_is_at_and_the_time_left() -> None:
     steps = Steps(4, console, clock=lambda: now[0])
     for record in healthy(4)[2:]:
         for piece in range(40):
-            steps.working(record.step, f"generating, {piece / 40:.0%} of 8 responses")
+            steps.working(record.step, f"generating, {100 * piece / 40:.0f} % of 8 responses")
             now[0] += 2.0
         now[0] += 20.0
         steps.stepped(StepRecord(step=record.step, metrics={"beta": 0.1}))
     assert isinstance(console.file, StringIO)
     assert console.file.getvalue().splitlines() == [
-        "step 3/4: generating, 38% of 8 responses",
-        "step 3/4: generating, 75% of 8 responses",
+        "step 3/4: generating, 38 % of 8 responses",
+        "step 3/4: generating, 75 % of 8 responses",
         "step 3/4: beta 0.1, about 2 min left",
-        "step 4/4: generating, 38% of 8 responses",
-        "step 4/4: generating, 75% of 8 responses",
+        "step 4/4: generating, 38 % of 8 responses",
+        "step 4/4: generating, 75 % of 8 responses",
         "step 4/4: beta 0.1",
     ]

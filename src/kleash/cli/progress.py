@@ -160,7 +160,7 @@ class Progress(ProgressReporter):
         if self._total:
             generated = int(self._done.get(GENERATING, 0.0) + 1e-6)
             drawn = f", {generated:,} generated" if generated > scored else ""
-            count = f"{scored:,} of {self._total:,} sequences{drawn} ({self._share():.0%})"
+            count = f"{scored:,} of {self._total:,} sequences{drawn} ({100 * self._share():.0f} %)"
         time_left = f"about {format_duration(left)} left" if left > 0 else ""
         seconds = self._clock() - self._start_time
         speed = f"{self._tokens / seconds:,.0f} tokens/s" if seconds > 0 else ""

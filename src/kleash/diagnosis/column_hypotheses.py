@@ -258,7 +258,10 @@ def _of_one_sign(table: TokenTable, name: str, limit: float) -> Iterator[Hypothe
     """
     sign = -1 if name == "engine" else 1
     mass = np.exp(-np.maximum(sign * table.difference, 0)).mean()
-    larger = f"the {name}'s log-probability is the larger one where they differ, as after a cut that keeps {mass:.1%}"
+    larger = (
+        f"the {name}'s log-probability is the larger one where they differ, as after a cut that keeps "
+        f"{100 * mass:.1f} %"
+    )
     lower = f"the {name}'s log-probabilities of {{}} are lower, those of all others higher"
     for cause, most_others, what, is_lower in (
         (
@@ -439,9 +442,11 @@ def cause_in_values(table: TokenTable) -> LikelyCause | None:
             return likely_cause("column", f"the {name}'s values {content}")
         above = column > ROUNDING_NATS
         if above.mean() > LEAST_ABOVE:
-            what = f"{above.mean():.0%} of the {name}'s values are above 0, up to {column.max():.3g}: they are logits"
+            what = f"{100 * above.mean():.0f} % of the {name}'s values are above 0, up to {column.max():.3g}"
             causes = ("column", "processed") if above.all() else ("processed", "column")
-            return likely_cause(causes[0], f"{what}, not log-probabilities", alike=causes[1:])
+            return likely_cause(
+                causes[0], f"{what}: they are logits, not log-probabilities", alike=causes[1:]
+            )
     return None
 
 

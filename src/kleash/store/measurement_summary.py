@@ -10,7 +10,7 @@ from kleash.store.measurement import Measurement
 from kleash.store.statistics import ALL_STATISTICS, label_of
 from kleash.store.summary import counted
 
-NUMERAL = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?%?")
+NUMERAL = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 MAX_NAMES = 3
 FIELD_LABELS = {
     "quantiles": "quantiles of the KL",
@@ -98,7 +98,7 @@ def merge_warnings(numbers: Iterable[tuple[str, Estimate]], reported: Collection
 
 
 def merge_labelled(warnings: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
-    """Labelled warnings that differ only in numerals together, each by its label."""
+    """Groups of warnings that differ only in numerals: the warnings of a group by their labels."""
     by_pattern = grouped((NUMERAL.sub("#", warning), (label, warning)) for label, warning in warnings)
     return [dict(labelled) for labelled in by_pattern.values()]
 
@@ -113,7 +113,7 @@ def joined_labels(labels: list[str]) -> str:
 def with_ranges(warnings: list[str]) -> str:
     """Warnings of one pattern as one, with the range of each numeral that differs."""
     columns = zip(*(NUMERAL.findall(warning) for warning in warnings), strict=True)
-    numerals = [sorted(set(column), key=lambda text: float(text.rstrip("%"))) for column in columns]
+    numerals: list[list[str]] = [sorted(set(column), key=float) for column in columns]
     ranges = iter(row[0] if len(row) == 1 else f"{row[0]} to {row[-1]}" for row in numerals)
     return NUMERAL.sub(lambda _: next(ranges), warnings[0])
 

@@ -324,7 +324,7 @@ def attribution_table(sweep: Sweep, attribution: Attribution) -> SummaryTable:
                 group.name,
                 value,
                 "identical weights" if group.is_identical else interval,
-                "" if math.isnan(share) else f"{share:.1%}",
+                "" if math.isnan(share) else f"{100 * share:.1f} %",
                 f"{group.parameters:,}",
             )
         )
@@ -404,7 +404,7 @@ def _(diagnosis: Diagnosis) -> Summary:
                 rows=tuple(
                     (
                         " or ".join((cause.cause, *cause.alike)),
-                        f"{cause.probability:.0%}",
+                        f"{100 * cause.probability:.0f} %",
                         cause.meaning,
                         cause.evidence,
                         cause.next_test,

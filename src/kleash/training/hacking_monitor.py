@@ -250,9 +250,9 @@ class HackingMonitor:
         if not share - self.sure * error > self.no_signal or spread < self.solved * first:
             return None
         return (
-            f"the responses to {share:.0%} of the prompts all have one reward over the last {len(last)} steps, so that "
-            f"these prompts move nothing (mean reward {level(last, 'reward/score').value:.3g}): take --prompts of "
-            "which some answers are right and some wrong, more --samples-per-prompt, a higher --temperature, or a "
+            f"the responses to {100 * share:.0f} % of the prompts all have one reward over the last {len(last)} steps, "
+            f"so that these prompts move nothing (mean reward {level(last, 'reward/score').value:.3g}): take --prompts "
+            "of which some answers are right and some wrong, more --samples-per-prompt, a higher --temperature, or a "
             "finer --reward"
         )
 
@@ -307,14 +307,14 @@ class HackingMonitor:
         first, now = (level(part, "response/repetition").value for part in ends)
         if now > self.repeated and now > 2 * first:
             return (
-                f"{now:.0%} of the three-word runs in a response have occurred in it before, and {first:.0%} had in "
-                f"the first steps: responses repeat themselves, and {advice}"
+                f"{100 * now:.0f} % of the three-word runs in a response have occurred in it before, and "
+                f"{100 * first:.0f} % had in the first steps: responses repeat themselves, and {advice}"
             )
         first, now = (level(part, "response/distinct").value for part in ends)
         if now < self.distinct and now < first / 2:
             return (
-                f"only {now:.0%} of the three-word runs of a step's responses are different ones, and {first:.0%} were "
-                f"in the first steps: responses are all alike, and {advice}"
+                f"only {100 * now:.0f} % of the three-word runs of a step's responses are different ones, and "
+                f"{100 * first:.0f} % were in the first steps: responses are all alike, and {advice}"
             )
         return None
 

@@ -48,7 +48,7 @@ def warnings_about(estimate: LinearisedEstimate, bounds: tuple[float, float]) ->
     if is_constant:
         yield (
             f"all {clusters} clusters have the same mean, which says nothing about the spread of other clusters: up to "
-            f"{unseen_share(clusters):.0%} of all may differ"
+            f"{100 * unseen_share(clusters):.0f} % of all may differ"
         )
     elif estimate.tied and untied < MIN_UNTIED_CLUSTERS:
         yield (
@@ -57,8 +57,8 @@ def warnings_about(estimate: LinearisedEstimate, bounds: tuple[float, float]) ->
         )
     elif clusters < VERY_FEW_CLUSTERS and finite_bounds == 1:
         yield (
-            f"{clusters} clusters may miss a kind of cluster that makes up as much as {unseen_share(clusters):.0%} of "
-            "all: if its values are extreme, the interval cannot be trusted"
+            f"{clusters} clusters may miss a kind of cluster that makes up as much as "
+            f"{100 * unseen_share(clusters):.0f} % of all: if its values are extreme, the interval cannot be trusted"
         )
 
 
