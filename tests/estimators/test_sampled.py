@@ -8,7 +8,7 @@ from compiling import compiles
 from distributions import gradients, log
 
 from kleash.divergences import kl, total_variation
-from kleash.estimators import ESTIMATORS, absolute, k1, k2, k3, sampled_kl
+from kleash.estimators import ESTIMATORS, sampled_kl
 
 NAMES = list(ESTIMATORS)
 torch.manual_seed(0)
@@ -32,9 +32,7 @@ def is_close(a, b):
     return torch.allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
-def test_the_table_is_read_only_and_has_four_estimators():
-    assert NAMES == ["k1", "abs", "k2", "k3"]
-    assert [ESTIMATORS[n].of for n in NAMES] == [k1, absolute, k2, k3]
+def test_the_table_is_read_only():
     with pytest.raises(TypeError):
         ESTIMATORS["k4"] = ESTIMATORS["k1"]
 

@@ -2,11 +2,14 @@
 
 import json
 import math
+from dataclasses import fields
 
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from kleash.leash import beta_from_dict
+from kleash.errors import OptionError
+from kleash.leash import CONTROLLERS, beta_from_dict
+from kleash.leash.controller_base import TargetController
 
 ANY_NUMBER = st.floats(allow_nan=True, allow_infinity=True)
 ODD = [0.0, -1.0, math.inf, -math.inf, math.nan, 5e-324, 1e308]
@@ -15,14 +18,15 @@ SEQUENCES = st.integers(0, 4096) | st.integers(0, 10**300)
 ERROR = st.none() | st.floats(0, allow_infinity=True) | st.just(math.nan)
 GAIN = st.floats(0, 1e308)
 ABOVE_0 = st.floats(5e-324, 1e308)
+STEERED = [kind for kind in CONTROLLERS.values() if issubclass(kind, TargetController)]
 
 
 @st.composite
 def steered(draw):
-    """A record of a controller with any options that it accepts."""
+    """A controller of any kind with any options that it accepts."""
+    kind = draw(st.sampled_from(STEERED))
     low, high = sorted((draw(st.floats(1e-300, 1e300)), draw(st.floats(1e-300, 1e300))))
-    record = {
-        "kind": draw(st.sampled_from(["ziegler", "pid", "dual"])),
+    options = {
         "beta": draw(st.floats(low, high)),
         "beta_min": low,
         "beta_max": high,
@@ -30,18 +34,18 @@ def steered(draw):
         "largest_step": draw(st.floats(1, 1e308, exclude_min=True)),
         "per": draw(st.sampled_from(["sequence", "token"])),
     }
-    if record["kind"] == "ziegler":
-        return {**record, "horizon": draw(st.none() | st.integers(1, 10**6))}
-    is_dual = record["kind"] == "dual"
-    gains = ("rate", "proportional") if is_dual else ("proportional", "integral", "derivative")
-    limits = ("largest_error",) if is_dual else ("largest_error", "reach")
-    return {**record, **{name: draw(GAIN) for name in gains}, **{name: draw(ABOVE_0) for name in limits}}
+    gains = {field.name for field in fields(kind)} - {field.name for field in fields(TargetController)}
+    for name in sorted(gains | {"proportional"}):
+        options[name] = draw(GAIN if getattr(kind, name) is not None else st.none() | st.integers(1, 10**6))
+    try:
+        return kind(**options)
+    except OptionError:
+        return reject()
 
 
 @given(steered(), st.lists(st.tuples(MEASURED, SEQUENCES, ERROR), max_size=12))
 @settings(max_examples=200)
-def test_beta_always_stays_within_its_bounds_and_survives_a_dict(record, history):
-    controller = beta_from_dict(record)
+def test_beta_always_stays_within_its_bounds_and_survives_a_dict(controller, history):
     low, high = controller.beta_min, controller.beta_max
     for measured, sequences, error in history:
         before = controller
@@ -57,8 +61,7 @@ def test_beta_always_stays_within_its_bounds_and_survives_a_dict(record, history
 
 @given(steered(), MEASURED, st.integers(1, 4096))
 @settings(max_examples=200)
-def test_one_step_has_the_right_sign_and_at_most_the_largest_step(record, measured, sequences):
-    controller = beta_from_dict(record)
+def test_one_step_has_the_right_sign_and_at_most_the_largest_step(controller, measured, sequences):
     after = controller.after(measured, sequences=sequences)
     factor = after.beta / controller.beta
     limit = controller.largest_step * (1 + 1e-12)

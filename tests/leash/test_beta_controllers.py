@@ -22,8 +22,9 @@ from kleash.leash import (
 from kleash.leash.controller_state import with_state
 
 NAN, INF = math.nan, math.inf
-STEERED = {"ziegler": ZieglerBeta, "pid": PIDBeta, "dual": DualBeta}
-every_steered = pytest.mark.parametrize("kind", STEERED.values(), ids=STEERED)
+every_steered = pytest.mark.parametrize(
+    "kind", [CONTROLLERS[name] for name in CONTROLLERS if name != "fixed"]
+)
 
 
 def published(beta, target, horizon, measured, sequences):

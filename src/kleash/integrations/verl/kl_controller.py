@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, SupportsFloat
 
 from kleash.errors import OptionError, RunFolderError
-from kleash.leash import FixedBeta, StatefulController, beta_from_dict
+from kleash.leash import CONTROLLERS, FixedBeta, StatefulController, beta_from_dict
 from kleash.registry import look_up
 from kleash.store.atomic import write_atomically
 from kleash.store.checksums import check_of
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 CONTROLLER_TYPES: Mapping[str, str] = MappingProxyType(
-    {"fixed": "fixed", "adaptive": "ziegler", "ziegler": "ziegler", "pid": "pid", "dual": "dual"}
+    {**{kind: kind for kind in CONTROLLERS}, "adaptive": "ziegler"}
 )
 """``algorithm.kl_ctrl.type`` -> kind of controller; "adaptive" is verl's name for Ziegler's."""
 
