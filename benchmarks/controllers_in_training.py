@@ -267,14 +267,8 @@ def table(runs: list[dict[str, Any]]) -> str:
         settled = dict(zip(group["seed"], group["settled"], strict=True))
         cells = [f"{settled[seed]:.2f}" if seed in settled else "–" for seed in seeds]
         setting: Any = key
-        rows.append(
-            [
-                *map(str, setting),
-                *cells,
-                f"{group['highest'].max():.1f}",
-                f"{100 * group['error'].mean():.0f} %",
-            ]
-        )
+        cells += [f"{group['highest'].max():.1f}", f"{100 * group['error'].mean():.0f} %"]
+        rows.append([*map(str, setting), *cells])
     return markdown_table([*names, *(f"seed {x}" for x in seeds), "highest step", "error of a step"], rows)
 
 

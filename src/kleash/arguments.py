@@ -124,7 +124,8 @@ def check_arguments(
         kwargs: keyword arguments of the call.
 
     Raises:
-        ShapeError: if an argument is not a tensor, or a tensor of the wrong kind of dtype or of no tokens.
+        ShapeError: if an argument is not a tensor, or a tensor of the wrong kind of dtype or of another shape.
+        VocabularyMismatchError: if the axes called ``vocab`` differ in size.
         OptionError: if an argument is not a number, or not of the allowed classes.
         CannotRunError: if two tensors of at least one axis are on different devices.
     """

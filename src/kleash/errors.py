@@ -1,4 +1,6 @@
-"""The exceptions that kleash raises deliberately (any other is a bug), and what they quote of another's message."""
+"""The exceptions that kleash raises deliberately (any other is a bug), and parts of their messages."""
+
+from collections.abc import Sequence
 
 MAX_REASON_CHARACTERS = 300
 
@@ -92,6 +94,11 @@ class TrackerWarning(UserWarning):
 
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C or SIGTERM, with a message that says what was saved."""
+
+
+def joined(names: Sequence[str]) -> str:
+    """Names in a sentence: "a, b and c", "a and b", or "a" alone."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def summarise_error(error: BaseException) -> str:

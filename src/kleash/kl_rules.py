@@ -135,12 +135,12 @@ def spell_argument(field: str, value: object) -> str:
 OPTIONS = MappingProxyType({"estimator": "--kl", "place": "--kl-place", "scope": "--kl-scope"})
 
 
-def command_line(field: str, value: object) -> str:
-    """The spelling of the command line: "--kl-scope sequence"."""
+def spell_option(field: str, value: object) -> str:
+    """The spelling of options of the command line: "--kl-scope sequence"."""
     return f"{OPTIONS.get(field, field)} {value}"
 
 
-def trainer_argument(field: str, value: object) -> str:
+def spell_trainer_argument(field: str, value: object) -> str:
     """The spelling of the TRL trainers: "kl_scope='sequence'"."""
     return f"kl={value!r}" if field == "estimator" else f"kl_{field}={value!r}"
 

@@ -34,8 +34,8 @@ def steered(draw):
         "largest_step": draw(st.floats(1, 1e308, exclude_min=True)),
         "per": draw(st.sampled_from(["sequence", "token"])),
     }
-    gains = {field.name for field in fields(kind)} - {field.name for field in fields(TargetController)}
-    for name in sorted(gains | {"proportional"}):
+    common = {field.name for field in fields(TargetController)} - {"proportional"}
+    for name in sorted({field.name for field in fields(kind)} - common):
         options[name] = draw(GAIN if getattr(kind, name) is not None else st.none() | st.integers(1, 10**6))
     try:
         return kind(**options)

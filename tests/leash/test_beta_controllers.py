@@ -22,9 +22,7 @@ from kleash.leash import (
 from kleash.leash.controller_state import with_state
 
 NAN, INF = math.nan, math.inf
-every_steered = pytest.mark.parametrize(
-    "kind", [CONTROLLERS[name] for name in CONTROLLERS if name != "fixed"]
-)
+every_steered = pytest.mark.parametrize("kind", [x for x in CONTROLLERS.values() if x is not FixedBeta])
 
 
 def published(beta, target, horizon, measured, sequences):

@@ -12,9 +12,7 @@ from kleash.leash import CONTROLLERS, DualBeta, FixedBeta, PIDBeta, beta_reason
 from kleash.training.job_schedule import leash_of
 
 NAN, INF = math.nan, math.inf
-every_controller = pytest.mark.parametrize(
-    "kind", [CONTROLLERS[name] for name in CONTROLLERS if name != "fixed"]
-)
+every_controller = pytest.mark.parametrize("kind", [x for x in CONTROLLERS.values() if x is not FixedBeta])
 
 
 def settled(leash, *, gain, lag, noise, seed, share=1.0, updates=200, largest=INF):

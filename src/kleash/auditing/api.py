@@ -37,7 +37,6 @@ from kleash.registry import look_up
 from kleash.store.audit import FAULTS, Audit, Finding
 from kleash.version import __version__
 
-NO_FAULT = "No fault was found."
 REPEATS = 12
 """Calls that are averaged in each evaluation of a random function."""
 BATCH_MEANS: Mapping[str, tuple[str, ...]] = {
@@ -252,7 +251,7 @@ def _record(
     """An audit that has findings and a verdict only: sentences before and after those of the findings."""
     convention = audited.convention
     ordered = _by_severity([replace(f, remedy=f.remedy or remedy_of(f.kind, convention)) for f in findings])
-    no_fault = "" if any(finding.severity in FAULTS for finding in ordered) else NO_FAULT
+    no_fault = "" if any(finding.severity in FAULTS for finding in ordered) else "No fault was found."
     sentences = (*first, *(finding.sentence for finding in ordered), last or no_fault)
     return Audit(
         target=audited.name,

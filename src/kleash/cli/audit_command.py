@@ -13,7 +13,7 @@ from kleash.auditing.finding_kinds import kinds_of
 from kleash.errors import MissingExtraError, OptionError
 from kleash.jobs.reading_jobs import AuditJob
 from kleash.reports import write_audits
-from kleash.reports.audit import title_of
+from kleash.reports.audit import audit_title
 from kleash.reports.formatting import as_sentence, command_line
 from kleash.store import Audit
 from kleash.store.codec import to_json
@@ -73,7 +73,7 @@ def print_audit(audit: Audit, output: TextIO) -> None:
         "notes": dict.fromkeys(finding.kind for finding in audit.findings if finding.severity == "note"),
     }
     lines = [
-        f"\n{title_of(audit)}",
+        f"\n{audit_title(audit)}",
         f"{audit.summary}, taken as a {audit.place}; p is the policy, q the reference",
         *(f"  - {as_sentence(line)}" for line in audit.verdict),
         *(f"  {label}: {', '.join(names)}" for label, names in kinds.items() if names),

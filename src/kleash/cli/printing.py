@@ -18,7 +18,7 @@ from kleash.reports.text_formats import model_card, to_csv, to_markdown
 from kleash.store import Comparison, Measurement, MismatchRecord, TrainingResult
 from kleash.store.measurement import Verdict
 from kleash.store.number_rows import NumericResult, number_rows
-from kleash.store.summary import Name, Summary, SummaryTable, summarize
+from kleash.store.summary import GATE, Name, Summary, SummaryTable, summarize
 from kleash.store.sweep import Sweep
 
 MAX_TABLE_COLUMNS = 200
@@ -46,7 +46,7 @@ def print_texts(summary: Summary) -> None:
     console.print()
     say(console, summary.headline, style="bold")
     for label, text in summary.facts:
-        if not label.startswith("gate"):
+        if not label.startswith(GATE):
             remark(console, label, text, "dim")
     for table in summary.tables:
         _print_summary_table(console, table)
@@ -131,7 +131,7 @@ def formatted(result: NumericResult | TrainingResult, output_format: str) -> str
 def _summary_with_command(result: NumericResult) -> Summary:
     """The summary of a result with the version of kleash and the command that repeats it, where they are recorded."""
     summary = summarize(result)
-    facts = (fact for fact in summary.facts if not fact[0].startswith("gate"))  # sentences follow
+    facts = (fact for fact in summary.facts if not fact[0].startswith(GATE))  # sentences follow
     command = (("command", Name(measure_command(result.job))),) if isinstance(result, Measurement) else ()
     return replace(summary, facts=(*facts, ("kleash", result.kleash), *command))
 
@@ -144,8 +144,8 @@ def gate_sentences(result: NumericResult | TrainingResult) -> list[str]:
 def gates_of(result: NumericResult | TrainingResult) -> list[tuple[str, Verdict, str]]:
     """The gates of a result: a label, which names the run where there are several, the verdict, and its sentence."""
     if isinstance(result, Sweep):
-        return [] if result.gate is None else [("gate", result.gate, describe_sweep_gate(result))]
-    gates = [("gate", result.gate)] if isinstance(result, Measurement | MismatchRecord) else []
+        return [] if result.gate is None else [(GATE, result.gate, describe_sweep_gate(result))]
+    gates = [(GATE, result.gate)] if isinstance(result, Measurement | MismatchRecord) else []
     if isinstance(result, Comparison):
-        gates = [(f"gate, {run.name}", run.gate) for run in result.runs]
+        gates = [(f"{GATE}, {run.name}", run.gate) for run in result.runs]
     return [(label, gate, describe_gate(gate)) for label, gate in gates if gate is not None]

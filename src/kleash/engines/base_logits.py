@@ -278,7 +278,7 @@ def columns_of_rows(
     return (
         columns
         if is_padding is None
-        else columns | padding_columns(logits, base, bounds, targets, is_padding)
+        else columns | padding_columns_of_base(logits, base, bounds, targets, is_padding)
     )
 
 
@@ -288,7 +288,7 @@ def kl_bounds_of_rows(logp: Float[Tensor, "rows vocab"], base: LogpIntervals) ->
     return dict(zip(KL_BOUND_COLUMNS, (x.numpy() for x in (*of_policy, *of_reference)), strict=True))
 
 
-def padding_columns(
+def padding_columns_of_base(
     logits: Float[Tensor, "rows vocab_policy"],
     base: LogpIntervals,
     bounds: Mapping[str, np.ndarray],

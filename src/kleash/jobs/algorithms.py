@@ -21,7 +21,6 @@ from kleash.jobs.train import OnlineJob, RewardJob, Scope, TrainJob
 
 Discount = Annotated[float, Allowed("from 0 to 1", lambda x: 0 <= x <= 1)]
 Group = Annotated[Count, Allowed("at least 2, to compare the answers to one prompt", lambda n: n >= 2)]
-SHIPPED_TEACHER = SHIPPED_POLICY
 MIXTURE_DIVERGENCES = ("jensen_shannon", "skew_kl", "skew_reverse_kl")
 """The divergences of distillation that have a parameter, ``mix``."""
 DISTILLATION_DIVERGENCES = (
@@ -229,7 +228,7 @@ class DistillJob(OnlineJob):
         """The model to learn from that is loaded; None if there is none."""
         if self.teacher_cache is not None or self.reads_lists:
             return None
-        return SHIPPED_TEACHER if self.teacher is None else self.teacher
+        return SHIPPED_POLICY if self.teacher is None else self.teacher
 
     def without_effect(self) -> tuple[str, ...]:
         """A sentence for each option that is set and does nothing in this job."""

@@ -26,10 +26,9 @@ from kleash.jobs.options import (
 )
 from kleash.jobs.output_options import Tracker
 from kleash.jobs.reading import PromptOptions, SourceKind
-from kleash.kl_rules import CONTRACTS, VALUES, command_line, default_scope, refusal, term_spec
+from kleash.kl_rules import CONTRACTS, VALUES, default_scope, refusal, spell_option, term_spec
 from kleash.store.codec import encode
 
-HACKING_RESPONSES = ("warn", "stop", "halve-lr", "tighten")
 Scope = Annotated[str, one_of(VALUES["scope"])]
 Temperature = Annotated[Positive, Allowed("from 0.0001 to 10 000", lambda x: 1e-4 <= x <= 1e4)]
 """Beyond these, logits overflow or differ by nothing."""
@@ -65,7 +64,7 @@ class TrainJob(SeedOption, LoadingOptions, OutputOptions):
     LoraConfig, as lora.FIELD=VALUE: lora.lora_alpha=16. Lists and objects are JSON. ppo takes only the latter."""
     checkpoint_every: Count = 10
     """Steps from one checkpoint to the next; the last step has one too."""
-    on_hacking: Annotated[str, one_of(HACKING_RESPONSES)] = "warn"
+    on_hacking: Annotated[str, one_of(("warn", "stop", "halve-lr", "tighten"))] = "warn"
     """What happens on a reward hacking alert: warn, stop, halve-lr (the learning rate), or tighten (double beta)."""
     report_to: tuple[Tracker, ...] = ()
     """Where the metrics go besides steps.jsonl: tensorboard, wandb, trackio, mlflow."""
@@ -174,7 +173,7 @@ class RewardJob(OnlineJob):
             scope=self.kl_scope,
             credit=self.reward_credit,
         )
-        reason, steers = refusal(term, command_line), self.controller != "fixed"
+        reason, steers = refusal(term, spell_option), self.controller != "fixed"
         return (
             Refusal(reason, str(reason)),
             Refusal(

@@ -50,7 +50,7 @@ class SampledPair(NamedTuple):
 
 
 def sampled_pair(token_logp: Tensor, token_logq: Tensor, mask: Tensor, weights: Tensor | None) -> SampledPair:
-    """The pair in at least float32.
+    """The record of the arguments of a sampled loss: log-probabilities, mask and weights, checked and converted.
 
     Raises:
         DetachedError: if ``weights`` carry a gradient.

@@ -42,7 +42,6 @@ from kleash.version import __version__
 
 T = TypeVar("T")
 
-CANDIDATES = "candidates"
 PARENT = "kleash-sweeps"
 """Folder of the sweeps without ``--out``."""
 
@@ -117,7 +116,7 @@ def check_sweep_folder(out: Path, *, resume: bool) -> None:
     Raises:
         RunFolderError: if the folder holds a sweep that is not to be resumed, or other files.
     """
-    has_sweep = holds_job(out, "sweep", {CANDIDATES, SWEEP, "reference-cache"}, {*LOCK_FILES, SOURCE})
+    has_sweep = holds_job(out, "sweep", {"candidates", SWEEP, "reference-cache"}, {*LOCK_FILES, SOURCE})
     if has_sweep and not resume:
         raise RunFolderError(f"{out} holds a sweep; go on with it by --resume, or give another --out")
     if not has_sweep and resume:

@@ -50,11 +50,11 @@ def write_audits(path: Path, audits: Sequence[Audit], command: str = "") -> Path
         is_folded=len(audits) > MAX_UNFOLDED,
         format_value=format_or_dash,
         verdict=verdict_without_findings,
-        title_of=title_of,
+        audit_title=audit_title,
     )
 
 
-def title_of(audit: Audit) -> str:
+def audit_title(audit: Audit) -> str:
     """The audited function with its bound arguments."""
     arguments = ", ".join(f"{name}={value}" for name, value in audit.arguments.items())
     return f"{audit.target} ({arguments})" if arguments else audit.target

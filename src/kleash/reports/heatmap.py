@@ -102,7 +102,7 @@ def heat_map(
     payload = partial(
         _payload,
         tokens=tokens,
-        prompts=read_prompts(folder, lengths),
+        prompts=read_prompt_texts(folder, lengths),
         alternatives=read_alternatives(folder, lengths, tokens),
         kl_names=kl_directions(measurement.headline),
     )
@@ -144,7 +144,7 @@ def colour_thresholds(largest: float, first: float) -> tuple[float, ...]:
     return tuple(float(f"{first * ratio**index:.2g}") for index in range(NUM_COLOURS))
 
 
-def read_prompts(folder: RunFolder, keys: Collection[SequenceKey]) -> dict[SequenceKey, str]:
+def read_prompt_texts(folder: RunFolder, keys: Collection[SequenceKey]) -> dict[SequenceKey, str]:
     """The prompts of the sequences ``keys``."""
     return {
         key: text or ""

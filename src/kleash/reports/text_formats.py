@@ -151,7 +151,7 @@ def model_index(measurement: Measurement) -> list[dict[str, Any]]:
     What is not known of the error of a metric is left out.
     """
     hub = import_extra("huggingface_hub.repocard_data", "models")
-    kind, source = measurement.source_kind, source_of(measurement)
+    kind, source = measurement.source_kind, source_name(measurement)
     options = {name: plain_text(str(value)) for name, value in measurement.job.items() if value is not None}
     results: list[Any] = []
     for name, number in measurement.statistics().items():
@@ -220,7 +220,7 @@ def card_section(measurement: Measurement) -> str:
 
 def card_sentence(measurement: Measurement) -> str:
     """What was measured against what, on what, and the KL with its interval, in Markdown."""
-    kind, source = measurement.source_kind, source_of(measurement)
+    kind, source = measurement.source_kind, source_name(measurement)
     policy, reference = (
         markdown_code(published_name(measurement.models[role].path)) for role in ("policy", "reference")
     )
@@ -243,7 +243,7 @@ def _per_token(number: Estimate) -> str:
     return escape_text(with_interval(number).replace(" nats", " nats per token", 1))
 
 
-def source_of(measurement: Measurement) -> str:
+def source_name(measurement: Measurement) -> str:
     """The name of the source of a measurement."""
     return str(measurement.job.get(measurement.source_kind) or "shipped:prompts")
 
@@ -251,7 +251,7 @@ def source_of(measurement: Measurement) -> str:
 def _with_published_names(text: str, measurement: Measurement) -> str:
     """A sentence, in which models, the source and a cache are called as they are published."""
     models = measurement.models.values()
-    named = (source_of(measurement), *(path for model in models for path in (model.path, model.base)))
+    named = (source_name(measurement), *(path for model in models for path in (model.path, model.base)))
     options = (measurement.job.get(name) for name in ("reference_cache", "tokenizer"))
     for path in sorted({str(path) for path in (*named, *options) if path}, key=len, reverse=True):
         text = text.replace(path, published_name(path))

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 
+from kleash.errors import joined
 from kleash.estimate import Estimate
 from kleash.registry import grouped
 from kleash.store.measurement import Measurement
@@ -106,7 +107,7 @@ def merge_labelled(warnings: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
 def joined_labels(labels: list[str]) -> str:
     """Up to three labels joined by commas and "and"; of more, two and the number of the others."""
     if len(labels) <= MAX_NAMES:
-        return " and ".join(filter(None, (", ".join(labels[:-1]), labels[-1])))
+        return joined(labels)
     return f"{', '.join(labels[: MAX_NAMES - 1])} and {len(labels) - MAX_NAMES + 1} others"
 
 

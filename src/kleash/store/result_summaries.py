@@ -28,6 +28,7 @@ from kleash.store.metrics import number_of, title_of
 from kleash.store.rollout_results import LABELS, Diagnosis, MismatchRecord
 from kleash.store.statistics import PERPLEXITIES, kl_directions, label_of
 from kleash.store.summary import (
+    GATE,
     NUMBER_HEADER,
     UNKNOWN_INTERVAL,
     Name,
@@ -73,7 +74,7 @@ def _gate_fact(gate: Verdict | None, name: str = "") -> tuple[tuple[str, str], .
     if gate is None:
         return ()
     sentence = f"{gate.verdict}: {gate.label} at most {gate.limit}"
-    return ((f"gate, {name}" if name else "gate", sentence),)
+    return ((f"{GATE}, {name}" if name else GATE, sentence),)
 
 
 @summarize.register

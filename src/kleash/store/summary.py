@@ -16,6 +16,8 @@ NO_INTERVAL = "no interval: one cluster alone does not show how much clusters di
 UNKNOWN_INTERVAL = "unknown"
 NUMBER_HEADER = ("", "value", "95 % interval", "standard error", "unit")
 """Header of a table whose rows are numbers."""
+GATE = "gate"
+"""Beginning of the labels of facts about gates, which the terminal prints after the others, with their numbers."""
 TEXT_ROWS, REPR_LINES = 5, 6
 """Rows of a table in a summary as text, and lines of a ``repr``."""
 MAX_WORDS = 40

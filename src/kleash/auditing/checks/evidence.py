@@ -164,7 +164,7 @@ def gather_evidence(audited: AuditedFunction) -> Evidence:
 
 
 def _level_of(measured: Tensor, by_token: Tensor, by_sequence: Tensor, error: float = 0.0) -> Level:
-    """Which of the quantities of each level it is."""
+    """The levels at which ``measured`` is the quantity, within the tolerance and its standard ``error``."""
     is_token, is_sequence = (
         bool((measured - target).norm() <= TOLERANCE * target.norm() + MAX_STANDARD_ERRORS * error)
         for target in (by_token, by_sequence)
@@ -174,16 +174,18 @@ def _level_of(measured: Tensor, by_token: Tensor, by_sequence: Tensor, error: fl
     return "sequence" if is_sequence else "neither"
 
 
-def _level(e: Expectation, of: ValueOrGradient, label: str, factor: float = 1.0) -> Level:
+def _level(expected: Expectation, of: ValueOrGradient, label: str, factor: float = 1.0) -> Level:
     """The level at which value or gradient of a response are ``factor`` times a quantity, or its gradient.
 
     Off-policy, a gradient token by token is one along the prefixes of the policy or of the behaviour.
     """
-    measured, error = e.measured(of)
+    measured, error = expected.measured(of)
     if measured is None:
         return ""
-    for sampling in dict.fromkeys((e.sampling, "on-policy" if of == "gradient" else e.sampling)):
-        levels = exact(of, e.toy, sampling, label)
+    for sampling in dict.fromkeys(
+        (expected.sampling, "on-policy" if of == "gradient" else expected.sampling)
+    ):
+        levels = exact(of, expected.toy, sampling, label)
         level = _level_of(measured / factor, levels["token"], levels["sequence"], error / abs(factor))
         if level != "neither":
             return level
@@ -191,32 +193,32 @@ def _level(e: Expectation, of: ValueOrGradient, label: str, factor: float = 1.0)
 
 
 def _value_by_position(
-    audited: AuditedFunction, e: Expectation, match: QuantityMatch | None
+    audited: AuditedFunction, expected: Expectation, match: QuantityMatch | None
 ) -> PositionMatch:
     """Compare the expected value of a response with the quantity that it is for one token."""
     if not _has_levels(match):
         return PositionMatch(level="")
-    level = _level(e, "value", match.quantity, match.factor)
+    level = _level(expected, "value", match.quantity, match.factor)
     gives_each = audited.convention.place == "metric" and audited.convention.gives in ("token", "vocabulary")
     if level != "neither" and not gives_each:
         return PositionMatch(level=level)
     toys = single_position_distributions()
-    exact_levels = [exact("value", toy, e.sampling, match.quantity) for toy in toys]
+    exact_levels = [exact("value", toy, expected.sampling, match.quantity) for toy in toys]
     targets = [match.factor * levels["token"].item() for levels in exact_levels]
     try:
-        means = e.position_means.tolist()
+        means = expected.position_means.tolist()
         if level == "neither":
-            means = [expectation(audited, toy, e.sampling).mean for toy in toys]
+            means = [expectation(audited, toy, expected.sampling).mean for toy in toys]
         factors = tuple(mean / value for mean, value in zip(means, targets, strict=True))
     except (KleashError, ZeroDivisionError):  # the function refuses p = q, or the quantity is 0
         return PositionMatch(level=level)
     of_token = PositionMatch(level="neither", factors=factors, factors_of="token")
     if level != "neither":
-        slack = TOLERANCE + MAX_STANDARD_ERRORS * e.mean_error / min(map(abs, targets))
+        slack = TOLERANCE + MAX_STANDARD_ERRORS * expected.mean_error / min(map(abs, targets))
         return PositionMatch(level=level) if all(abs(f - 1) <= slack for f in factors) else of_token
     scaled: Level = "token"
     if of_token.is_uniform:
-        scaled = _level(e, "value", match.quantity, match.factor * factors[0])
+        scaled = _level(expected, "value", match.quantity, match.factor * factors[0])
     if scaled == "neither":  # a factor of each token alone, and another of several
         return PositionMatch(level=level)
     return replace(of_token, factors_of="sequence" if scaled == "sequence" else "token")
@@ -232,16 +234,19 @@ def single_position_distributions() -> tuple[ToyDistributions, ...]:
     )
 
 
-def _gradient_by_position(e: Expectation, match: QuantityMatch | None) -> PositionMatch:
+def _gradient_by_position(expected: Expectation, match: QuantityMatch | None) -> PositionMatch:
     """Compare the expected gradient of a response with the quantity whose gradient it is for one token."""
-    if e.gradient is None or not _has_levels(match) or not match.everywhere:
+    if expected.gradient is None or not _has_levels(match) or not match.everywhere:
         return PositionMatch(level="")
-    level = _level(e, "gradient", match.quantity, match.factor)
+    level = _level(expected, "gradient", match.quantity, match.factor)
     if level != "neither":
         return PositionMatch(level=level)
-    targets = [match.factor * of for of in exact("gradient", e.toy, e.sampling, match.quantity).values()]
-    of_token, of_sequence = (_gradient_factors(e, e.gradient, target) for target in targets)
-    cosines = cosine_similarities(e.gradient.flatten(), torch.stack(targets).flatten(1))
+    targets = [
+        match.factor * of
+        for of in exact("gradient", expected.toy, expected.sampling, match.quantity).values()
+    ]
+    of_token, of_sequence = (_gradient_factors(expected, expected.gradient, target) for target in targets)
+    cosines = cosine_similarities(expected.gradient.flatten(), torch.stack(targets).flatten(1))
     return PositionMatch(
         level=level,
         factors=of_token or of_sequence,
@@ -251,15 +256,15 @@ def _gradient_by_position(e: Expectation, match: QuantityMatch | None) -> Positi
     )
 
 
-def _gradient_factors(e: Expectation, gradient: Tensor, target: Tensor) -> tuple[float, ...]:
+def _gradient_factors(expected: Expectation, gradient: Tensor, target: Tensor) -> tuple[float, ...]:
     """The gradient over the target at each position; () if it is no multiple of it."""
     factors: list[float] = []
-    for step in range(e.toy.steps):
-        rows = _has_length(e.toy, step)
+    for step in range(expected.toy.steps):
+        rows = _has_length(expected.toy, step)
         part, target_part = gradient[rows], target[rows]
         factor = ((part * target_part).sum() / target_part.square().sum()).item()
         error = (part - factor * target_part).norm()
-        if error > TOLERANCE * target_part.norm() + MAX_STANDARD_ERRORS * e.gradient_error:
+        if error > TOLERANCE * target_part.norm() + MAX_STANDARD_ERRORS * expected.gradient_error:
             return ()
         factors.append(factor)
     return tuple(factors)

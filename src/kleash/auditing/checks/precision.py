@@ -139,6 +139,7 @@ def _accuracy_row(
 
 
 def _own_formula(audited: AuditedFunction) -> Formula:
+    """The audited function's own values, in the precision of their inputs, as a formula to compare with itself."""
     return lambda inputs: audited.values(inputs).double().sum(-1)
 
 

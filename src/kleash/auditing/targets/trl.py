@@ -188,7 +188,6 @@ def generalised_jsd_batchmean(
 SDFT = "trl.experimental.sdft.loss_utils"
 GKD_LOSS = "trl.experimental.gkd.gkd_trainer.GKDTrainer.generalized_jsd_loss"
 GRPO_PATH = "trl.trainer.grpo_trainer.GRPOTrainer._compute_loss"
-MEAN_WITH_BEHAVIOUR = "mean_loss_with_behaviour_and_mask"
 UNINITIALISED_NOTE = (
     "the trainer's own method, on an object that was never initialised and holds the few attributes that it "
     "reads, with advantages 0 and beta 1, so that the whole loss is its KL term"
@@ -198,7 +197,13 @@ UNINITIALISED_NOTE = (
 def grpo_case(name: str, *notes: str, **arguments: Any) -> Case:
     """TRL's GRPO loss with these settings."""
     return make_case(
-        name, GRPO_PATH, MEAN_WITH_BEHAVIOUR, UNINITIALISED_NOTE, *notes, function=grpo_loss, **arguments
+        name,
+        GRPO_PATH,
+        "mean_loss_with_behaviour_and_mask",
+        UNINITIALISED_NOTE,
+        *notes,
+        function=grpo_loss,
+        **arguments,
     )
 
 

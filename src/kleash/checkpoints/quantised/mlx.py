@@ -50,7 +50,6 @@ POWERS_OF_TWO = ("mxfp4", "mxfp8")
 FLOAT_TYPES = ("F16", "BF16", "F32")
 EXPERTS = ".switch_mlp."
 """Part of the names of modules that hold all experts of a layer."""
-MIXTRAL_BLOCK = ".block_sparse_moe"
 MIXTRAL_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 CHANGED_ARCHITECTURES = ("baichuan", "bailing", "falcon_h1", "step3p5")
 """Beginnings of the ``model_type`` of architectures of which mlx-lm stores other numbers than transformers reads."""
@@ -148,7 +147,7 @@ def _parameter_name(module: str, expert: int | None) -> str:
     if expert is None or EXPERTS not in module:
         return f"{module}.weight"
     block, _, part = module.rpartition(EXPERTS)
-    name = MIXTRAL_NAMES.get(part, part) if block.endswith(MIXTRAL_BLOCK) else part
+    name = MIXTRAL_NAMES.get(part, part) if block.endswith(".block_sparse_moe") else part
     return f"{block}.experts.{expert}.{name}.weight"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from kleash.errors import OptionError
-from kleash.kl_rules import CONTRACTS, refusal, term_spec, trainer_argument
+from kleash.kl_rules import CONTRACTS, refusal, spell_trainer_argument, term_spec
 from kleash.losses import AGGREGATIONS, KLTerm
 from kleash.registry import look_up
 
@@ -119,7 +119,7 @@ def kl_term(
         sums_sequences=AGGREGATIONS[aggregation].sums_sequences,
         credit="response",
     )
-    reason = refusal(spec, trainer_argument)
+    reason = refusal(spec, spell_trainer_argument)
     if reason is not None:
         raise OptionError(reason)
     return KLTerm(
