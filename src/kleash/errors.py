@@ -96,7 +96,7 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C or SIGTERM, with a message that says what was saved."""
 
 
-def joined(names: Sequence[str]) -> str:
+def joined_names(names: Sequence[str]) -> str:
     """Names in a sentence: "a, b and c", "a and b", or "a" alone."""
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 

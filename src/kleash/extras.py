@@ -15,7 +15,7 @@ from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any, TypeAlias
 
-from kleash.errors import CannotRunError, MissingExtraError, joined
+from kleash.errors import CannotRunError, MissingExtraError, joined_names
 
 Wrappers: TypeAlias = Mapping[str, tuple[tuple[str, ...], Callable[..., Any]]]
 """A function "name" or method "Class.name" -> the arguments that it must accept, and its wrapper (``wrap_once``)."""
@@ -70,7 +70,7 @@ def require_installed(modules: Iterable[str], install: str) -> None:
     missing = [module for module in dict.fromkeys(modules) if not is_installed(module)]
     if missing:
         verb = "is" if len(missing) == 1 else "are"
-        raise MissingExtraError(f"{joined(missing)} {verb} not installed; run: pip install {install}")
+        raise MissingExtraError(f"{joined_names(missing)} {verb} not installed; run: pip install {install}")
 
 
 def is_installed(module: str) -> bool:

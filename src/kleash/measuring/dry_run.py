@@ -114,7 +114,7 @@ def _limits(checkpoints: Mapping[str, Checkpoint], job: MeasureJob | CacheJob | 
                 config = import_extra("transformers", "models").AutoConfig.from_pretrained(
                     checkpoint.folder, trust_remote_code=job.trust_remote_code
                 )
-                length = read_context_length(SimpleNamespace(config=config))
+                length = read_context_length(config)
                 lengths += [] if length is None else [length]
     tokenizer = loaded[0]["reference"]
     return SimpleNamespace(

@@ -63,7 +63,7 @@ def build_model(
         device=network.get_input_embeddings().weight.device,
         parameters=loaded.parameters,
         vocab_size=0,
-        context_length=read_context_length(network),
+        context_length=read_context_length(network.config),
         eos_token_ids=eos_token_ids,
         generation_settings=read_generation_settings(network, with_file=bool(fingerprint)),
         head=Head(weight=None),
@@ -193,18 +193,18 @@ NO_LIMIT = -1
 """``max_position_embeddings`` of networks that read texts of any length, such as XLNet."""
 
 
-def read_context_length(network: Any) -> int | None:
-    """The context length of a network's configuration; None if there is no limit.
+def read_context_length(config: Any) -> int | None:
+    """The context length of a configuration of transformers; None if there is no limit.
 
     Raises:
         ModelError: if ``max_position_embeddings`` is not a number of tokens.
     """
-    length = getattr(network.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    length = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if length == NO_LIMIT:
         return None
     if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
         raise ModelError(
-            f"{getattr(network, 'name_or_path', '') or 'the model'} has the max_position_embeddings "
+            f"{config.name_or_path or 'the model'} has the max_position_embeddings "
             f"{str(length)[:40]!r}; correct config.json"
         )
     return length

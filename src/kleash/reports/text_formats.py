@@ -77,17 +77,14 @@ def to_csv(rows: Iterable[NumberRow]) -> str:
 def to_markdown(summary: Summary, notes: Sequence[str] = ()) -> str:
     """A summary in GitHub's Markdown: headline, facts, tables, warnings, and then ``notes``, which are sentences."""
     facts = [f"- {escape_text(label)}: {markdown_text(text)}" for label, text in summary.facts]
-    parts = [
+    parts = (
         f"**{escape_text(summary.headline)}**",
-        *(["\n".join(facts)] if facts else []),
+        "\n".join(facts),
         *map(markdown_table, summary.tables),
-        *(
-            ["\n".join(f"- warning: {escape_text(text)}" for text in summary.warnings)]
-            * bool(summary.warnings)
-        ),
+        "\n".join(f"- warning: {escape_text(text)}" for text in summary.warnings),
         *map(escape_text, notes),
-    ]
-    return "\n\n".join(parts) + "\n"
+    )
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def markdown_table(table: SummaryTable) -> str:

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping
 
-from kleash.errors import joined
+from kleash.errors import joined_names
 from kleash.estimate import Estimate
 from kleash.registry import grouped
 from kleash.store.measurement import Measurement
@@ -107,7 +107,7 @@ def merge_labelled(warnings: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
 def joined_labels(labels: list[str]) -> str:
     """Up to three labels joined by commas and "and"; of more, two and the number of the others."""
     if len(labels) <= MAX_NAMES:
-        return joined(labels)
+        return joined_names(labels)
     return f"{', '.join(labels[: MAX_NAMES - 1])} and {len(labels) - MAX_NAMES + 1} others"
 
 

@@ -118,7 +118,7 @@ def _expectation_of_one_pass(
 def matched_quantity(
     chosen: Sequence[Expectation], of: ValueOrGradient, claimed: str
 ) -> QuantityMatch | None:
-    """The known quantity that value or gradient over a single token are; None for none, and without a gradient."""
+    """The known quantity that is the value, or the gradient, over a single token; None if there is none."""
     measured = [e.measured(of) for e in chosen]
     flat = [part.flatten() for part, _ in measured if part is not None]
     if len(flat) < len(chosen):

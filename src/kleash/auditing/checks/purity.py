@@ -80,7 +80,7 @@ def impurities(**details: str) -> list[Finding]:
 
 
 def check_final_call(audited: AuditedFunction, first: Tensor) -> list[Finding]:
-    """Repeat the first call at the end of the audit."""
+    """The finding that the first call, made again at the end of the audit, gives another result than ``first``."""
     try:
         inputs = _far_inputs(audited)
         for _ in range(FINAL_CALLS):

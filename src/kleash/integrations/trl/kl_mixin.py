@@ -49,7 +49,7 @@ def rows_by_prompt(
     """The KL of each response with its prompt; masked values are not read, and a response without tokens has no KL."""
     nats, tokens = torch.where(mask, token_kl, 0.0).sum(-1).tolist(), mask.sum(-1).tolist()
     rows = zip(prompt_hashes(prompt_ids, prompt_mask), nats, tokens, strict=True)
-    return [row for row in rows if row[-1]]
+    return [(prompt, kl, count) for prompt, kl, count in rows if count]
 
 
 def prompt_hashes(
