@@ -69,8 +69,9 @@ def require_installed(modules: Iterable[str], install: str) -> None:
     """
     missing = [module for module in dict.fromkeys(modules) if not is_installed(module)]
     if missing:
-        verb = "is" if len(missing) == 1 else "are"
-        raise MissingExtraError(f"{joined_names(missing)} {verb} not installed; run: pip install {install}")
+        raise MissingExtraError(
+            f"{joined_names(missing)} {'is' if len(missing) == 1 else 'are'} not installed; run: pip install {install}"
+        )
 
 
 def is_installed(module: str) -> bool:

@@ -26,6 +26,7 @@ from kleash.diagnosis.residuals import (
 from kleash.diagnosis.rollout_records import ROUNDING_NATS
 from kleash.diagnosis.token_table import TokenTable, short_dtype
 from kleash.store.rollout_results import LikelyCause
+from kleash.store.summary import counted
 
 SHIFTS = (1, -1, 2, -2, 3, -3)
 """Tokens by which a column may be shifted."""
@@ -210,7 +211,8 @@ def prediction_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesi
     """Yield hypotheses that one column predicts the other up to rounding: shifted, cut, in another unit, penalised."""
     exact = rounding(limit, MISTAKES)
     for offset in SHIFTS:
-        when = f"{'next' if offset > 0 else 'previous'} token" + f" but {abs(offset) - 1}" * (abs(offset) > 1)
+        when = "next token" if offset > 0 else "previous token"
+        when += f" but {abs(offset) - 1}" if abs(offset) > 1 else ""
         what = f"the trainer's value of the {when} equals the engine's of this one, up to rounding"
         rest = table.neighbour(table.trainer, offset) - table.engine
         yield _of_differences(table, "shift", what, exact, 1.0, residual=rest)
@@ -218,7 +220,7 @@ def prediction_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesi
     if faulty:
         what = (
             f"in {faulty} of {table.num_sequences} responses one column has a token more or less from some token on, "
-            f"after which its values are {abs(example)} token{'s' * (abs(example) > 1)} apart from the other's"
+            f"after which its values are {counted(abs(example), 'token')} apart from the other's"
         )
         penalty = faulty * math.log(6 * len(rest) / table.num_sequences)
         yield _of_differences(table, "insertion", what, exact, penalty, residual=rest)
