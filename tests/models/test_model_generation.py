@@ -129,7 +129,8 @@ def test_logp_sampled_agrees_with_transformers(folders, pair, cut, warpers):
 
 def test_temperature_zero_is_greedy(folders, pair):
     policy, _ = folders("llama")
-    for one in generate(pair.policy, prompts(), Sampling(max_new_tokens=10, temperature=0.0)):
+    responses = generate(pair.policy, prompts(), Sampling(max_new_tokens=10, temperature=0.0))
+    for _, one in zip(prompts(), responses, strict=True):
         rows = double_logits(policy, [*one.prompt_ids, *one.response_ids])[len(one.prompt_ids) - 1 : -1]
         assert one.response_ids == tuple(rows.argmax(-1).tolist())
         assert one.logp_sampled is not None

@@ -68,7 +68,7 @@ def test_responses_of_a_composite_model_are_drawn_by_its_own_probabilities(tower
     policy, _ = towers(family)
     pair = load_pair(str(policy), str(policy), dtype="float64")
     prompts = tokenise_prompts(["The sea", "A long road leads out of the town"], pair)
-    for response in generate(pair.policy, prompts, Sampling(max_new_tokens=5)):
+    for _, response in zip(prompts, generate(pair.policy, prompts, Sampling(max_new_tokens=5)), strict=True):
         places = np.arange(len(response.response_ids)), list(response.response_ids)
         logp = logp_of(load_composite(policy), response)[places]
         np.testing.assert_allclose(response.logp_sampled, logp, rtol=1e-5, atol=1e-5)

@@ -200,12 +200,13 @@ def test_warnings_are_listed_once_before_the_table_of_means_and_in_the_row_of_th
 
 
 def test_a_token_row_has_its_context_and_probabilities(run):
-    rows = {}
+    rows, worst = {}, run[1].worst_tokens
     names = ["prompt_id", "sample_id", "position", "text", "logp_policy", "logp_reference", "rank_reference"]
     for part in RunFolder(run[0]).parts("tokens", names):
         for values in zip(*(part[name] for name in names), strict=True):
             rows[tuple(int(value) for value in values[:3])] = values[3:]
-    for drift in run[1].worst_tokens:
+    assert worst
+    for drift in worst:
         key = drift.prompt_id, drift.sample_id
         tokens = read_sequences(RunFolder(run[0]), [key])
         row = token_row(drift, tokens, {(*key, drift.position - 1)})
