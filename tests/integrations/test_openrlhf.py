@@ -16,6 +16,7 @@ from kleash.errors import CannotRunError, OptionError, ShapeError, UnknownNameEr
 from kleash.extras import require_attributes
 from kleash.integrations.openrlhf import (
     STATE,
+    KLController,
     _adaptive,
     _restore_with_controller,
     _step_with_mean_kl,
@@ -23,7 +24,7 @@ from kleash.integrations.openrlhf import (
     compute_reward,
     install,
 )
-from kleash.leash import DualBeta, FixedBeta, PIDBeta, StatefulController, ZieglerBeta
+from kleash.leash import DualBeta, FixedBeta, PIDBeta, ZieglerBeta
 
 ABSENT = ("deepspeed", "flash_attn", "pylatexenc", "vllm", "uvicorn", "fastapi", "aiohttp")
 HOLDERS = {
@@ -179,7 +180,7 @@ def test_a_restored_state_is_that_of_any_kind_of_controller():
     measured = {name: getattr(begun, name) for name in ("levels", "variance", "noise")}
     found = restored(_adaptive({"kind": "dual"}, 0.1, 0.5, 1000), {STATE: begun.to_dict()})
     assert found == DualBeta(beta=begun.beta, target_nats=0.5, per="token", **measured)
-    assert restored(StatefulController(FixedBeta(beta=0.3)), {STATE: begun.to_dict()}).beta == 0.3
+    assert restored(KLController(FixedBeta(beta=0.3)), {STATE: begun.to_dict()}).beta == 0.3
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, -1e4])

@@ -32,12 +32,15 @@ from kleash.kl_rules import CONTRACTS, refusal, term_spec
 from kleash.leash import FixedBeta, StatefulController, beta_from_dict, shape_rewards
 from kleash.masking import select_and_call
 
-__all__ = ["compute_approx_kl", "compute_reward", "install"]
+__all__ = ["KLController", "compute_approx_kl", "compute_reward", "install"]
 
 UTILS = "openrlhf.models.utils"
 ACTOR = "openrlhf.trainer.ray.ppo_actor"
 STATE = "kleash_kl_controller"
 """Name of the controller's state among the client states of a checkpoint."""
+KLController = StatefulController
+"""A beta controller with OpenRLHF's interface, ``value`` and ``update``; the target of its ``leash`` is in nats per
+token, since OpenRLHF passes a mean over tokens, or over responses of such means."""
 
 
 @validated
@@ -165,21 +168,18 @@ def install(*, controller: Mapping[str, Any] | None = None, cap: float | None = 
 
 def _adaptive(
     controller_settings: Mapping[str, Any], init_kl_coef: float, target: float, horizon: int
-) -> StatefulController:
-    """A controller with a target, from the arguments of OpenRLHF's ``AdaptiveKLController``.
-
-    OpenRLHF passes it a mean over tokens, or over responses of such means, so its target is in nats per token.
-    """
+) -> KLController:
+    """A controller with a target, from the arguments of OpenRLHF's ``AdaptiveKLController``."""
     openrlhf_settings = {"beta": init_kl_coef, "target_nats": target, "per": "token"}
     duplicates = controller_settings.keys() & openrlhf_settings
     if duplicates:
         raise OptionError(f"OpenRLHF sets {', '.join(duplicates)}; leave it out of the controller")
     if controller_settings.get("kind") == "ziegler":
         openrlhf_settings["horizon"] = horizon
-    return StatefulController(beta_from_dict(openrlhf_settings | dict(controller_settings)))
+    return KLController(beta_from_dict(openrlhf_settings | dict(controller_settings)))
 
 
-def _fixed(kl_coef: float) -> StatefulController:
+def _fixed(kl_coef: float) -> KLController:
     """A controller that keeps ``kl_coef``; warns if that is 0, with which OpenRLHF loads no reference."""
     if kl_coef == 0:
         warnings.warn(
@@ -187,7 +187,7 @@ def _fixed(kl_coef: float) -> StatefulController:
             "coefficient above 0, or leave kleash out",
             stacklevel=2,
         )
-    return StatefulController(FixedBeta(beta=kl_coef, per="token"))
+    return KLController(FixedBeta(beta=kl_coef, per="token"))
 
 
 def _save_with_controller(

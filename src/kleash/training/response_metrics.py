@@ -12,11 +12,8 @@ from kleash.estimators import sampled_kl
 from kleash.extras import import_extra
 from kleash.store import Sample
 from kleash.store.metrics import PART
-from kleash.uncertainty import clustered_mean
+from kleash.uncertainty import clustered_mean, top_share
 from kleash.uncertainty.ratios import mean_per_token
-
-TOP_SHARE = 0.01
-"""Share of the tokens, those with the largest KL, in ``kl/top_percent_share``."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -118,7 +115,7 @@ def _exact_metrics(
         **_means(
             sums, clusters, lengths, per_sequence="kl/exact_per_sequence", per_token="kl/exact_per_token"
         ),
-        "kl/top_percent_share": top_share(token_kl),
+        "kl/top_percent_share": top_share(token_kl, 0.01),
         "kl/max_token": float(token_kl.max()),
         "kl/max_token_per_sequence": float(np.mean(largest)),
         "kl/max_prompt": float((np.bincount(label, weights=sums) / np.bincount(label)).max()),
@@ -166,16 +163,6 @@ def explained_variance(responses: Sequence[Response]) -> float:
     returns = column_of(responses, "returns")
     errors, variance = returns - column_of(responses, "values"), returns.var()
     return float(1 - errors.var() / variance) if variance > 0 else float("nan")
-
-
-def top_share(token_kl: Float[np.ndarray, " tokens"]) -> float:
-    """The share of the total KL in the 1 % of tokens (at least one) with the largest KL.
-
-    NaN if the total is 0 or infinite.
-    """
-    count = max(1, round(TOP_SHARE * len(token_kl)))
-    total = token_kl.sum()
-    return float(np.sort(token_kl)[-count:].sum() / total) if 0 < total < np.inf else float("nan")
 
 
 def to_samples(responses: Sequence[Response]) -> list[Sample]:
