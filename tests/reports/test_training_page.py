@@ -149,7 +149,9 @@ def test_disabled_switches_are_part_of_the_command(tmp_path):
 def test_a_run_without_a_step_raises(tmp_path):
     folder = TrainingFolder(tmp_path / "run")
     with folder.writing(header_of(PPOJob()), resume=False):
-        pass
+        (folder.root / "checkpoints" / "checkpoint-1").mkdir(
+            parents=True
+        )  # which a kill left without checksums
     with pytest.raises(RunFolderError, match="without a step"):
         write_training_report(folder.root)
 

@@ -15,6 +15,7 @@ from kleash.store import StepRecord, TrainingFolder, TrainingResult, read_sample
 from kleash.store.job_folder import RunHeader
 from kleash.store.metrics import METRICS, metric_of, number_of
 from kleash.store.steps import STEPS
+from kleash.store.training_folder import last_checkpoint
 from kleash.uncertainty.diagnostics import few_clusters
 
 MAX_SAMPLE_STEPS = 6
@@ -43,7 +44,7 @@ def write_training_report(folder: Path) -> Path:
     if not history:
         raise RunFolderError(
             f"{folder / STEPS} is missing or empty, and the run has checkpoints; copy the whole folder again"
-            if (folder / "checkpoints").exists()
+            if last_checkpoint(folder) is not None
             else f"{folder} holds a training run without a step; the report needs at least one"
         )
     events = [(record.step, event) for record in history for event in record.events]

@@ -18,6 +18,7 @@ from kleash.store import TrainingFolder, TrainingResult
 from kleash.store.cache import cache_fingerprint
 from kleash.store.job_folder import KIND_OF_FINGERPRINT, RunHeader
 from kleash.store.steps import held_out
+from kleash.store.training_folder import last_checkpoint
 from kleash.training.rewards import is_function, weight_of
 from kleash.training.run_log import RunLog
 from kleash.version import __version__
@@ -39,7 +40,7 @@ def finish(folder: TrainingFolder, run_log: RunLog, result: TrainingResult) -> T
 def interrupted(root: Path, step: int) -> str:
     """The message at Ctrl-C: what was saved, and how to resume."""
     again = f"--resume --out {root}"
-    if any((root / "checkpoints").glob("*")):
+    if last_checkpoint(root) is not None:
         return f"interrupted after step {step}; the last checkpoint is kept: go on with {again}"
     return f"interrupted after step {step}, before the first checkpoint; begin again with {again}"
 
