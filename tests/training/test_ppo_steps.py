@@ -301,6 +301,8 @@ def test_float16_and_adapters_are_refused(folder, tmp_path):
     adapter = tiny_adapter(tmp_path / "adapter", folder / "llama-policy")
     with pytest.raises(ModelError, match="is an adapter; merge it"):
         ready(tiny_job(folder, policy=str(adapter)))
+    with pytest.raises(CannotRunError, match="the head of the policy has an adapter"):
+        ready(tiny_job(folder, lora_rank=2, set=('lora.modules_to_save=["lm_head"]',)))
 
 
 @pytest.mark.parametrize("rank", [0, 2], ids=["full", "adapter"])

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kleash.errors import KleashError, ModelError
+from kleash.errors import CannotRunError, KleashError, ModelError
 from kleash.linear import Head
 from kleash.linear.zero3 import is_zero3, zero3_as_dtensor
 from kleash.models.adapters import find_rule, require_unchanged_base, trainable_base_parameters
@@ -85,6 +85,20 @@ def live_model(
 def base_network(network: Any) -> Any:
     """The transformers model inside a PEFT model; any other network as it is."""
     return network.get_base_model() if hasattr(network, "get_base_model") else network
+
+
+def require_plain_head(network: Any, role: str) -> None:
+    """Check that no adapter is on the head of a model in memory.
+
+    Raises:
+        CannotRunError: if one is.
+    """
+    layer = base_network(network).get_output_embeddings()
+    if any(hasattr(layer, name) for name in ("base_layer", "modules_to_save", "token_adapter")):
+        raise CannotRunError(
+            f"the head of the {role} has an adapter, and the exact KL is computed from a plain head; leave the "
+            "output embedding out of the adapter, or in TRL's trainers take the KL k3"
+        )
 
 
 def current_head(network: Any, layout: Head, *, requires_grad: bool) -> Head:

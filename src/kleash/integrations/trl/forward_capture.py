@@ -24,7 +24,7 @@ from kleash.linear import Head
 from kleash.models import at_rest, live_model
 from kleash.models.adapters import require_unchanged_base
 from kleash.models.compat import find_backbone
-from kleash.models.live_models import base_network, current_head
+from kleash.models.live_models import base_network, current_head, require_plain_head
 
 IMAGE_INPUTS = (
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
@@ -260,12 +260,7 @@ def read_head_layout(network: Any, tokenizer: Any, role: str) -> Head:
         ModelError: if it is not a causal language model of text, or its weights are sharded in a way that is not
             supported.
     """
-    layer = base_network(network).get_output_embeddings()
-    if any(hasattr(layer, name) for name in ("base_layer", "modules_to_save", "token_adapter")):
-        raise CannotRunError(
-            f"the head of the {role} has an adapter, and the exact KL is computed from a plain head; leave the "
-            "output embedding out of the adapter, or take kl='k3'"
-        )
+    require_plain_head(network, role)
     with at_rest(network), without_autocast(network):
         head = live_model(network, tokenizer, role=role).head
     if head.weight is None:
