@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tiny_models import tiny_adapter
 from trl_batches import TRL_MARKS, make, moved, whole_logp
 
-from kleash.errors import CannotRunError, ModelError, OptionError, RunFolderError, SourceError
+from kleash.errors import CannotRunError, ModelError, OptionError, RunFolderError
 from kleash.models import load_pair
 from kleash.records import DistillJob, DPOJob, GRPOJob, RLOOJob, read_samples, read_steps
 from kleash.store.metrics import METRICS, PART
@@ -26,7 +26,7 @@ from kleash.training.run_log import RunLog
 from kleash.training.with_trl.runs import largest_divisor
 
 pytestmark = TRL_MARKS
-HEROINE, KIND = (f"kleash.training.example_rewards:{name}" for name in ("heroine", "kind_words"))
+HEROINE = "kleash.training.example_rewards:heroine"
 SMALL = {
     "learning_rate": 1e-3,
     "limit": 6,
@@ -88,8 +88,9 @@ def test_resumed_run_equals_uninterrupted_run(trl, tmp_path):
 def test_reused_response_updates_beta_once(trl, tmp_path, caplog):
     """Ziegler's horizon is four steps' responses: a fifth of a quarter for a KL of 0."""
     ziegler = {"controller": "ziegler", "target_nats": 5.0}
-    job = GRPOJob(steps=2, epochs=2, reward=(HEROINE,), **ziegler, **SMALL)
+    job = GRPOJob(steps=2, epochs=2, reward=(HEROINE,), dtype="bfloat16", **ziegler, **SMALL)
     _, steps = go(trl.train_online, job, tmp_path / "run")
+    assert steps[0].metrics["kl/exact_per_token"] == 0, "of weights of float32 to those of bfloat16"
     assert [step.metrics["beta"] for step in steps] == pytest.approx([0.05, 0.05 * (1 - 0.2 / 4)])
     assert len(steps[0].events) == 1 and not caplog.records, "events are in the run log, and nowhere else"
 
@@ -109,21 +110,23 @@ def test_rloo_with_adapter_and_kl_in_reward(trl, tmp_path):
         lora_rank=4,
         kl="k1",
         kl_place="reward",
-        reward=(HEROINE, f"0.5*{KIND}"),
+        reward=(HEROINE, f"0.5*{HEROINE}"),
         seed=2,
         **settings,
     )
     result, steps = go(trl.train_online, job, tmp_path / "run")
     first, second = (step.metrics for step in steps)
     assert first["kl/exact_per_sequence"] == 0 < second["kl/exact_per_sequence"]
-    names = [f"{PART}heroine", f"{PART}kind_words"]
+    names = [f"{PART}heroine", f"{PART}heroine-2"]
     assert second["reward/score"] == pytest.approx(second[names[0]] + 0.5 * second[names[1]])
     assert result.steps == 2 and set(second) <= {*METRICS, *names}
     pair = load_pair(result.policy, "shipped:reference")
     assert pair.policy.adapter is not None
 
 
-def test_dpo_learns_its_pairs_and_measures_drift(trl, tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dpo_learns_its_pairs_and_measures_drift(trl, tmp_path, dtype):
+    """In bfloat16, too, two models that are still equal give equal numbers."""
     pairs = tmp_path / "pairs.jsonl"
     rows = [
         {"prompt": f"{who} was", "chosen": " happy and kind", "rejected": " angry and cold"}
@@ -131,7 +134,7 @@ def test_dpo_learns_its_pairs_and_measures_drift(trl, tmp_path):
     ]
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
     job = DPOJob(pairs=str(pairs), pairs_per_step=2, steps=3, checkpoint_every=2, learning_rate=1e-3)
-    result, steps = go(trl.train_dpo, job, tmp_path / "run")
+    result, steps = go(trl.train_dpo, job, tmp_path / "run", dtype=dtype)
     margins = [step.metrics["pairs/margin"] for step in steps]
     assert margins[0] == 0 < margins[1] < margins[2] and steps[2].metrics["pairs/accuracy"] == 1
     drifts = [step.metrics.get("kl/exact_per_token") for step in steps]
@@ -203,6 +206,7 @@ def test_step_metrics_match_dense_kl_and_entropy_of_its_responses(trl, folder, t
     from kleash.training.with_trl import response_recorder
 
     recorder = response_recorder.ResponseRecorder(trainer)
+    recorder.attach()
     inputs = [{"prompt": "the sea was"}] * 2 + [{"prompt": "she counted"}] * 2
     seen = []
     trainer._calculate_rewards = spying(trainer._calculate_rewards, seen)
@@ -270,7 +274,7 @@ def test_advice_after_an_alert_is_applied(trl, tmp_path, on_hacking):
         controller="dual",
         target_nats=1e-6,
         beta=0.1,
-        reward=(KIND, HEROINE),
+        reward=(HEROINE,),
         seed=2,
         **SMALL,
     )
@@ -308,10 +312,6 @@ def test_unsupported_options_are_refused_before_training(trl, folder, tmp_path, 
         go(trl.train_distill, DistillJob(teacher=str(adapter), **SMALL), tmp_path / "t")
     with pytest.raises(OptionError, match="float16 loses gradients"):
         go(trl.train_online, replace(job, dtype="float16"), tmp_path / "b")
-    ids = tmp_path / "ids.jsonl"
-    ids.write_text(json.dumps({"prompt_token_ids": [40, 41, 42, 43]}) + "\n")
-    with pytest.raises(SourceError, match="TRL tokenises the text of the prompt and gets other"):
-        go(trl.train_online, replace(job, prompts=str(ids)), tmp_path / "c")
     with pytest.raises(CannotRunError, match="cannot be used here"):
         go(trl.train_online, replace(job, device="cuda:7"), tmp_path / "d")
     accelerate = "accelerate.PartialState"

@@ -18,7 +18,7 @@ from kleash.linear import Head
 from kleash.models import Loading, Pair, StoredReference, load_beside, load_pair
 from kleash.models.adapters import check_adapter, find_rule
 from kleash.models.compat import find_backbone
-from kleash.models.live_models import current_head
+from kleash.models.live_models import current_head, require_plain_head
 from kleash.training.library_fields import LORA, set_fields
 
 TAKES_ADAPTERS = ("grpo", "rloo", "dpo")
@@ -92,11 +92,12 @@ def load_networks(
     dtypes = {"policy": policy.dtype}
     if frozen is not None or stored is not None:
         dtypes[role] = pair.reference.dtype
+    network = None if second is None else skip_padding_in_positions(second.network.requires_grad_(False))
+    if network is not None and network.dtype != policy.dtype:
+        _widen_states(network)
     return Networks(
         policy=policy.train(),
-        frozen=None
-        if second is None
-        else with_adapter(skip_padding_in_positions(second.network), checkpoints[role]),
+        frozen=None if network is None else with_adapter(network, checkpoints[role]),
         lora=lora,
         pair=pair,
         dtypes={who: str(dtype).removeprefix("torch.") for who, dtype in dtypes.items()},
@@ -236,6 +237,7 @@ class ActorCritic(torch.nn.Module):
 
         Raises:
             ModelError: if a model does not come apart into hidden states and a head.
+            CannotRunError: if the adapter is on the head.
         """
         super().__init__()
         self.pair, self.dtypes, self.network = networks.pair, networks.dtypes, networks.policy
@@ -249,9 +251,8 @@ class ActorCritic(torch.nn.Module):
         if networks.lora is not None:
             with suppress_library_output():
                 self.adapters = import_extra("peft", "models").get_peft_model(self.network, networks.lora)
+            require_plain_head(self.network, "policy")
         self.reference = networks.frozen
-        if self.reference is not None and self.reference.requires_grad_(False).dtype != self.network.dtype:
-            self.reference.get_input_embeddings().register_forward_hook(_widen_under_autocast)
         weight = self.network.get_output_embeddings().weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
         self.value = torch.nn.Linear(weight.shape[1], 1, dtype=dtype, device=weight.device)
@@ -302,9 +303,14 @@ class ActorCritic(torch.nn.Module):
             self.pair.tokenizer.save_pretrained(folder)
 
 
-def _widen_under_autocast(_: Any, __: Any, states: Tensor) -> Tensor:
-    """A hook that makes the states between the layers of a bfloat16 reference float32, as those of the policy are.
+def _widen_states(network: Any) -> None:
+    """Make the states between the layers of a bfloat16 network float32 under autocast, as those of the policy are.
 
     The policy is trained in float32 with bfloat16 products; equal models then have a KL of exactly 0.
     """
-    return states.float() if torch.is_autocast_enabled(states.device.type) else states
+    network.get_input_embeddings().register_forward_hook(
+        lambda _, __, states: states.float() if torch.is_autocast_enabled(states.device.type) else states
+    )
+    for module in network.modules():
+        if isinstance(module, torch.nn.LayerNorm) and network.device.type == "cpu":
+            module.float()  # as autocast does on a GPU
