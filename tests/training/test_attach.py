@@ -103,8 +103,13 @@ def test_trls_own_trainer_is_measured_by_k3_and_trains_as_without(trl, folder, t
 
 
 def test_plain_grpo_is_steered_by_k3(trl, folder, tmp_path, caplog):
-    kleash.attach(grpo(trl, folder, tmp_path, leashed=False, beta=0.0), out=tmp_path / "none")
+    without = grpo(trl, folder, tmp_path, leashed=False, beta=0.0)
+    with pytest.raises(OptionError, match="made with beta 0 and so without a reference"):
+        kleash.attach(without, target_nats=1.0, monitor=monitor(folder), out=tmp_path / "none")
+    kleash.attach(without, out=tmp_path / "none")
     assert "no reference and no KL is measured" in caplog.text
+    without.train()
+    assert len(read_samples(tmp_path / "none")) == 8, "what was refused has left nothing attached"
     trainer = grpo(trl, folder, tmp_path, leashed=False)
     moved(trainer.model, 0.1)
     kleash.attach(trainer, target_nats=1e-3, per="sequence", out=tmp_path / "run")
@@ -218,6 +223,9 @@ def test_loss_that_is_nan_is_not_logged_as_the_mean_of_others(folder, tmp_path):
     trainer.model.lm_head.weight.data.fill_(torch.nan)
     with pytest.raises(NonFiniteError, match="the loss of step 2 is nan"):
         trainer.train()
+    again = plain(folder, tmp_path)
+    kleash.attach(again, out=tmp_path / "run")
+    again.train()  # in the folder that an error has closed
 
 
 def test_alert_stops_a_run(trl, folder, tmp_path):

@@ -111,11 +111,11 @@ def attach(
         report_to=tuple(report_to),
         described=_settings(trainer, algorithm, leash),
     )
-    recorder = _measure(trainer, algorithm, drift_monitor, leash)
     if rollouts_every is not None:
         from kleash.integrations.trl.rollout_dump import RolloutDump
 
         RolloutDump(Path(out) / "rollouts", every=rollouts_every).attach(trainer)
+    recorder = _measure(trainer, algorithm, drift_monitor, leash)
     log = FolderLog(Path(out), options, algorithm, recorder=recorder)
     log.attach(trainer)
     return log
@@ -132,15 +132,16 @@ def _measure(
         from kleash.training.with_trl.response_recorder import ResponseRecorder
 
         recorder = ResponseRecorder(trainer)
-        if recorder.note is not None:
-            LOG.warning(recorder.note)
-        _keep_best(trainer.args)
-    if monitor is not None:
-        monitor.attach(trainer)
-    if leash is not None:
+    if leash is not None:  # first, since it may be refused
         drift = None if monitor is None else f"{monitor.name}/kl_per_{leash.per}"
         metric = drift if recorder is None else recorder.kl_metric(leash.per)
         BetaController(leash, metric=str(metric)).attach(trainer)
+    if monitor is not None:
+        monitor.attach(trainer)
+    if recorder is not None:
+        _keep_best(trainer.args)
+        if recorder.note is not None:
+            LOG.warning(recorder.note)
     return recorder
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,10 @@ class StepLogger(AttachedCallback):
         """What was due after the last step of an epoch."""
 
     def attach(self, trainer: Any) -> "StepLogger":
-        """Add this callback to the trainer; returns itself."""
+        """Add this callback, and its recorder, to the trainer; returns itself."""
         super().attach(trainer)
+        if self.recorder is not None:
+            self.recorder.attach()
         trainer.args.logging_nan_inf_filter = False  # which logs the mean loss so far in place of a NaN
         monitor = self._callback(DriftMonitor)
         if monitor is not None:
@@ -266,6 +269,16 @@ class FolderLog(StepLogger):
         self.folder, self.algorithm = TrainingFolder(folder), algorithm
         self._open = ExitStack()
 
+    def attach(self, trainer: Any) -> "FolderLog":
+        """Add this callback to the trainer, whose ``train`` closes the folder at its end, also by an error."""
+        super().attach(trainer)
+        trainer.train = partial(self._train, trainer.train)
+        return self
+
+    def _train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._open:
+            return original(*args, **kwargs)
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Open the folder, on rank 0; a run in it goes on if the trainer resumes from a checkpoint.
 
@@ -274,7 +287,6 @@ class FolderLog(StepLogger):
         """
         self.require_trainer()
         if state.is_world_process_zero:
-            self._open.close()
             resume = state.global_step > 0
             if self.folder.begun and not resume:
                 raise RunFolderError(
@@ -299,7 +311,6 @@ class FolderLog(StepLogger):
             policy = str(checkpoint) if checkpoint.is_dir() else ""
             result = self.result(self.algorithm, policy=policy, out=str(self.folder.root))
             self.result_of_run = finish(self.folder, self.run_log, result)
-        self._open.close()
 
 
 def drift_names(monitor: str, kl: str) -> dict[str, str]:

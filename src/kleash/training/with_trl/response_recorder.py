@@ -50,10 +50,10 @@ class ResponseRecorder:
     """
 
     def __init__(self, trainer: Any, *, requires_rewards: bool = False) -> None:
-        """Put the recorder in front of methods of TRL's GRPO or RLOO trainer.
+        """Create the recorder; ``attach`` puts it in front of methods of the trainer.
 
         Args:
-            trainer: the trainer, which is changed.
+            trainer: TRL's GRPO or RLOO trainer.
             requires_rewards: raise CannotRunError in training if no reward applies to a response.
         """
         self.trainer, self.requires_rewards = trainer, requires_rewards
@@ -82,6 +82,9 @@ class ResponseRecorder:
         self._samples: list[Sample] = []
         self._best: Mapping[str, float] | None = None
         """Prompt -> mean reward in the best evaluation."""
+
+    def attach(self) -> None:
+        """Put the recorder in front of methods of its trainer."""
         for replacement in (
             self._calculate_rewards,
             self._generate_and_score_completions,
@@ -90,7 +93,7 @@ class ResponseRecorder:
             self.log,
         ):
             name = replacement.__name__
-            setattr(trainer, name, partial(replacement, getattr(trainer, name)))
+            setattr(self.trainer, name, partial(replacement, getattr(self.trainer, name)))
 
     def kl_metric(self, per: str) -> str:
         """The metric of the KL per "sequence" or "token" that a controller follows."""
