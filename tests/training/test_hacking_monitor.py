@@ -62,7 +62,7 @@ CASES: dict[str, tuple[Callable[[int, Metrics], Metrics], str]] = {
     "update_too_large": (lambda at, now: {"kl/update": 0.05, "policy/learning_rate": 3e-4},
         r"by 2.99 nats per sequence, 0.5 of the target of 6: .* divide --learning-rate by about 2 \(it is 0.0003\)"),
     "far_from_target": (lambda at, now: {"kl/exact_per_sequence": 6.0 + 1.5 * at, "beta": 0.2 * 1.05**at},
-        r"times its target of 6: .* raise --beta, or take --controller pid"),
+        r"times its target of 6: .* raise --beta, or --beta-max if a controller"),
     "below_target": (lambda at, now: {"kl/exact_per_sequence": 3.0, "beta": 1.1**at},
         r"0\.\d+ of its target of 6, and beta rose from .* compare --target-per"),
     "runaway": (lambda at, now: {"reward/score": now["reward/score"] + 0.6 * at,

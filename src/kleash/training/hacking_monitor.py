@@ -150,7 +150,7 @@ class HackingMonitor:
         return (
             f"KL(policy ‖ reference) is {now.value:.3g} nats per {self.target_per} over the last {self.steps} steps, "
             f"{now.value / self.target_nats:.1f} times its target of {self.target_nats:g}: beta is too small or moves "
-            "too slowly; raise --beta, or take --controller pid"
+            "too slowly; raise --beta, or --beta-max if a controller is at it, or let --controller pid move a fixed one"
         )
 
     def _above_target(self, history: History) -> str | None:
@@ -302,19 +302,19 @@ class HackingMonitor:
 
     def _repetition(self, history: History) -> str | None:
         """The sentence if responses repeat themselves or are all alike, other than at first; None otherwise."""
-        advice = "the reward pays for it; correct the --reward, or raise --beta"
+        advice = "if the reward pays for it, correct the --reward; otherwise raise --beta"
         ends = history[: self.steps], history[-self.steps :]
         first, now = (level(part, "response/repetition").value for part in ends)
         if now > self.repeated and now > 2 * first:
             return (
                 f"{100 * now:.0f} % of the three-word runs in a response have occurred in it before, and "
-                f"{100 * first:.0f} % had in the first steps: responses repeat themselves, and {advice}"
+                f"{100 * first:.0f} % had in the first steps: responses repeat themselves; {advice}"
             )
         first, now = (level(part, "response/distinct").value for part in ends)
         if now < self.distinct and now < first / 2:
             return (
                 f"only {100 * now:.0f} % of the three-word runs of a step's responses are different ones, and "
-                f"{100 * first:.0f} % were in the first steps: responses are all alike, and {advice}"
+                f"{100 * first:.0f} % were in the first steps: responses are all alike; {advice}"
             )
         return None
 
