@@ -27,10 +27,6 @@ class GRPOLeash(KLMixin):
     _unscaled: ClassVar = {"scale_rewards": "none", "multi_objective_aggregation": "sum_then_normalize"}
 
     @property
-    def _loss_type(self) -> str:
-        return self.loss_type
-
-    @property
     def _is_off_policy(self) -> bool:
         """Whether TRL keeps the log-probabilities of an older policy."""
         return super()._is_off_policy or self.use_vllm

@@ -151,7 +151,7 @@ class KLMixin(ForwardCapture):
     @property
     def _loss_type(self) -> str:
         """The key of ``LOSS_TYPES`` for the average of the policy term."""
-        return "rloo"
+        return getattr(self, "loss_type", "rloo")  # an option of GRPO
 
     @property
     def _is_off_policy(self) -> bool:
