@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from tiny_models import save_tiny
+from tiny_models import TEMPLATE, save_tiny
 from transformers import AutoModelForCausalLM
 from trl_batches import TRL_MARKS
 
-from kleash.models import load_pair
+from kleash.models import load_pair, read_prompts
 from kleash.records import DistillJob, GRPOJob, RLOOJob, read_steps
 from kleash.training.run_log import RunLog
 
@@ -28,6 +28,7 @@ def pair(tmp_path_factory):
             network.transformer.ln_f.bias.fill_(1.0)
             network.transformer.wte.weight[1] = 0.18
         network.save_pretrained(root / name)
+        (root / name / "chat_template.jinja").write_text("{{ tools and tools[0].name }}: " + TEMPLATE)
     (root / "prompts.txt").write_text("\n".join(PROMPTS))
     return root
 
@@ -36,7 +37,7 @@ def step_of(train, kind, pair, out, **more):
     """The first step of a run."""
     out.mkdir()
     names = {"policy": str(pair / "policy"), "prompts": str(pair / "prompts.txt"), "out": str(out)}
-    job = kind(steps=1, **names, **SMALL, **more)
+    job = kind(**{"steps": 1, **names, **SMALL, **more})
     train(job, RunLog(out, job))
     (step,) = read_steps(out)
     return step
@@ -86,9 +87,34 @@ def test_kl_with_dropout_and_position_embeddings(trl, pair, tmp_path, monkeypatc
     assert saved["resid_pdrop"] == 0.1, "what others do with the policy is theirs to say"
 
 
-def test_policy_as_its_own_reference_has_kl_0(trl, pair, tmp_path):
-    step = step_of(trl.train_online, GRPOJob, pair, tmp_path / "run", reward=(HEROINE,))
-    assert step.metrics["kl/exact_per_token"] == 0
+@pytest.mark.parametrize("kind", [GRPOJob, RLOOJob, DistillJob])
+def test_prompts_are_read_as_kleash_renders_them_and_a_policy_has_kl_0_to_itself(
+    trl, pair, tmp_path, monkeypatch, kind
+):
+    """TRL knows neither a record's tools nor token ids; and weights are those of float32 and of bfloat16."""
+    own, prompts = str(pair / "policy"), tmp_path / "p.jsonl"
+    parts = [{"role": "user", "content": [{"type": "text", "text": "She"}]}]
+    rows = [
+        {"messages": parts, "tools": [{"name": "sea"}]},
+        {"prompt_token_ids": [40, 41, 42]},
+        {"prompt": "She"},
+    ]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    expected = [prompt.token_ids for prompt in read_prompts(str(prompts), load_pair(own, own))]
+    seen, generate = [], trl.online.TokenPromptsMixin._generate_and_score_completions
+
+    def spy(self, inputs):
+        seen.append(generate(self, inputs))
+        return seen[-1]
+
+    monkeypatch.setattr(trl.online.TokenPromptsMixin, generate.__name__, spy)
+    train, more = trl.train_online, {"reward": (HEROINE,)}
+    if kind is DistillJob:
+        train, more = trl.train_distill, {"teacher": own}
+    step = step_of(train, kind, pair, tmp_path / "run", prompts=str(prompts), dtype="bfloat16", **more)
+    rows = zip(seen[0]["prompt_ids"], seen[0]["prompt_mask"].bool(), strict=True)
+    assert {tuple(ids[mask].tolist()) for ids, mask in rows} == {*expected} and len(expected) == 3
+    assert step.metrics["teacher/divergence" if kind is DistillJob else "kl/exact_per_token"] == 0
 
 
 def test_distillation_averages_over_tokens_and_not_micro_batches(trl, pair, tmp_path, monkeypatch):

@@ -71,6 +71,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "logging_first_step": _LOGS,
         "logging_nan_inf_filter": "a loss that is NaN would be written as 0",
         "remove_unused_columns": "rewards read the columns of the prompts",
+        "chat_template_kwargs": "the prompts have a column of this name, an object, which kleash measure reads too",
         "save_only_model": _RESUMED,
         "ignore_data_skip": _RESUMED,
         "lora.lora_dropout": "with dropout, the policy that is trained is not the one that generated",

@@ -9,6 +9,7 @@ one that is missing is a ``CannotRunError`` that names it.
 | ``_generate_and_score_completions`` | adding the reference's pass; the penalty in the reward |
 | ``_compute_loss`` | adding the KL term to TRL's loss; the entropy of distillation |
 | ``_calculate_rewards`` | which responses have a reward |
+| ``_tokenize_prompts`` | prompts as tokens |
 | ``is_async_callable`` | rewards whose results are checked |
 | transformers' ``_get_logits_processor`` | the log-probabilities of generation (``RolloutDump``) |
 | ``_metrics`` (not checked: set by the trainer's ``__init__``) | logging |
@@ -40,6 +41,7 @@ require_attributes(
             "_generate_and_score_completions": ("inputs",),
             "_compute_loss": ("model", "inputs"),
             "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
+            "_tokenize_prompts": ("prompts",),
         }.items()
     }
     | {

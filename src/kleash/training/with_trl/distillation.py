@@ -19,7 +19,6 @@ from kleash.divergences import (
 from kleash.divergences.functions import cross_entropy_of_rows
 from kleash.errors import ModelError, SourceError
 from kleash.extras import import_extra
-from kleash.integrations.trl.compat import MIXIN
 from kleash.integrations.trl.forward_capture import prepare_frozen, whole_rows
 from kleash.jobs import DistillJob
 from kleash.linear import (
@@ -45,7 +44,7 @@ from kleash.training.library_fields import trl_config
 from kleash.training.networks import Networks, load_networks
 from kleash.training.response_metrics import gather_object
 from kleash.training.run_log import RunLog
-from kleash.training.with_trl.online import in_step_order, prompt_rows
+from kleash.training.with_trl.online import TokenPromptsMixin, in_step_order, prompt_rows
 from kleash.training.with_trl.runs import PROMPT_COLUMN, run_trainer, shared_arguments, suppress_output
 from kleash.uncertainty.ratios import mean_per_token
 
@@ -141,28 +140,27 @@ def loss_of_lists(
     return weight * per_token.sum(), per_token.detach(), entropies
 
 
-class DistillationMixin(MIXIN):
+class DistillationMixin(TokenPromptsMixin):
     """Mixin before TRL's trainer, made without a teacher: kleash's divergence from the teacher as its loss."""
 
     def set_teacher(
         self, job: DistillJob, networks: Networks, items: Sequence[Prompt] | Sequence[TokenSequence]
     ) -> None:
-        """Set what is learned from; ``items`` are the prompts or responses that ``PROMPT_COLUMN`` indexes."""
-        self._job, self._pair, self._items, self._record = job, networks.pair, items, divergence_of(job)
+        """Set what is learned from, with the ``items`` of the trainer."""
+        self._job, self._pair, self.items, self._record = job, networks.pair, items, divergence_of(job)
         self._measured: list[tuple[str, float, int, float]] = []
         if networks.frozen is not None:
             self.teacher_model = prepare_frozen(self, networks.frozen)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """TRL's method, whose output keeps the numbers of the prompts or responses."""
-        self._batch = [self._items[row[PROMPT_COLUMN]] for row in inputs]
         output = super()._generate_and_score_completions(inputs)
         return output | {PROMPT_COLUMN: torch.tensor([row[PROMPT_COLUMN] for row in inputs])}
 
     def _compute_loss(self, student: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> Any:
         """The loss in place of TRL's, with the sum of the entropies and the number of tokens, as TRL's returns them."""
         mask: Bool[Tensor, "batch time"] = inputs["completion_mask"].bool()
-        items: list[Any] = [self._items[index] for index in inputs[PROMPT_COLUMN].tolist()]
+        items: list[Any] = [self.items[index] for index in inputs[PROMPT_COLUMN].tolist()]
         head = current_head(student, self._pair.policy.head, requires_grad=True)
         policy = self._hidden_states(student, inputs)[mask], head
         weight = 1 / (mask.sum() if num_items_in_batch is None else num_items_in_batch.to(mask.device))
@@ -181,7 +179,8 @@ class DistillationMixin(MIXIN):
 
     def _hidden_states(self, network: Any, inputs: dict[str, Any]) -> Float[Tensor, "batch time dim"]:
         """The final hidden states at the positions that predict the responses."""
-        return self._get_last_hidden_state(network, *whole_rows(inputs))
+        with self.accelerator.autocast():  # which TRL's pass without the head leaves out
+            return self._get_last_hidden_state(network, *whole_rows(inputs))
 
     def _teacher_side(self, inputs: dict[str, Any], items: list[Any], mask: Tensor) -> Side:
         """The teacher's side, from its cache or its own pass."""
@@ -267,7 +266,7 @@ def train_distill(job: DistillJob, run_log: RunLog | None) -> TrainingResult:
         raise TokenizerMismatchError(f"{error}; TRL's GOLDTrainer distils between tokenizers") from error
     if job.responses is None:
         items = read_prompts(job.source, networks.pair, limit=job.limit, reading=job)
-        rows = in_step_order(prompt_rows(items, networks), job, copies=job.samples_per_prompt)
+        rows = in_step_order(prompt_rows(items), job, copies=job.samples_per_prompt)
         mixin = DistillationMixin
         longest = max(len(prompt.token_ids) for prompt in items) + job.max_new_tokens
     else:

@@ -1,17 +1,18 @@
 """GRPO and RLOO by TRL's trainers with kleash's KL term, rewards and beta controllers."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from kleash.errors import OptionError, SourceError
 from kleash.extras import import_extra
 from kleash.integrations.trainer import BetaController
+from kleash.integrations.trl.compat import MIXIN
 from kleash.jobs import GRPOJob, RLOOJob
 from kleash.jobs.train import OnlineJob
-from kleash.models import Prompt, read_prompts
+from kleash.models import Prompt, TokenSequence, read_prompts
 from kleash.store import TrainingResult
 from kleash.training.job_schedule import leash_of, prompt_indices
 from kleash.training.library_fields import trl_config
-from kleash.training.networks import Networks, load_networks
+from kleash.training.networks import load_networks
 from kleash.training.reward_models import Dialogue
 from kleash.training.rewards import Reward, check_rewards, load_rewards, reward_values
 from kleash.training.run_log import RunLog
@@ -22,6 +23,25 @@ from kleash.training.with_trl.runs import (
     shared_arguments,
     suppress_output,
 )
+
+
+class TokenPromptsMixin(MIXIN):
+    """Mixin before one of TRL's trainers: its prompts are the tokens that kleash made of them.
+
+    TRL would render messages without the template's variables and tools of their record, and parts of a content as
+    Python prints them.
+    """
+
+    items: Sequence[Prompt] | Sequence[TokenSequence]
+    """The prompts (or responses with their prompts) that ``PROMPT_COLUMN`` numbers."""
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """TRL's method, during which ``_batch`` has the items of the rows."""
+        self._batch: list[Any] = [self.items[row[PROMPT_COLUMN]] for row in inputs]
+        return super()._generate_and_score_completions(inputs)
+
+    def _tokenize_prompts(self, _: list[Any]) -> tuple[list[list[int]], None, dict[str, Any]]:
+        return [list(prompt.token_ids) for prompt in self._batch], None, {}
 
 
 @suppress_output()
@@ -45,13 +65,15 @@ def train_online(job: GRPOJob | RLOOJob, run_log: RunLog | None) -> TrainingResu
     from kleash.integrations.trl import LeashedGRPOTrainer, LeashedRLOOTrainer
     from kleash.training.with_trl.response_recorder import ResponseRecorder
 
-    trainer_class: Any = LeashedGRPOTrainer if isinstance(job, GRPOJob) else LeashedRLOOTrainer
+    leashed = LeashedGRPOTrainer if isinstance(job, GRPOJob) else LeashedRLOOTrainer
+    trainer_class: Any = type("KleashTrainer", (TokenPromptsMixin, leashed), {})
     check_rewards(job.rewards, job.source, job.limit, job)  # before any model is loaded
     networks = load_networks(job, job.reference_name, device=job.device)
     prompts = read_prompts(job.source, networks.pair, limit=job.limit, columns=True, reading=job)
     held_out: list[Prompt] = []
     if job.eval_prompts is not None:
         held_out = read_prompts(job.eval_prompts, networks.pair, columns=True, reading=job)
+    items = [*prompts, *held_out]
     rewards = load_rewards(
         job.rewards,
         tokenizer=networks.pair.tokenizer,
@@ -61,14 +83,14 @@ def train_online(job: GRPOJob | RLOOJob, run_log: RunLog | None) -> TrainingResu
     )
     trainer = trainer_class(
         model=networks.policy,
-        reward_funcs=[_reward_function(reward, [*prompts, *held_out]) for reward in rewards.rewards],
+        reward_funcs=[_reward_function(reward, items) for reward in rewards.rewards],
         args=trl_config(
             job,
-            **_arguments(job, [*prompts, *held_out]),
+            **_arguments(job, items),
             reward_weights=[reward.weight for reward in rewards.rewards],
         ),
-        train_dataset=in_step_order(prompt_rows(prompts, networks), job),
-        eval_dataset=prompt_rows(held_out, networks, first=len(prompts)) if held_out else None,
+        train_dataset=in_step_order(prompt_rows(prompts), job),
+        eval_dataset=prompt_rows(held_out, first=len(prompts)) if held_out else None,
         processing_class=networks.pair.tokenizer,
         peft_config=networks.lora,
         reference=networks.frozen,
@@ -76,6 +98,7 @@ def train_online(job: GRPOJob | RLOOJob, run_log: RunLog | None) -> TrainingResu
         kl_place=job.kl_place,
         kl_scope=job.kl_scope,
     )
+    trainer.items = items
     recorder = ResponseRecorder(trainer, requires_rewards=True)
     if job.beta > 0:
         BetaController(leash_of(job), metric=recorder.kl_metric(job.target_per)).attach(trainer)
@@ -112,28 +135,9 @@ def in_step_order(rows: Any, job: OnlineJob, *, copies: int = 1) -> Any:
     return rows.select([index for index in order for _ in range(copies)])
 
 
-def prompt_rows(prompts: list[Prompt], networks: Networks, *, first: int = 0) -> Any:
-    """A data set with a row for each prompt, and its number, from ``first``, in ``PROMPT_COLUMN``.
-
-    Raises:
-        SourceError: if TRL would tokenise a prompt differently.
-        OptionError: if some prompts are texts and some messages.
-    """
-    if len({prompt.messages is not None for prompt in prompts}) > 1:
-        raise OptionError(
-            "some prompts are texts and some are messages, and TRL takes only one kind; split the file"
-        )
-    tokenizer = networks.pair.tokenizer
-    for prompt in prompts:
-        if prompt.messages is None and tokenizer(text=prompt.text)["input_ids"] != list(prompt.token_ids):
-            raise SourceError(
-                f"{prompt.location}: TRL tokenises the text of the prompt and gets other tokens than the prompt's "
-                "token_ids; give the prompt as text only"
-            )
-    rows = [
-        {"prompt": prompt.text if prompt.messages is None else list(prompt.messages), PROMPT_COLUMN: number}
-        for number, prompt in enumerate(prompts, first)
-    ]
+def prompt_rows(prompts: list[Prompt], *, first: int = 0) -> Any:
+    """A data set with a row for each prompt: its text, and its number, from ``first``, in ``PROMPT_COLUMN``."""
+    rows = [{"prompt": prompt.text, PROMPT_COLUMN: number} for number, prompt in enumerate(prompts, first)]
     return import_extra("datasets", "trl").Dataset.from_list(rows)
 
 
@@ -144,12 +148,12 @@ def _reward_function(reward: Reward, prompts: list[Prompt]) -> Any:
     convert all values of a column to one type.
     """
 
-    def function(*, completions: list[Any], completion_ids: list[Any], **columns: Any) -> list[float]:
+    def function(*, completions: list[str], completion_ids: list[Any], **columns: Any) -> list[float]:
         rows = zip(columns[PROMPT_COLUMN], completions, completion_ids, strict=True)
         dialogues = [
             Dialogue(
                 prompt=prompts[which].text,
-                response=completion if isinstance(completion, str) else completion[-1]["content"],
+                response=completion,
                 messages=prompts[which].messages,
                 name=f"prompt {which} ({prompts[which].location})",
                 columns=prompts[which].columns,
