@@ -8,7 +8,7 @@ import pytest
 import torch
 from trl_batches import TRL_MARKS, batch, counted, gradients, logged, make, moved, score, whole_logp
 
-from kleash.errors import CannotRunError, OptionError, UnknownNameError
+from kleash.errors import CannotRunError, OptionError
 
 pytestmark = TRL_MARKS
 
@@ -337,22 +337,6 @@ def test_sampling_settings_of_the_checkpoint_are_checked(trl, folder, tmp_path):
 def test_rloo_refuses_settings_that_change_the_kl_in_its_reward(rloo, settings):
     with pytest.raises(OptionError, match=f"{next(iter(settings))} is "):
         rloo(**K1_REWARD, kl_scope="sequence", config_of=settings)
-
-
-def test_unknown_loss_type_is_refused(trl, grpo):
-    trainer = grpo()
-    with pytest.raises(UnknownNameError, match="no loss type of TRL is called 'newer'"):
-        trl.terms.kl_term(
-            kl="exact",
-            place="loss",
-            scope="token",
-            gradient=None,
-            cap=None,
-            loss_type="newer",
-            length=3,
-            off_policy=False,
-        )
-    assert trainer._term.estimator == "exact"
 
 
 # --- standard errors of the logged KL ---

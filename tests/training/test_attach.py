@@ -199,7 +199,8 @@ def test_dpo_is_steered_by_the_monitor_and_its_time_is_apart(trl, folder, tmp_pa
 def test_plain_trainer_is_logged_resumed_and_not_overwritten(folder, tmp_path, strategy):
     def run(until, **resume):
         intervals = {"save_strategy": strategy, "save_steps": 3, "eval_strategy": strategy, "eval_steps": 3}
-        trainer = plain(folder, tmp_path, max_steps=until, per_device_train_batch_size=3, **intervals)
+        length = {"max_steps": until, "num_train_epochs": until}  # which a run that goes on may raise
+        trainer = plain(folder, tmp_path, per_device_train_batch_size=3, **length, **intervals)
         log = kleash.attach(trainer, monitor=monitor(folder), out=tmp_path / "run")
         trainer.train(**resume)
         return log

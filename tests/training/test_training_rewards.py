@@ -143,11 +143,6 @@ def test_rewards_are_added_with_weights() -> None:
     }
 
 
-def test_rewards_of_equal_name_get_numbered_names() -> None:
-    found = scores_of("my_rewards:length", "2*my_rewards:length", responses=["ab"])
-    assert list(found.parts) == ["length", "length-2"] and found.total.tolist() == [6.0]
-
-
 @pytest.mark.parametrize(
     ("spec", "error", "said"),
     [

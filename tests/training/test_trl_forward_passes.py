@@ -43,6 +43,18 @@ def step_of(train, kind, pair, out, **more):
     return step
 
 
+def batches_of(trl, monkeypatch):
+    """The list to which each batch is added that a trainer generates."""
+    seen, generate = [], trl.online.TokenPromptsMixin._generate_and_score_completions
+
+    def spy(self, inputs):
+        seen.append(generate(self, inputs))
+        return seen[-1]
+
+    monkeypatch.setattr(trl.online.TokenPromptsMixin, generate.__name__, spy)
+    return seen
+
+
 def dense(folder, batch):
     """Log-probabilities of a padded batch's responses, one text at a time, in float64."""
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
@@ -69,15 +81,7 @@ def sums_of(policy, reference, batches):
 
 @pytest.mark.parametrize("kind", [GRPOJob, RLOOJob])
 def test_kl_with_dropout_and_position_embeddings(trl, pair, tmp_path, monkeypatch, kind):
-    seen = []
-    generate = trl.Recorder._generate_and_score_completions
-
-    def spy(self, *arguments):
-        seen.append(generate(self, *arguments))
-        return seen[-1]
-
-    spy.__name__ = generate.__name__
-    monkeypatch.setattr(trl.Recorder, generate.__name__, spy)
+    seen = batches_of(trl, monkeypatch)
     job = {"reward": (HEROINE,), "reference": str(pair / "reference")}
     step = step_of(trl.train_online, kind, pair, tmp_path / "run", **job)
     nats, _, tokens = sums_of(pair / "policy", pair / "reference", seen)
@@ -101,13 +105,7 @@ def test_prompts_are_read_as_kleash_renders_them_and_a_policy_has_kl_0_to_itself
     ]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     expected = [prompt.token_ids for prompt in read_prompts(str(prompts), load_pair(own, own))]
-    seen, generate = [], trl.online.TokenPromptsMixin._generate_and_score_completions
-
-    def spy(self, inputs):
-        seen.append(generate(self, inputs))
-        return seen[-1]
-
-    monkeypatch.setattr(trl.online.TokenPromptsMixin, generate.__name__, spy)
+    seen = batches_of(trl, monkeypatch)
     train, more = trl.train_online, {"reward": (HEROINE,)}
     if kind is DistillJob:
         train, more = trl.train_distill, {"teacher": own}

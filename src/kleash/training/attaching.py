@@ -36,6 +36,7 @@ NOT_DESCRIBED = (
     "run_name",
     "resume",
     "max_steps",
+    "num_train_epochs",
 )
 """Beginnings of the names of arguments that a resumed run may change, or that say nothing about its numbers."""
 

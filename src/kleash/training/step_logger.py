@@ -285,7 +285,6 @@ class FolderLog(StepLogger):
         Raises:
             RunFolderError: if the folder holds another run, or one that the trainer does not resume.
         """
-        self.require_trainer()
         if state.is_world_process_zero:
             resume = state.global_step > 0
             if self.folder.begun and not resume:

@@ -152,11 +152,6 @@ class DistillationMixin(TokenPromptsMixin):
         if networks.frozen is not None:
             self.teacher_model = prepare_frozen(self, networks.frozen)
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """TRL's method, whose output keeps the numbers of the prompts or responses."""
-        output = super()._generate_and_score_completions(inputs)
-        return output | {PROMPT_COLUMN: torch.tensor([row[PROMPT_COLUMN] for row in inputs])}
-
     def _compute_loss(self, student: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> Any:
         """The loss in place of TRL's, with the sum of the entropies and the number of tokens, as TRL's returns them."""
         mask: Bool[Tensor, "batch time"] = inputs["completion_mask"].bool()

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from kleash.extras import import_extra
 from kleash.integrations.trainer import BetaController
 from kleash.integrations.trl.compat import MIXIN
@@ -36,9 +38,10 @@ class TokenPromptsMixin(MIXIN):
     """The prompts (or responses with their prompts) that ``PROMPT_COLUMN`` numbers."""
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """TRL's method, during which ``_batch`` has the items of the rows."""
-        self._batch: list[Any] = [self.items[row[PROMPT_COLUMN]] for row in inputs]
-        return super()._generate_and_score_completions(inputs)
+        """TRL's method, whose output keeps the numbers; during it, ``_batch`` has the items of the rows."""
+        numbers = [row[PROMPT_COLUMN] for row in inputs]
+        self._batch: list[Any] = [self.items[number] for number in numbers]
+        return super()._generate_and_score_completions(inputs) | {PROMPT_COLUMN: torch.tensor(numbers)}
 
     def _tokenize_prompts(self, _: list[Any]) -> tuple[list[list[int]], None, dict[str, Any]]:
         return [list(prompt.token_ids) for prompt in self._batch], None, {}
@@ -70,9 +73,11 @@ def train_online(job: GRPOJob | RLOOJob, run_log: RunLog | None) -> TrainingResu
     check_rewards(job.rewards, job.source, job.limit, job)  # before any model is loaded
     networks = load_networks(job, job.reference_name, device=job.device)
     prompts = read_prompts(job.source, networks.pair, limit=job.limit, columns=True, reading=job)
-    held_out: list[Prompt] = []
-    if job.eval_prompts is not None:
-        held_out = read_prompts(job.eval_prompts, networks.pair, columns=True, reading=job)
+    held_out = (
+        []
+        if job.eval_prompts is None
+        else read_prompts(job.eval_prompts, networks.pair, columns=True, reading=job)
+    )
     items = [*prompts, *held_out]
     rewards = load_rewards(
         job.rewards,
