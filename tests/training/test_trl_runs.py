@@ -20,7 +20,6 @@ from kleash.records import DistillJob, DPOJob, GRPOJob, RLOOJob, read_samples, r
 from kleash.store.metrics import METRICS, PART
 from kleash.store.steps import held_out as held_out_metrics
 from kleash.store.training_folder import last_checkpoint
-from kleash.training import train
 from kleash.training.hacking_monitor import HackingMonitor
 from kleash.training.run_log import RunLog
 from kleash.training.with_trl.runs import largest_divisor
@@ -93,13 +92,6 @@ def test_reused_response_updates_beta_once(trl, tmp_path, caplog):
     assert steps[0].metrics["kl/exact_per_token"] == 0, "of weights of float32 to those of bfloat16"
     assert [step.metrics["beta"] for step in steps] == pytest.approx([0.05, 0.05 * (1 - 0.2 / 4)])
     assert len(steps[0].events) == 1 and not caplog.records, "events are in the run log, and nowhere else"
-
-
-def test_resuming_a_finished_run_returns_its_result(trl, tmp_path):
-    job = GRPOJob(steps=1, reward=(HEROINE,), out=str(tmp_path / "run"), **SMALL)
-    result = train(job)
-    assert dict(result.metrics) == pytest.approx(dict(read_steps(tmp_path / "run")[-1].metrics), nan_ok=True)
-    assert train(replace(job, resume=True)).to_json() == result.to_json()
 
 
 def test_rloo_with_adapter_and_kl_in_reward(trl, tmp_path):

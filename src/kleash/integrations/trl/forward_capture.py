@@ -78,7 +78,7 @@ class ForwardCapture(MIXIN):
         super().__init__(*args, **kwargs)
         self.beta = self.args.beta = config.beta
         if reference is None:
-            network = self._unwrap(self.model)
+            network = self.accelerator.unwrap_model(self.model)
             if self.ref_model is None and hasattr(network, "peft_config"):
                 require_unchanged_base(
                     network, "reference", instead="give reference=, a separate model in memory"
@@ -88,9 +88,6 @@ class ForwardCapture(MIXIN):
         in_float32 = getattr(self.args, "cast_lm_head_to_fp32", False)  # an option of GRPO, not of RLOO
         add_fused_lm_head(reference, temperature=self.temperature, cast_lm_head_to_fp32=in_float32)
         self.ref_model = prepare_frozen(self, reference)
-
-    def _unwrap(self, model: Any) -> Any:
-        return self.accelerator.unwrap_model(model)
 
     @contextmanager
     def _without_parent_kl(self) -> Iterator[None]:
@@ -124,7 +121,7 @@ class ForwardCapture(MIXIN):
         args = (input_ids, attention_mask, logits_to_keep, *args)
         if self._passes is None:
             return original(model, *args, **kwargs)
-        backbone = find_backbone(base_network(self._unwrap(model)))
+        backbone = find_backbone(base_network(self.accelerator.unwrap_model(model)))
         with capture_hidden_states(backbone) if self._captures_hidden else nullcontext() as outputs:
             result = original(model, *args, **kwargs)
         hidden = None if outputs is None else torch.cat(outputs)[:, :-1][:, -logits_to_keep:]
@@ -143,7 +140,7 @@ class ForwardCapture(MIXIN):
         if reference and self.ref_model is not None:
             model = self.ref_model
         elif reference:
-            network = self._unwrap(model)
+            network = self.accelerator.unwrap_model(model)
             adapter = use_adapter(network, adapter_name="ref" if "ref" in network.peft_config else None)
         with torch.no_grad(), no_checkpointing, adapter, self._record_passes(hidden=hidden) as passes:
             self._get_per_token_logps_and_entropies(model, *whole_rows(output), batch, **images)
@@ -159,10 +156,12 @@ class ForwardCapture(MIXIN):
             ModelError: if a head is sharded in a way that is not supported.
         """
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-        policy_head = read_head_layout(self._unwrap(self.model), tokenizer, "policy")
+        policy_head = read_head_layout(self.accelerator.unwrap_model(self.model), tokenizer, "policy")
         reference_head = policy_head
         if self.ref_model is not None:
-            reference_head = read_head_layout(self._unwrap(self.ref_model), tokenizer, "reference")
+            reference_head = read_head_layout(
+                self.accelerator.unwrap_model(self.ref_model), tokenizer, "reference"
+            )
         self._head_layouts, self._captures = (policy_head, reference_head), True
 
     @property
@@ -175,7 +174,7 @@ class ForwardCapture(MIXIN):
         policy_head, reference_head = self._head_layouts
         stored = self._stored_heads.get(self._mode)
         return (
-            current_head(self._unwrap(self.model), policy_head, requires_grad=True),
+            current_head(self.accelerator.unwrap_model(self.model), policy_head, requires_grad=True),
             self._reference_head(reference_head) if stored is None else stored,
         )
 
@@ -185,7 +184,7 @@ class ForwardCapture(MIXIN):
     @property
     def _reference_network(self) -> Any:
         """The reference's network: one of its own, or the policy's with another adapter or none."""
-        return self._unwrap(self.model if self.ref_model is None else self.ref_model)
+        return self.accelerator.unwrap_model(self.model if self.ref_model is None else self.ref_model)
 
     def _store_reference_head(self) -> None:
         """Keep a copy of the reference's head for the hidden states that were just stored, if TRL moves the reference.

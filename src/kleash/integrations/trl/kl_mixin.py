@@ -127,6 +127,7 @@ class KLMixin(ForwardCapture):
         ]
         self._kl_rows: dict[str, list[ResponseKL]] = {"train": [], "eval": []}
         self._linear_options = linear_options
+        self._loss_type = getattr(self, "loss_type", "rloo")  # GRPO's, the key of its average in LOSS_TYPES
         self._term = kl_term(
             kl=kl,
             place=kl_place,
@@ -147,11 +148,6 @@ class KLMixin(ForwardCapture):
                 "and of its forward pass over each response; give the configuration a beta, or take TRL's own trainer",
                 stacklevel=3,
             )
-
-    @property
-    def _loss_type(self) -> str:
-        """The key of ``LOSS_TYPES`` for the average of the policy term."""
-        return getattr(self, "loss_type", "rloo")  # an option of GRPO
 
     @property
     def _is_off_policy(self) -> bool:
