@@ -129,13 +129,6 @@ def test_each_algorithm_has_its_trainer(kind: type[TrainJob], trainer: str) -> N
     assert spec and spec.origin and f"\ndef {function}(" in Path(spec.origin).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_each_algorithm_is_a_command(algorithm: str, capsys: pytest.CaptureFixture[str]) -> None:
-    source = "--pairs" if algorithm == "dpo" else "--prompts"
-    assert main(["train", algorithm, source, "x", "--seed", "-1"]) == 2
-    assert capsys.readouterr().err == "kleash: --seed must be a whole number from 0 to 2^63 - 1; it is -1\n"
-
-
 def test_several_processes_require_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(OptionError, match="several processes must agree on one folder; give --out"):

@@ -97,18 +97,13 @@ def test_prompts_are_read_as_kleash_renders_them_and_a_policy_has_kl_0_to_itself
 ):
     """TRL knows neither a record's tools nor token ids; and weights are those of float32 and of bfloat16."""
     own, prompts = str(pair / "policy"), tmp_path / "p.jsonl"
-    parts = [{"role": "user", "content": [{"type": "text", "text": "She"}]}]
-    rows = [
-        {"messages": parts, "tools": [{"name": "sea"}]},
-        {"prompt_token_ids": [40, 41, 42]},
-        {"prompt": "She"},
-    ]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parts = '[{"role": "user", "content": [{"type": "text", "text": "She"}]}]'
+    tools = f'{{"messages": {parts}, "tools": [{{"name": "sea"}}]}}'
+    prompts.write_text(tools + '\n{"prompt_token_ids": [40, 41, 42]}\n{"prompt": "She"}\n')
     expected = [prompt.token_ids for prompt in read_prompts(str(prompts), load_pair(own, own))]
     seen = batches_of(trl, monkeypatch)
-    train, more = trl.train_online, {"reward": (HEROINE,)}
-    if kind is DistillJob:
-        train, more = trl.train_distill, {"teacher": own}
+    more = {"teacher": own} if kind is DistillJob else {"reward": (HEROINE,)}
+    train = trl.train_distill if kind is DistillJob else trl.train_online
     step = step_of(train, kind, pair, tmp_path / "run", prompts=str(prompts), dtype="bfloat16", **more)
     rows = zip(seen[0]["prompt_ids"], seen[0]["prompt_mask"].bool(), strict=True)
     assert {tuple(ids[mask].tolist()) for ids, mask in rows} == {*expected} and len(expected) == 3

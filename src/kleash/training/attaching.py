@@ -117,9 +117,7 @@ def attach(
 
         RolloutDump(Path(out) / "rollouts", every=rollouts_every).attach(trainer)
     recorder = _measure(trainer, algorithm, drift_monitor, leash)
-    log = FolderLog(Path(out), options, algorithm, recorder=recorder)
-    log.attach(trainer)
-    return log
+    return FolderLog(Path(out), options, algorithm, recorder=recorder).attach(trainer)
 
 
 def _measure(
