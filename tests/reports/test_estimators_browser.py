@@ -103,11 +103,15 @@ def test_a_table_of_the_site_is_cards_on_a_phone(
     driver: Any, tmp_path: Path, width: int, is_cards: bool
 ) -> None:
     rows = "<thead><tr><th>name<th>unit<th>meaning</thead><tbody><tr><td>kl<td>nats<td>KL per token</tbody>"
+    code = (
+        f'<style>.pre {{ white-space: nowrap }}</style><code><span class="pre">{"kleash." * 20}</span></code>'
+    )
     style, script = (PAGE.with_name(name).read_text(encoding="utf-8") for name in ("site.css", "tables.js"))
-    view = f'<meta name="viewport" content="width={width}"><style>{style}</style>'
+    view = f'<meta name="viewport" content="width={width}">{code}<style>{style}</style>'
     page = f'{view}<article class="bd-article"><table>{rows}</table></article><script>{script}</script>'
     (tmp_path / "page.html").write_text(page)
     opened(driver, width)
     driver.get((tmp_path / "page.html").as_uri())
     named = "return getComputedStyle(document.querySelector('[data-heading=unit]'), '::before').content"
     assert (driver.execute_script(named) != "none") == is_cards
+    assert driver.execute_script("return document.documentElement.scrollWidth") <= width
