@@ -81,17 +81,17 @@ def test_a_folder_that_exists_is_left_alone(tmp_path):
         RunFolder(stranger / "thesis.tex").check(resume=False)
 
 
-def test_resuming_where_nothing_is_begins(tmp_path):
+def test_resuming_where_nothing_is_begins_and_a_run_without_a_shard_leaves_nothing(tmp_path):
     with RunFolder(tmp_path / "new").writing(HEADER, resume=True) as folder:
-        assert folder.finished_shards() == ()
-    assert folder.header() == HEADER
+        assert folder.finished_shards() == () and folder.header() == HEADER
+        (tmp_path / "new" / "source.jsonl").write_text("{}")  # so that another source may be given
+    assert not folder.root.exists()
 
 
 def test_what_a_killed_write_left_is_swept_up(tmp_path):
-    with RunFolder(tmp_path).writing(HEADER, resume=False):
-        pass
     left = tmp_path / "tokens" / ".writing-part-00000.parquet"
-    left.write_bytes(b"half")
+    with RunFolder(tmp_path).writing(HEADER, resume=False):
+        left.write_bytes(b"half")
     with RunFolder(tmp_path).writing(HEADER, resume=True):
         assert not left.exists()
 
@@ -139,7 +139,7 @@ def test_a_folder_without_a_measurement_says_what_to_do(tmp_path):
     with pytest.raises(RunFolderError, match=r"has no measurement\.json; is it a run folder"):
         Measurement.read(tmp_path)
     with RunFolder(tmp_path).writing(HEADER, resume=False):
-        pass
+        (tmp_path / "sequences" / "part-00000.parquet").touch()
     with pytest.raises(RunFolderError, match="has not finished is finished by --resume"):
         Measurement.read(tmp_path)
     write_checked(tmp_path, tmp_path / "measurement.json", '{"schema": 99}')

@@ -97,11 +97,10 @@ def sweep_together(job: SweepJob, reporter: ProgressReporter | None = None) -> t
         if is_alone is not False:
             check_sweep_folder(out, resume=job.resume)
 
-    how = "what is finished is on disk: run the same command again with --resume"
     # one connection over all candidates
     with (
-        resumable(out, how),
-        taking_part(out, check),
+        resumable(out, "what is finished is on disk: run the same command again with --resume"),
+        taking_part(out, check, lambda: check_sweep_folder(out, resume=False) is None),
         connected_cluster(job) if job.engine == "ray" else nullcontext(),
     ):
         result, is_own = _sweep(job, out, reporter)

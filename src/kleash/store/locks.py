@@ -51,16 +51,19 @@ def folder_lock(root: Path, advice: str, *, on_wait: Callable[[], None] | None =
 
 
 @contextmanager
-def taking_part(root: Path, check: Callable[[bool | None], None]) -> Generator[bool]:
+def taking_part(
+    root: Path, check: Callable[[bool | None], None], is_unused: Callable[[], bool]
+) -> Generator[bool]:
     """Context in which this process is one of those that work on ``root``, made if it is missing.
 
-    The last process to leave takes the claims away, and the folder if nothing else was written into it. Where the
+    The last process to leave takes the claims away, and an unused folder with its files and empty folders. Where the
     disk knows no locks, other processes are not seen.
 
     Args:
         root: the folder.
         check: called with whether this process is the only one, before another one can begin; None if that cannot be
             seen.
+        is_unused: whether nothing in the folder counts, and all of it was written by kleash; an ``OSError`` is no.
 
     Yields:
         Whether this process was certainly the only one when it began.
@@ -76,10 +79,10 @@ def taking_part(root: Path, check: Callable[[bool | None], None]) -> Generator[b
         if _try_lock(descriptor):
             shutil.rmtree(root / CLAIMS, ignore_errors=True)
             with suppress(OSError):
-                if {path.name for path in root.iterdir()} <= LOCK_FILES:
-                    for name in (LOCK, PROCESSES):
-                        (root / name).unlink(missing_ok=True)
-                    root.rmdir()
+                if is_unused():
+                    # the locked file last: until then others wait
+                    for path in (*sorted(root.iterdir(), key=lambda path: path.name == PROCESSES), root):
+                        path.rmdir() if path.is_dir() else path.unlink()
         os.close(descriptor)
 
 

@@ -19,6 +19,7 @@ from kleash.store.job_folder import (
     JobFolder,
     RunHeader,
     begin_header,
+    holds_job,
     require_same,
 )
 from kleash.store.locks import LOCK_FILES, folder_lock, taking_part
@@ -96,7 +97,11 @@ class RunFolder(JobFolder):
                 ):  # a source in memory is written before the run is joined
                     self._discard_unfinished()
 
-        with taking_part(self.root, check) as is_alone:
+        with taking_part(
+            self.root,
+            check,
+            lambda: not (self.begun or holds_job(self.root, "run", set(), {*self.leftovers, HEADER})),
+        ) as is_alone:
             yield self if is_alone else replace(self, writer=token_hex(4))
 
     @contextmanager
