@@ -19,8 +19,8 @@ def resolve_function(
 ) -> Function:
     """Import the function at ``package.module:function``; a dot after the colon names an attribute of a class.
 
-    The working directory is put first on ``sys.path``, as by ``python -m``, and stays there, so that local files can
-    be imported.
+    ``folder/file.py:function`` is ``folder.file:function`` of the working directory, which is put first on
+    ``sys.path``, as by ``python -m``, and stays there.
 
     Args:
         path: from the command line.
@@ -33,14 +33,12 @@ def resolve_function(
         UnknownNameError: if the package has no such module, or the module no such name.
         CannotRunError: if importing the module raises an exception.
     """
-    if not _is_dotted(path):
-        dotted = path.removeprefix("./").replace(".py:", ":").replace("/", ".")
-        hint = f"; take {dotted}" if _is_dotted(dotted) else ""
+    module_name, colon, name = path.removeprefix("./").replace(".py:", ":").replace("/", ".").partition(":")
+    if not (colon and all(map(str.isidentifier, [*module_name.split("."), *name.split(".")]))):
         raise OptionError(
-            f"{kind} is written package.module:function, as folder.file:function of folder/file.py; it is {path!r}"
-            + hint
+            f"{kind} is written package.module:function, or folder/file.py:function of a file below the current "
+            f"folder; it is {path!r}"
         )
-    module_name, _, name = path.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     invalidate_caches()
@@ -52,13 +50,6 @@ def resolve_function(
             f"{path} is of type {type(resolved).__name__}, which cannot be called; name a function"
         )
     return resolved
-
-
-def _is_dotted(path: str) -> bool:
-    """Whether a path is of the form package.module:function, and not of a file."""
-    module_name, colon, name = path.partition(":")
-    identifiers = [*module_name.split("."), *name.split(".")]
-    return bool(colon) and not module_name.endswith(".py") and all(map(str.isidentifier, identifiers))
 
 
 def import_by_name(name: str, installations: Mapping[str, str] = NO_INSTALLATIONS) -> ModuleType:

@@ -46,7 +46,7 @@ def test_modules_in_the_working_directory_are_found(own):
     (case,) = cases_of("own_kl_code:mine", "loss", ("scale=2.5", "name=k3"))
     assert case.function(3.0, 1.0, **case.arguments) == 5.0
     assert case.arguments == {"scale": 2.5, "name": "k3"} and case.name == "own_kl_code:mine"
-    (case,) = cases_of("own_kl_code:Held.inside", "loss")
+    (case,) = cases_of("./own_kl_code.py:Held.inside", "loss")
     assert case.function(3.0, 1.0) == 3.0, "a dot after the colon goes into a class"
 
 
@@ -75,7 +75,7 @@ WRITTEN = "a target is written package.module:function"
         ("own_kl_code:mine", ("scale",), OptionError, "is written name=value"),
         ("own_kl_code", (), UnknownNameError, f"there are {', '.join(target_names())}"),
         ("a b:c", (), OptionError, WRITTEN),
-        ("own_kl_code.py:mine", (), OptionError, "it is 'own_kl_code.py:mine'; take own_kl_code:mine"),
+        ("/own_kl_code.py:mine", (), OptionError, "below the current folder; it is '/own_kl_code.py:mine'"),
     ],
 )
 def test_errors_of_targets_and_arguments(own, target, arguments, error, words):
