@@ -45,6 +45,10 @@ def test_a_narrow_terminal_truncates_no_number(pair, run, tmp_path, monkeypatch,
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # in a terminal names are folded
     assert main([*measuring(pair, tmp_path / "narrow"), "--resume"]) == 0
     assert all(len(line) < 80 for line in capsys.readouterr().out.splitlines() if line.endswith("  nats"))
+    monkeypatch.setenv("COLUMNS", "60")  # and tables are parted
+    assert main(["compare", str(run), str(tmp_path / "narrow"), "--out", str(tmp_path / "c.html")]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("narrow")]
+    assert len(rows) > 3 and max(map(len, rows)) <= 60 and "nats" in "".join(rows)
 
 
 @pytest.mark.parametrize("option", [[], ["--json"]])

@@ -3,12 +3,12 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
+from textwrap import wrap
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.measure import Measurement as Width
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Column, Table
 
 from kleash.cli.terminal import Terminal, on_one_line, remark, say, terminal_sentence
 from kleash.errors import OptionError
@@ -72,18 +72,47 @@ def _print_summary_table(console: Console, table: SummaryTable) -> None:
             for heading, text in zip(table.header[1:], texts, strict=True):
                 say(console, f"   {heading}: {text}")
     else:
-        columns = Table(box=None, pad_edge=False)
-        for heading, is_left in zip(table.header, table.is_left, strict=True):
-            columns.add_column(
-                on_one_line(heading), justify="left" if is_left else "right", no_wrap=not is_left
-            )
-        for row in rows:
-            columns.add_row(*map(_cell, row))
-        width = Width.get(console, console.options.update(max_width=MAX_TABLE_COLUMNS), columns).maximum
-        folded = max([0, *(cell_len(name) - FOLDED for name, *_ in rows)]) if console.is_terminal else 0
-        Terminal(width=max(width - folded, console.width)).print(Padding(columns, (1, 0)))
+        room = console.width if console.is_terminal else MAX_TABLE_COLUMNS
+        names, *columns = ([*map(_cell, column)] for column in zip(table.header, *rows, strict=True))
+        for part in _parts(names, columns, room):
+            headings, *cells = zip(*part, strict=True)
+            kinds = [
+                Column(headings[0]),
+                *(Column(text, justify="right", no_wrap=True) for text in headings[1:]),
+            ]
+            printed = Table(*kinds, box=None, pad_edge=False)
+            for row in cells:
+                printed.add_row(*row)
+            width = max(_width(part, FOLDED), min(_width(part, room), room), console.width)
+            Terminal(width=width).print(Padding(printed, (1, 0)))
     if len(table.rows) > MAX_ROWS:
         say(console, f"{len(table.rows) - MAX_ROWS} more rows: --json", style="dim")
+
+
+def _parts(names: list[str], columns: list[list[str]], room: int) -> list[list[list[str]]]:
+    """The columns of a table, each below its heading, in parts for which there is room, all with the names.
+
+    The names can be folded; where that is not enough, the headings are, before a table is parted.
+    """
+    if _width([names, *columns], FOLDED) > room:
+        columns = [
+            ["\n".join(wrap(heading, max([1, *map(cell_len, cells)]), break_long_words=False)), *cells]
+            for heading, *cells in columns
+        ]
+    parts = [[names]]
+    for column in columns:
+        if len(parts[-1]) > 1 and _width([*parts[-1], column], FOLDED) > room:
+            parts.append([names])
+        parts[-1].append(column)
+    return parts
+
+
+def _width(columns: list[list[str]], longest_name: int) -> int:
+    """The width of a table, of whose names so much stands on one line."""
+    names, *widths = (
+        max(cell_len(line) for text in column for line in text.split("\n")) for column in columns
+    )
+    return min(names, longest_name) + sum(width + 2 for width in widths)
 
 
 def _cell(text: str) -> str:
