@@ -34,6 +34,7 @@ def results(run):
     shared = {"kleash": "0.1.0", "file": HOSTILE[1], "tokens": 1, "sequences": 1}
     mismatch = MismatchRecord(**shared, prompts=1, numbers=dict.fromkeys(LABELS, NUMBER), values={})
     told = {"stopped": "<b>", "policy": HOSTILE[0], "out": HOSTILE[4]}
+    told["metrics"] = {"time/step": 0.5, "beta": 0.1, "reward/score": 2.0, "reward/score_error": 0.25}
     return [
         run[1],
         synthetic_comparison(),
@@ -43,7 +44,7 @@ def results(run):
         Diagnosis(**shared, models=(HOSTILE[2],), examined=True, findings=(cause,)),
         Diagnosis(**shared, models=(), examined=False, findings=(), notes=("<i>few</i>",)),
         synthetic_audit(),
-        TrainingResult(kleash="0.1.0", algorithm="ppo", steps=3, metrics={"beta": 0.1}, **told),
+        TrainingResult(kleash="0.1.0", algorithm="ppo", steps=3, **told),
     ]
 
 
@@ -60,6 +61,8 @@ def test_every_result_is_shown_with_its_numbers_and_no_foreign_markup(results):
     assert [row[0] for row in comparison.cells] == 2 * ["run", *names]  # both directions of the KL
     assert [row[0] for row in sweep.cells[1:6]] == list(HOSTILE[:5])
     assert mismatch.cells[1][:2] == ["KL(engine ‖ trainer)", "0.25"]
+    training = shown(results[-1]._repr_html_()).cells[1:]
+    assert training == [["reward/score", "2.00 ± 0.25"], ["beta", "0.1"], ["time/step", "0.5"]]
 
 
 @pytest.mark.parametrize("kind", [Name, str])

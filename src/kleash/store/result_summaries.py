@@ -24,7 +24,7 @@ from kleash.store.measurement_summary import (
     upper_bound,
     with_ranges,
 )
-from kleash.store.metrics import number_of, title_of
+from kleash.store.metrics import METRICS, number_of, title_of
 from kleash.store.rollout_results import LABELS, Diagnosis, MismatchRecord
 from kleash.store.statistics import PERPLEXITIES, kl_directions, label_of
 from kleash.store.summary import (
@@ -112,15 +112,10 @@ def _(measurement: Measurement) -> Summary:
     )
 
 
-def _differences(comparison: Comparison | TrainingComparison) -> list[RunDifference | None]:
-    """How each run differs from the first; None for the first."""
-    return [None, *comparison.differences]
-
-
 @summarize.register
 def _(comparison: Comparison) -> Summary:
     first = comparison.runs[0]
-    pairs = list(zip(comparison.runs, _differences(comparison), strict=True))
+    pairs = list(zip(comparison.runs, (None, *comparison.differences), strict=True))
     kl_tables = tuple(
         SummaryTable(
             header=("run", label_of(kl), *DIFFERENCE_HEADER, f"shared {comparison.paired_noun}"),
@@ -165,7 +160,7 @@ def _(comparison: TrainingComparison) -> Summary:
                     *_number_cells(run.numbers.get(metric)),
                     *_difference_cells(difference, metric),
                 )
-                for run, difference in zip(comparison.runs, _differences(comparison), strict=True)
+                for run, difference in zip(comparison.runs, (None, *comparison.differences), strict=True)
             ),
         )
         for metric in PAIRED
@@ -459,10 +454,19 @@ def _(training: TrainingResult) -> Summary:
         tables=(
             SummaryTable(
                 header=("metric of the last step", "value"),
-                rows=tuple((name, f"{value:.6g}") for name, value in training.metrics.items()),
+                rows=_metric_rows(training.metrics),
             ),
         ),
         warnings=training.alerts,
+    )
+
+
+def _metric_rows(metrics: Mapping[str, float]) -> tuple[tuple[str, str], ...]:
+    """The metrics of a step with their standard errors, the main numbers of a report first."""
+    return tuple(
+        (name, with_error(number_of(metrics, name)) if f"{name}_error" in metrics else f"{metrics[name]:.6g}")
+        for name in dict.fromkeys((*(name for name in METRICS if METRICS[name].card), *metrics))
+        if name in metrics and not name.endswith("_error")
     )
 
 
