@@ -336,7 +336,7 @@ def test_trainers_without_usable_beta_are_refused(training):
         BetaController(pid, metric="kl").attach(training())
     trainer = training(Steered)
     trainer.beta = 0.0
-    with pytest.raises(OptionError, match="made with beta 0 and so without a reference"):
+    with pytest.raises(OptionError, match="beta is 0, which no factor raises"):
         BetaController(pid, metric="kl").attach(trainer)
     trainer.beta = 0.1
     BetaController(pid, metric="kl").attach(trainer)

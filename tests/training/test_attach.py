@@ -319,7 +319,7 @@ def test_controller_of_a_beta_that_prices_no_kl_is_refused(folder, tmp_path, kin
     [
         ({"on_hacking": "pray"}, OptionError, "--on-hacking must be one of warn, .*; it is 'pray'"),
         ({"on_hacking": "tighten"}, OptionError, "doubles the beta of a controller; give target_nats"),
-        ({"report_to": ("paper",)}, (OptionError, UnknownNameError), "paper"),
+        ({"report_to": "wandb"}, OptionError, "must be a list of texts; it is 'wandb'"),
         ({"controller": "hope"}, UnknownNameError, "no beta controller is called 'hope'"),
         ({"controller": "dual"}, OptionError, "the controller dual steers to a target; give target_nats"),
         (

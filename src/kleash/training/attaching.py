@@ -148,7 +148,7 @@ def _check(trainer: Any, on_hacking: str, report_to: Sequence[str]) -> None:
     """Refuse invalid options, and a trainer that has a run log."""
     from kleash.training.step_logger import StepLogger
 
-    for name, value in (("on_hacking", on_hacking), ("report_to", tuple(report_to))):
+    for name, value in (("on_hacking", on_hacking), ("report_to", report_to)):
         checked_option(name, value, TrainJob.__dataclass_fields__[name].type)
     if not hasattr(trainer, "callback_handler"):
         raise OptionError(

@@ -50,8 +50,8 @@ class BetaController(AttachedCallback, ExportableState):
             raise OptionError(f"{type(trainer).__name__} has no number 'beta' to steer")
         if beta == 0:
             raise OptionError(
-                "the trainer was made with beta 0 and so without a reference; give its configuration "
-                "a beta above 0"
+                "the trainer's beta is 0, which no factor raises, and with which TRL loads no reference; give its "
+                "configuration a beta above 0"
             )
         if self.controller.beta == 0:
             raise OptionError("the controller's beta is 0, so no KL would be trained; give it a beta above 0")
