@@ -14,6 +14,8 @@ from command_words import words
 from kleash.cli import main
 from kleash.records import Measurement
 
+NARROW = 4 * "narrow"
+
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory, pair):
@@ -32,23 +34,24 @@ def measuring(pair, out):
 def test_a_narrow_terminal_truncates_no_number(pair, run, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
     capsys.readouterr()
-    assert main(measuring(pair, tmp_path / "narrow")) == 0
+    assert main(measuring(pair, tmp_path / NARROW)) == 0
     output = capsys.readouterr().out
     low, high = Measurement.read(run).per_token["kl_policy_reference"].ci95
     (line,) = [line for line in output.splitlines() if line.startswith("KL(policy ‖ reference)   ")]
     shown = line.split()
     assert [float(shown[4]), float(shown[6])] == pytest.approx([low, high], abs=0.01), line
     assert "…" not in output
-    assert main(["compare", str(run), str(tmp_path / "narrow"), "--out", str(tmp_path / "c.html")]) == 0
+    assert main(["compare", str(run), str(tmp_path / NARROW), "--out", str(tmp_path / "c.html")]) == 0
     output = capsys.readouterr().out
     assert "±" in output and "…" not in output
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # in a terminal names are folded
-    assert main([*measuring(pair, tmp_path / "narrow"), "--resume"]) == 0
+    assert main([*measuring(pair, tmp_path / NARROW), "--resume"]) == 0
     assert all(len(line) < 80 for line in capsys.readouterr().out.splitlines() if line.endswith("  nats"))
     monkeypatch.setenv("COLUMNS", "60")  # and tables are parted
-    assert main(["compare", str(run), str(tmp_path / "narrow"), "--out", str(tmp_path / "c.html")]) == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("narrow")]
-    assert len(rows) > 3 and max(map(len, rows)) <= 60 and "nats" in "".join(rows)
+    assert main(["compare", str(run), str(tmp_path / NARROW), "--out", str(tmp_path / "c.html")]) == 0
+    output = capsys.readouterr().out
+    rows = [line for line in output.splitlines() if line.startswith("narrow")]
+    assert len(rows) > 3 and max(map(len, rows)) <= 60 and "nats" in "".join(rows) and "…" not in output
 
 
 @pytest.mark.parametrize("option", [[], ["--json"]])
