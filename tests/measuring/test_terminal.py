@@ -14,8 +14,6 @@ from command_words import words
 from kleash.cli import main
 from kleash.records import Measurement
 
-NARROW = 4 * "narrow"
-
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory, pair):
@@ -32,26 +30,26 @@ def measuring(pair, out):
 
 
 def test_a_narrow_terminal_truncates_no_number(pair, run, tmp_path, monkeypatch, capsys):
+    narrow = tmp_path / (4 * "narrow")
     monkeypatch.setenv("COLUMNS", "40")
     capsys.readouterr()
-    assert main(measuring(pair, tmp_path / NARROW)) == 0
+    assert main(measuring(pair, narrow)) == 0
     output = capsys.readouterr().out
     low, high = Measurement.read(run).per_token["kl_policy_reference"].ci95
     (line,) = [line for line in output.splitlines() if line.startswith("KL(policy ‖ reference)   ")]
     shown = line.split()
     assert [float(shown[4]), float(shown[6])] == pytest.approx([low, high], abs=0.01), line
     assert "…" not in output
-    assert main(["compare", str(run), str(tmp_path / NARROW), "--out", str(tmp_path / "c.html")]) == 0
+    assert main(["compare", str(run), str(narrow), "--out", str(tmp_path / "c.html")]) == 0
     output = capsys.readouterr().out
     assert "±" in output and "…" not in output
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # in a terminal names are folded
-    assert main([*measuring(pair, tmp_path / NARROW), "--resume"]) == 0
+    assert main([*measuring(pair, narrow), "--resume"]) == 0
     assert all(len(line) < 80 for line in capsys.readouterr().out.splitlines() if line.endswith("  nats"))
     monkeypatch.setenv("COLUMNS", "60")  # and tables are parted
-    assert main(["compare", str(run), str(tmp_path / NARROW), "--out", str(tmp_path / "c.html")]) == 0
-    output = capsys.readouterr().out
-    rows = [line for line in output.splitlines() if line.startswith("narrow")]
-    assert len(rows) > 3 and max(map(len, rows)) <= 60 and "nats" in "".join(rows) and "…" not in output
+    assert main(["compare", str(run), str(narrow), "--out", str(tmp_path / "c.html")]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("narrow")]
+    assert len(rows) > 3 and max(map(len, rows)) <= 60 and "nats" in rows[0] and "…" not in "".join(rows)
 
 
 @pytest.mark.parametrize("option", [[], ["--json"]])

@@ -81,19 +81,15 @@ def test_a_folder_that_exists_is_left_alone(tmp_path):
         RunFolder(stranger / "thesis.tex").check(resume=False)
 
 
-def test_resuming_where_nothing_is_begins_and_a_run_without_a_shard_leaves_nothing(tmp_path):
-    with RunFolder(tmp_path / "new").writing(HEADER, resume=True) as folder:
+def test_a_run_without_a_shard_leaves_only_what_a_killed_write_left(tmp_path):
+    folder, left = RunFolder(tmp_path / "new"), tmp_path / "new" / "tokens" / ".writing-part-00000.parquet"
+    with folder.writing(HEADER, resume=True):
         assert folder.finished_shards() == () and folder.header() == HEADER
+        left.write_bytes(b"half")
+    with folder.writing(HEADER, resume=True):
+        assert not left.exists()
         (tmp_path / "new" / "source.jsonl").write_text("{}")  # so that another source may be given
     assert not folder.root.exists()
-
-
-def test_what_a_killed_write_left_is_swept_up(tmp_path):
-    left = tmp_path / "tokens" / ".writing-part-00000.parquet"
-    with RunFolder(tmp_path).writing(HEADER, resume=False):
-        left.write_bytes(b"half")
-    with RunFolder(tmp_path).writing(HEADER, resume=True):
-        assert not left.exists()
 
 
 def test_a_run_is_another_ones_until_its_process_is_killed(tmp_path):

@@ -322,11 +322,7 @@ def test_controller_of_a_beta_that_prices_no_kl_is_refused(folder, tmp_path, kin
         ({"report_to": "wandb"}, OptionError, "must be a list of texts; it is 'wandb'"),
         ({"controller": "hope"}, UnknownNameError, "no beta controller is called 'hope'"),
         ({"controller": "dual"}, OptionError, "the controller dual steers to a target; give target_nats"),
-        (
-            {"controller": PIDBeta(beta=0.1, target_nats=1.0), "target_nats": 2.0},
-            OptionError,
-            "target of its own",
-        ),
+        ({"controller": PIDBeta(beta=0.1, target_nats=1.0), "target_nats": 2.0}, OptionError, "of its own"),
         ({"reference": "shipped:reference"}, OptionError, "is what a monitor of prompts compares with"),
     ],
 )

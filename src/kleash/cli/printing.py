@@ -76,8 +76,12 @@ def _print_summary_table(console: Console, table: SummaryTable) -> None:
         names, *columns = ([*map(_cell, column)] for column in zip(table.header, *rows, strict=True))
         for part in _parts(names, columns, room):
             headings, *cells = zip(*part, strict=True)
-            numbers = (Column(heading, justify="right", no_wrap=True) for heading in headings[1:])
-            printed = Table(Column(headings[0], overflow="fold"), *numbers, box=None, pad_edge=False)
+            printed = Table(
+                Column(headings[0], overflow="fold"),
+                *(Column(heading, justify="right", no_wrap=True) for heading in headings[1:]),
+                box=None,
+                pad_edge=False,
+            )
             for row in cells:
                 printed.add_row(*row)
             width = max(_width(part, FOLDED), min(_width(part, room), room), console.width)

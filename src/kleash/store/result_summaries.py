@@ -454,19 +454,20 @@ def _(training: TrainingResult) -> Summary:
         tables=(
             SummaryTable(
                 header=("metric of the last step", "value"),
-                rows=_metric_rows(training.metrics),
+                rows=tuple(
+                    (
+                        name,
+                        with_error(number_of(training.metrics, name))
+                        if f"{name}_error" in training.metrics
+                        else f"{training.metrics[name]:.6g}",
+                    )
+                    # the main numbers of a report first
+                    for name in dict.fromkeys((*(n for n in METRICS if METRICS[n].card), *training.metrics))
+                    if name in training.metrics and not name.endswith("_error")
+                ),
             ),
         ),
         warnings=training.alerts,
-    )
-
-
-def _metric_rows(metrics: Mapping[str, float]) -> tuple[tuple[str, str], ...]:
-    """The metrics of a step with their standard errors, the main numbers of a report first."""
-    return tuple(
-        (name, with_error(number_of(metrics, name)) if f"{name}_error" in metrics else f"{metrics[name]:.6g}")
-        for name in dict.fromkeys((*(name for name in METRICS if METRICS[name].card), *metrics))
-        if name in metrics and not name.endswith("_error")
     )
 
 
