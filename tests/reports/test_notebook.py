@@ -62,6 +62,7 @@ def test_every_result_is_shown_with_its_numbers_and_no_foreign_markup(results):
     assert [row[0] for row in sweep.cells[1:6]] == list(HOSTILE[:5])
     assert mismatch.cells[1][:2] == ["KL(engine ‖ trainer)", "0.25"]
     assert shown(results[-1]._repr_html_()).cells[1:3] == [["reward/score", "2.00 ± 0.25"], ["beta", "0.1"]]
+    assert "policy" in results[-1].summary() and "policy" not in replace(results[-1], policy="").summary()
 
 
 @pytest.mark.parametrize("kind", [Name, str])

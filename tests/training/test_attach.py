@@ -229,7 +229,7 @@ def test_loss_that_is_nan_is_not_logged_as_the_mean_of_others(folder, tmp_path):
     again.train()  # in the folder that an error has closed
 
 
-def test_alert_stops_a_run(trl, folder, tmp_path):
+def test_alert_stops_a_run(trl, folder, tmp_path, caplog):
     more = {"eval_dataset": [{"prompt": "the sea was"}]}
     trainer = grpo(trl, folder, tmp_path, max_steps=6, eval_strategy="epoch", more=more)
     moved(trainer.model, 0.5)
@@ -237,6 +237,7 @@ def test_alert_stops_a_run(trl, folder, tmp_path):
     trainer.train()
     assert trainer.state.global_step == HackingMonitor().steps == log.result_of_run.steps
     assert log.result_of_run.stopped.startswith("the hacking monitor stopped it after step 3")
+    assert "alert at step 3: KL(policy ‖ reference) is" in caplog.text
     assert any("eval_reward" in entry for entry in trainer.state.log_history)
     assert not any("eval/reward" in step.metrics for step in read_steps(tmp_path / "run")), "of no step"
 

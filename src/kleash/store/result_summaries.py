@@ -446,7 +446,7 @@ def _(training: TrainingResult) -> Summary:
         + _held_out_clause(training.held_out)
         + (f"; stopped: {training.stopped}" if training.stopped is not None else ""),
         facts=(
-            ("policy", Name(training.policy)),
+            *((("policy", Name(training.policy)),) if training.policy else ()),
             *((("best checkpoint", Name(training.best)),) if training.best is not None else ()),
             ("folder", Name(training.out)),
             *((f"weights of the {role} in memory", dtype) for role, dtype in training.dtypes.items()),

@@ -79,7 +79,7 @@ def attach(
         reference: what the monitor compares with; None for the trainer's own reference.
         out: the folder of the run, which is made when training begins.
         monitor: prompts, as those of ``DriftMonitor``, whose KL is measured every 100 steps; or a ``DriftMonitor``.
-        on_hacking: the response to alerts: "warn", "stop", "halve-lr" or "tighten".
+        on_hacking: the response to alerts, which are logged: "warn", "stop", "halve-lr" or "tighten".
         report_to: trackers of the steps by kleash's names, beside those of the trainer.
         rollouts_every: steps between the batches of GRPO and RLOO that are written to ``out/rollouts`` with the columns
             of trainer and engine, for ``kleash doctor``; None for none.

@@ -1,5 +1,6 @@
 """A callback that writes what a trainer logs to the run log, and carries out the response to its alerts."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -310,6 +311,12 @@ class FolderLog(StepLogger):
             policy = str(checkpoint) if checkpoint.is_dir() else ""
             result = self.result(self.algorithm, policy=policy, out=str(self.folder.root))
             self.result_of_run = finish(self.folder, self.run_log, result)
+
+    def _carry_out(self, advice: Advice, control: Any) -> None:
+        """Also log the alerts, as ``BetaController`` does its events: ``kleash train`` shows its own."""
+        for alert in () if self.run_log is None else advice.alerts:
+            logging.getLogger(__name__).warning("alert at step %d: %s", self.step, alert.sentence)
+        super()._carry_out(advice, control)
 
 
 def drift_names(monitor: str, kl: str) -> dict[str, str]:
