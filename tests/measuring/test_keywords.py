@@ -167,6 +167,8 @@ def test_messages_and_responses_in_memory(pair, tmp_path):
         {"prompt": "Two", "response": " men"},
         {"prompt_token_ids": [5, 6], "response_token_ids": [7]},
     ]
+    with pytest.raises(SourceError, match="expected a field 'response'"):  # which leaves the folder to others
+        kleash.measure(policy=pair[0], reference=pair[1], responses=[{"prompt": "Two"}], out=tmp_path / "b")
     given = kleash.measure(policy=pair[0], reference=pair[1], responses=answered, out=tmp_path / "b")
     assert given.counts.sequences == 2
     lines = (tmp_path / "b" / "source.jsonl").read_text().splitlines()

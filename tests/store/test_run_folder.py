@@ -71,8 +71,7 @@ def test_a_folder_that_exists_is_left_alone(tmp_path):
         folder.write_shard(0, tokens(), sequences())
     with pytest.raises(RunFolderError, match="holds a run already; go on with it with --resume"):
         RunFolder(tmp_path / "run").check(resume=False)
-    stranger = tmp_path / "stranger"
-    stranger.mkdir()
+    (stranger := tmp_path / "stranger").mkdir()
     (stranger / "thesis.tex").write_text("x")
     with pytest.raises(RunFolderError, match=r"holds thesis.tex and is no run of kleash"):
         RunFolder(stranger).check(resume=True)
@@ -88,8 +87,12 @@ def test_a_run_without_a_shard_leaves_only_what_a_killed_write_left(tmp_path):
         left.write_bytes(b"half")
     with folder.writing(HEADER, resume=True):
         assert not left.exists()
-        (tmp_path / "new" / "source.jsonl").write_text("{}")  # so that another source may be given
     assert not folder.root.exists()
+    folder.root.mkdir()
+    (folder.root / "source.jsonl").write_text("{}")  # which may be the user's
+    with folder.writing(HEADER, resume=True):
+        pass
+    assert [path.name for path in folder.root.iterdir()] == ["source.jsonl"]
 
 
 def test_a_run_is_another_ones_until_its_process_is_killed(tmp_path):
@@ -106,11 +109,8 @@ def test_a_run_is_another_ones_until_its_process_is_killed(tmp_path):
     changed = replace(HEADER, settings={"seed": 1})
     try:
         assert begun.wait(30)
-        with (
-            pytest.raises(RunFolderError, match="holds another run"),
-            RunFolder(tmp_path).writing(changed, resume=True),
-        ):
-            pass
+        with pytest.raises(RunFolderError, match="holds another run"):
+            RunFolder(tmp_path).writing(changed, resume=True).__enter__()
     finally:
         assert other.pid is not None
         os.kill(other.pid, signal.SIGKILL)

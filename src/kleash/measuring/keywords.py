@@ -25,10 +25,13 @@ OF_FILES = ("resume", "engine", "device", "device_map", "dtype", "reference_cach
 """Options that a run has no use for if one of its models is in memory."""
 
 
+@contextmanager
 def job_of_keywords(
     kind: type[JobT], job: JobT | None, options: Mapping[str, Any], default_out: Callable[[], str]
-) -> JobT:
-    """The job that was given, or that of the options; a source in memory is written into its folder.
+) -> Generator[JobT]:
+    """Context with the job that was given, or that of the options; a source in memory is written into its folder.
+
+    It is taken away, and the folder, if the job has left nothing else there.
 
     Args:
         kind: of the job.
@@ -41,24 +44,26 @@ def job_of_keywords(
         UnknownNameError, OptionError: as ``job_of``.
         SourceError, RunFolderError: as ``write_source``.
     """
-    if job is not None:
-        if options or not isinstance(job, kind):
-            raise OptionError(
-                f"give a {kind.__name__} alone, or its options by keyword (text=…, out=…); these are "
-                f"{', '.join([type(job).__name__, *options])}"
-            )
-        return job
+    if job is not None and (options or not isinstance(job, kind)):
+        raise OptionError(
+            f"give a {kind.__name__} alone, or its options by keyword (text=…, out=…); these are "
+            f"{', '.join([type(job).__name__, *options])}"
+        )
     sources: dict[SourceKind, Any] = {
         name: options[name] for name in KINDS if not _is_name(options.get(name))
     }
-    if not sources:
-        return job_of(kind, options)
-    out = str(options["out"] if options.get("out") is not None else default_out())
-    paths = {name: str(Path(out) / SOURCE) for name in sources}
-    made = job_of(kind, {**options, **paths, "out": out})
-    for name, data in sources.items():
-        write_source(data, name, Path(out).expanduser())
-    return made
+    if sources:
+        out = str(options["out"] if options.get("out") is not None else default_out())
+        options = {**options, **{name: str(Path(out) / SOURCE) for name in sources}, "out": out}
+    made = job if job is not None else job_of(kind, options)
+    folder = Path(str(made.out)).expanduser()
+    is_new = [write_source(data, name, folder) for name, data in sources.items()]
+    try:
+        yield made
+    finally:
+        if any(is_new) and [path.name for path in folder.iterdir()] == [SOURCE]:
+            (folder / SOURCE).unlink()
+            folder.rmdir()
 
 
 @contextmanager

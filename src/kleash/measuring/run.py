@@ -96,8 +96,11 @@ def measure(
     Warns:
         TrackerWarning: if a tracker of ``job.report_to`` does not get the measurement, which is on disk then.
     """
-    with pair_in_memory(options) as (names, pair):
-        return measure_together(job_of_keywords(MeasureJob, job, names, default_out), reporter, pair)[0]
+    with (
+        pair_in_memory(options) as (names, pair),
+        job_of_keywords(MeasureJob, job, names, default_out) as asked,
+    ):
+        return measure_together(asked, reporter, pair)[0]
 
 
 def measure_together(

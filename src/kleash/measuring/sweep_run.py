@@ -84,7 +84,8 @@ def sweep(job: SweepJob | None = None, reporter: ProgressReporter | None = None,
     Warns:
         TrackerWarning: if a tracker of ``job.report_to`` does not get the sweep, which is on disk then.
     """
-    return sweep_together(job_of_keywords(SweepJob, job, options, partial(default_out, PARENT)), reporter)[0]
+    with job_of_keywords(SweepJob, job, options, partial(default_out, PARENT)) as asked:
+        return sweep_together(asked, reporter)[0]
 
 
 def sweep_together(job: SweepJob, reporter: ProgressReporter | None = None) -> tuple[Sweep, bool]:
@@ -100,7 +101,7 @@ def sweep_together(job: SweepJob, reporter: ProgressReporter | None = None) -> t
     # one connection over all candidates
     with (
         resumable(out, "what is finished is on disk: run the same command again with --resume"),
-        taking_part(out, check, lambda: check_sweep_folder(out, resume=False) is None),
+        taking_part(out, check, lambda: check_sweep_folder(out, resume=False) is None, SOURCE),
         connected_cluster(job) if job.engine == "ray" else nullcontext(),
     ):
         result, is_own = _sweep(job, out, reporter)

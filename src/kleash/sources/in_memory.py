@@ -70,10 +70,10 @@ def to_jsonl(data: Iterable[Any], kind: SourceKind) -> bytes:
     return content
 
 
-def write_source(data: Iterable[Any], kind: SourceKind, folder: Path) -> None:
+def write_source(data: Iterable[Any], kind: SourceKind, folder: Path) -> bool:
     """Write a source in memory into the folder of a run, as ``source.jsonl``, which the run then reads.
 
-    So a run of a list is hashed, resumed and repeated as one of a file.
+    So a run of a list is hashed, resumed and repeated as one of a file. Returns whether it was not there before.
 
     Raises:
         SourceError: as ``to_jsonl``.
@@ -89,3 +89,4 @@ def write_source(data: Iterable[Any], kind: SourceKind, folder: Path) -> None:
             raise RunFolderError(
                 f"{folder} holds a run of another source; give another folder as out, or delete it"
             )
+    return stored is None

@@ -101,6 +101,7 @@ class RunFolder(JobFolder):
             self.root,
             check,
             lambda: not (self.begun or holds_job(self.root, "run", set(), {*self.leftovers, HEADER})),
+            SOURCE,
         ) as is_alone:
             yield self if is_alone else replace(self, writer=token_hex(4))
 
