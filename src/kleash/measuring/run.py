@@ -98,9 +98,9 @@ def measure(
     """
     with (
         pair_in_memory(options) as (names, pair),
-        job_of_keywords(MeasureJob, job, names, default_out) as asked,
+        job_of_keywords(MeasureJob, job, names, default_out) as measure_job,
     ):
-        return measure_together(asked, reporter, pair)[0]
+        return measure_together(measure_job, reporter, pair)[0]
 
 
 def measure_together(

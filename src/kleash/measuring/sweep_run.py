@@ -84,8 +84,8 @@ def sweep(job: SweepJob | None = None, reporter: ProgressReporter | None = None,
     Warns:
         TrackerWarning: if a tracker of ``job.report_to`` does not get the sweep, which is on disk then.
     """
-    with job_of_keywords(SweepJob, job, options, partial(default_out, PARENT)) as asked:
-        return sweep_together(asked, reporter)[0]
+    with job_of_keywords(SweepJob, job, options, partial(default_out, PARENT)) as sweep_job:
+        return sweep_together(sweep_job, reporter)[0]
 
 
 def sweep_together(job: SweepJob, reporter: ProgressReporter | None = None) -> tuple[Sweep, bool]:

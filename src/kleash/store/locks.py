@@ -52,7 +52,7 @@ def folder_lock(root: Path, advice: str, *, on_wait: Callable[[], None] | None =
 
 @contextmanager
 def taking_part(
-    root: Path, check: Callable[[bool | None], None], is_unused: Callable[[], bool], kept: str
+    root: Path, check: Callable[[bool | None], None], is_unused: Callable[[], bool], source: str
 ) -> Generator[bool]:
     """Context in which this process is one of those that work on ``root``, made if it is missing.
 
@@ -63,8 +63,8 @@ def taking_part(
         root: the folder.
         check: called with whether this process is the only one, before another one can begin; None if that cannot be
             seen.
-        is_unused: whether nothing in the folder counts, and all but ``kept`` is kleash's; an ``OSError`` is no.
-        kept: name of a file that is not taken away, and with it the folder: it may be the user's.
+        is_unused: whether nothing in the folder counts, and all but ``source`` is kleash's; an ``OSError`` is no.
+        source: name of a file that is not taken away, and with it the folder: it may be the user's.
 
     Yields:
         Whether this process was certainly the only one when it began.
@@ -83,7 +83,7 @@ def taking_part(
                 if is_unused():
                     # the locked file last: until then others wait
                     for path in (*sorted(root.iterdir(), key=lambda path: path.name == PROCESSES), root):
-                        if path.name != kept:
+                        if path.name != source:
                             path.rmdir() if path.is_dir() else path.unlink()
         os.close(descriptor)
 
