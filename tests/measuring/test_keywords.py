@@ -74,6 +74,12 @@ def test_the_reference_of_an_adapter_in_memory_is_its_base(pair, tokenizer, tmp_
     assert measured.per_token["kl_policy_reference"].value == pytest.approx(expected, rel=1e-5)
     paths = [model.path.split("in memory")[1] for model in measured.models.values()]
     assert paths == [", adapter default", ", without its adapters"]
+    networks = adapted, adapted.get_base_model()  # into which PEFT has put the adapter
+    for policy, reference in (networks, networks[::-1]):
+        with pytest.raises(OptionError, match="one network in memory"):
+            kleash.measure(
+                policy=policy, reference=reference, tokenizer=alone, text=TEXTS, out=tmp_path / "one"
+            )
 
 
 def test_a_policy_by_name_is_loaded_beside_a_reference_in_memory_of_two_bytes(pair, tokenizer, tmp_path):

@@ -183,8 +183,8 @@ def test_one_token_per_step_is_run_with_a_cache(folders, architecture):
     )
     generate(replace(model, eos_token_ids=()), prompts(), Sampling(max_new_tokens=5))
     handle.remove()
-    checks = (2, 12), (2, 13)  # of the shortest and the longest
-    assert shapes == [(4, 12), checks[0], (4, 1), checks[1], *[(4, 1)] * 3]
+    checks = (2, 12), (2, 13), (2, 14), (2, 16)  # of the shortest and the longest, after 0, 1, 2 and 4 steps
+    assert shapes == [(4, 12), checks[0], (4, 1), checks[1], (4, 1), checks[2], (4, 1), (4, 1), checks[3]]
 
 
 def without_a_cache(model):
@@ -216,9 +216,9 @@ def test_a_network_that_lacks_a_cache_or_a_mask_or_a_head_draws_the_same(pair, c
 
 
 @pytest.mark.parametrize("texts", [TEXTS, TEXTS[:1] * 3], ids=["padded", "of one length"])
-@pytest.mark.parametrize("fault", ["position", "error"])
-def test_a_network_with_a_wrong_cache_is_run_without_it(folders, texts, fault):
-    """The first pass is right, and a new token is placed at the beginning of the text, or cannot be read."""
+@pytest.mark.parametrize(("fault", "right_steps"), [("position", 0), ("position", 3), ("error", 0)])
+def test_a_network_with_a_wrong_cache_is_run_without_it(folders, texts, fault, right_steps):
+    """The first passes are right, and a new token is placed at the beginning of the text, or cannot be read."""
     policy, _ = folders("llama")
     model = load_pair(str(policy), str(policy)).policy
     sampling = Sampling(max_new_tokens=9)
@@ -231,12 +231,12 @@ def test_a_network_with_a_wrong_cache_is_run_without_it(folders, texts, fault):
                 steps.append(1)
                 if fault == "error":
                     raise ValueError("the cache has another length")
-                position_ids = torch.zeros_like(position_ids)
+                position_ids = position_ids if len(steps) <= right_steps else torch.zeros_like(position_ids)
             return model.backbone(position_ids=position_ids, past_key_values=past_key_values, **inputs)
 
     found = generate(replace(model, backbone=WrongSteps()), prompts(texts), sampling)
     assert responses(found) == responses(wanted)
-    assert len(steps) == 1
+    assert len(steps) == right_steps + 1
 
 
 def test_a_recurrent_network_draws_from_its_distribution(tmp_path):

@@ -13,6 +13,7 @@ from source_files import jsonl
 from kleash.errors import SourceError
 from kleash.jobs.reading import ReadOptions
 from kleash.models import read_prompts, read_responses
+from kleash.sources.chat_rendering import form_of_text, turn_end
 from kleash.sources.prompts import describe_forms, tokenise_prompts
 
 TEXT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] | trim }}\n{% endfor %}"
@@ -165,6 +166,7 @@ IM = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im
 def test_a_prompt_that_was_rendered_is_not_rendered_again(pair, write, text):
     """As logs of lm-evaluation-harness and SkyRL have them."""
     tokenizer = copy.deepcopy(pair.tokenizer)
+    assert form_of_text(text, tokenizer) in ("text", "rendered text")  # by the template that it has until now
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = IM + END
     pair = replace(pair, tokenizer=tokenizer)
@@ -216,6 +218,7 @@ def with_end(pair, write):
 
     def of(records, template, end, *, is_stop):
         tokenizer = copy.deepcopy(pair.tokenizer)
+        assert turn_end(tokenizer, (1,)) == ""  # of the template and the tokens that it has until now
         tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", end]})
         tokenizer.chat_template = template
         stops = (tokenizer.convert_tokens_to_ids(end), 1) if is_stop else (1,)

@@ -24,25 +24,29 @@ def live_pair(networks: Mapping[str, Any], tokenizer: Any, load: Callable[[Model
 
     Raises:
         ModelError: if a network cannot be measured, or the two cannot be compared.
-        OptionError: if the policy has no adapter, and no other reference is given.
+        OptionError: if the policy has no adapter and no other reference is given, or the reference is the network
+            into which PEFT has put the policy's adapter.
     """
     models = {role: _named(live_model(network, tokenizer, role=role)) for role, network in networks.items()}
-    if len(models) == 2:
-        return pair_models(models["policy"], models["reference"], ())
     if load is not None:
-        ((role, live),) = models.items()
-        loaded = load(live)
-        both = {"policy": loaded.policy, "reference": loaded.reference, role: live}
-        return pair_models(both["policy"], both["reference"], loaded.notes)
-    policy = models["policy"]
-    if policy.adapters is None:
+        loaded = load(*models.values())
+        models = {"policy": loaded.policy, "reference": loaded.reference} | models
+        return pair_models(models["policy"], models["reference"], loaded.notes)
+    policy, reference = models["policy"], models.get("reference")
+    if reference is None:
+        if policy.adapters is None:
+            raise OptionError(
+                "the policy in memory has no adapter whose base could be the reference; give a reference, the folder "
+                "or hub id that training started from or a model in memory"
+            )
+        adapter = REFERENCE_ADAPTER if REFERENCE_ADAPTER in policy.adapters.peft_config else None
+        reference = _named(live_model(networks["policy"], tokenizer, role="reference", adapter=adapter))
+    elif policy.network is reference.network and policy.adapters is not reference.adapters:
         raise OptionError(
-            "the policy in memory has no adapter whose base could be the reference; give a reference, the folder or "
-            "hub id that training started from or a model in memory"
+            "the policy and the reference are one network in memory: PEFT puts an adapter into the model that it is "
+            "given. Leave the reference out to have the policy compared with its base, or load the reference anew"
         )
-    adapter = REFERENCE_ADAPTER if REFERENCE_ADAPTER in policy.adapters.peft_config else None
-    base = live_model(networks["policy"], tokenizer, role="reference", adapter=adapter)
-    return pair_models(policy, _named(base), ())
+    return pair_models(policy, reference, ())
 
 
 def load_beside_live(

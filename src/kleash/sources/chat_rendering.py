@@ -109,7 +109,7 @@ def _split_end(text: str, tokenizer: Any, eos_token_ids: tuple[int, ...]) -> tup
     there at which the model stops. If there is none, as in a base model with the template of a chat model, it is the
     last of the special tokens before white space.
     """
-    special_tokens, stops = _end_tokens(tokenizer, eos_token_ids)
+    special_tokens, stops = _end_tokens(tokenizer, len(tokenizer), eos_token_ids)
     tokens: list[tuple[str, int]] = []
     end = len(text.rstrip())
     while text.endswith(special_tokens, 0, end):
@@ -127,13 +127,11 @@ def _split_end(text: str, tokenizer: Any, eos_token_ids: tuple[int, ...]) -> tup
 
 
 @lru_cache(maxsize=4)
-def _end_tokens(tokenizer: Any, eos_token_ids: tuple[int, ...]) -> tuple[tuple[str, ...], frozenset[str]]:
-    """The special tokens of a tokenizer, long ones first, and those of them at which the model stops."""
-    stops = {
-        str(tokenizer.convert_ids_to_tokens(token_id))
-        for token_id in eos_token_ids
-        if token_id < len(tokenizer)
-    }
+def _end_tokens(
+    tokenizer: Any, size: int, eos_token_ids: tuple[int, ...]
+) -> tuple[tuple[str, ...], frozenset[str]]:
+    """The special tokens of a tokenizer of ``size`` tokens, long ones first, and those at which the model stops."""
+    stops = {str(tokenizer.convert_ids_to_tokens(token_id)) for token_id in eos_token_ids if token_id < size}
     special_tokens = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     special_tokens |= {*stops, *tokenizer.all_special_tokens}
     return tuple(
@@ -250,14 +248,21 @@ def form_of_text(text: str, tokenizer: Any) -> SourceForm:
     """
     if not getattr(tokenizer, "chat_template", None):
         return "text"
-    beginnings, special_tokens = _beginning_of_template(tokenizer)
+    beginnings, special_tokens = _beginning_of_template(
+        tokenizer, len(tokenizer), str(tokenizer.chat_template)
+    )
     is_rendered = text.startswith(beginnings) or any(token in text for token in special_tokens)
     return "rendered text" if is_rendered else "text"
 
 
 @lru_cache(maxsize=4)
-def _beginning_of_template(tokenizer: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What a chat template writes before a user's message: as texts, and the special tokens in it but the first."""
+def _beginning_of_template(
+    tokenizer: Any, size: int, template: str
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What a chat template writes before a user's message: as texts, and the special tokens in it but the first.
+
+    A tokenizer may get other tokens or another template later; ``size`` and ``template`` are those that it has.
+    """
     text = _render_example(tokenizer, [{"role": "user", "content": MARK}])
     if not text:
         return (), ()
