@@ -97,7 +97,7 @@ def test_models_in_memory_are_one_pair_whatever_their_names(policy, pair, tokeni
     measured = kleash.measure(
         policy=policy, reference=policy, tokenizer=tokenizer, text=TEXTS, out=tmp_path / "same"
     )
-    assert measured.per_token["kl_policy_reference"].value == 0
+    assert measured.per_token["kl_policy_reference"].value == 0 and "one network" in measured.warnings[0]
     with pytest.raises(RunFolderError, match=r"holds a run already; .* --resume \(resume=True\)"):
         kleash.measure(
             policy=policy, reference=policy, tokenizer=tokenizer, text=TEXTS, out=tmp_path / "same"

@@ -165,9 +165,17 @@ def _load_models(
 def pair_models(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pair:
     """Make a pair of two models; heads of different sizes are truncated to the tokenizer's tokens."""
     tokens = token_count(policy.tokenizer)
-    warnings = ()
-    if policy.dtype != reference.dtype:
-        warnings = (f"the policy ran in {policy.dtype} and the reference in {reference.dtype}; give --dtype",)
+    doubts = (
+        (
+            policy.dtype != reference.dtype,
+            f"the policy ran in {policy.dtype} and the reference in {reference.dtype}; give --dtype",
+        ),
+        (
+            policy.is_in_memory and policy.is_same_as(reference),
+            "both models are one network in memory, which training or PEFT may have changed; load the reference anew",
+        ),
+    )
+    warnings = tuple(doubt for is_raised, doubt in doubts if is_raised)
     pair = Pair(
         policy=policy, reference=reference, tokenizer=policy.tokenizer, notes=notes, warnings=warnings
     )
