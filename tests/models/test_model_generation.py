@@ -357,21 +357,6 @@ def test_nan_logits_are_an_error_with_the_prompt(folders, unhooked):
         generate(model, given, Sampling())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"samples_per_prompt": 0}, "--samples-per-prompt must be at least 1; it is 0"),
-        ({"max_new_tokens": 0}, "--max-new-tokens must be at least 1"),
-        ({"temperature": -1.0}, "--temperature must be a number of 0 or more; it is -1.0"),
-        ({"temperature": float("inf")}, "--temperature must be a number of 0 or more; it is inf"),
-        ({"top_p": 0.0}, "--top-p must be above 0 and at most 1; it is 0.0"),
-    ],
-)
-def test_invalid_sampling_options_are_errors(options, message):
-    with pytest.raises(OptionError, match=message):
-        Sampling(**options)
-
-
 def test_batches_group_similar_lengths_within_the_budget():
     lengths = [5, 1, 9, 5, 30, 2, 9]
     batches = batch_by_length(lengths, 20)
