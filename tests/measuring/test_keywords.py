@@ -93,15 +93,12 @@ def test_a_policy_by_name_is_loaded_beside_a_reference_in_memory_of_two_bytes(pa
     assert measured.dtype_gap is None  # there are no files to load it from in float32
 
 
-def test_models_in_memory_are_one_pair_whatever_their_names(policy, pair, tokenizer, tmp_path):
-    measured = kleash.measure(
-        policy=policy, reference=policy, tokenizer=tokenizer, text=TEXTS, out=tmp_path / "same"
-    )
+def test_models_in_memory_are_one_pair_whatever_their_names(policy, tokenizer, tmp_path):
+    models = {"policy": policy, "reference": policy, "tokenizer": tokenizer}
+    measured = kleash.measure(**models, text=TEXTS, out=tmp_path / "same")
     assert measured.per_token["kl_policy_reference"].value == 0 and "one network" in measured.warnings[0]
     with pytest.raises(RunFolderError, match=r"holds a run already; .* --resume \(resume=True\)"):
-        kleash.measure(
-            policy=policy, reference=policy, tokenizer=tokenizer, text=TEXTS, out=tmp_path / "same"
-        )
+        kleash.measure(**models, text=TEXTS, out=tmp_path / "same")
 
 
 def test_a_folder_that_is_left_is_not_joined_by_other_weights_in_memory(policy, tokenizer, tmp_path):

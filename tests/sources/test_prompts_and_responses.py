@@ -215,8 +215,11 @@ def test_texts_as_prompt_ids_are_numbered(pair, write):
     table = "prompt,response,prompt_id\nThe sea,was,b\nRain,was,a\nThe sea,is,b\n"
     found = read_responses(write("a.csv", table), pair)
     assert [(one.prompt_id, one.sample_id) for one in found] == [(0, 0), (1, 0), (0, 1)]
+    records = [{**BASE, "prompt_id": 1}, {**BASE, "prompt": "Rain"}, {**BASE, "prompt": "Wind"}]
+    assert [one.prompt_id for one in read_responses(write("a.jsonl", jsonl(*records)), pair)] == [1, 0, 2]
 
 
+TURNS = [{"role": role, "content": "Yes"} for role in ("assistant", "user", "assistant")]
 BAD_RESPONSES = {
     "no response": ([{"prompt": "x"}],
         "expected a field 'response' or 'response_token_ids' and found 'prompt'"),
@@ -229,7 +232,10 @@ BAD_RESPONSES = {
     "logprobs": ([{**BASE, "logprobs": [-1.0]}], "for each of the 2 response tokens and found 1"),
     "text": ([{**BASE, "logprobs": "x"}], "expected 'logprobs' to be a list of numbers"),
     "one id for two": ([{**BASE, "prompt_id": 1}, {**BASE, "prompt": "Rain", "prompt_id": 1}],
-        r"line 2: 'prompt_id' 1 stands for another prompt at .*line 1"),
+        r"line 2: 'prompt_id' '1' stands for another prompt at .*line 1"),
+    "one id for two conversations": (
+        [{"prompt": [TURNS[1]] * number, "completion": TURNS, "prompt_id": 1} for number in (1, 2)],
+        r"line 2: 'prompt_id' '1' stands for another prompt at .*line 1"),
     "half an id": ([{**BASE, "prompt_id": "\ude00"}], "line 1: 'prompt_id' holds half a character"),
     "twice": ([{**BASE, "sample_id": 2}] * 2, "line 2: sample 2 of prompt 0 has been there before"),
     "finish": ([{**BASE, "finish_reason": 1}], "expected 'finish_reason' to be text"),

@@ -23,7 +23,6 @@ from kleash.sources.records import (
     describe_fields,
     get_field,
     is_finite_number,
-    shorten,
     show_value,
 )
 from kleash.sources.sequences import TokenLimits, TokenSequence, hash_prompt, is_padded, padding_length
@@ -97,34 +96,39 @@ class _IdAssigner:
 
     prompt_ids: dict[str, int] = field(default_factory=dict[str, int])
     """Assigned prompt ids by the hash of the prompt, or by the text that records state."""
+    next_prompt_ids: Iterator[int] = field(default_factory=count)
+    """The prompt ids from 0 on that were not looked at yet."""
     prompts: dict[int, tuple[str, str]] = field(default_factory=dict[int, tuple[str, str]])
-    """Hash of the prompt, and location of its first record, by prompt id."""
+    """Hash of the prompt, or of the first of several turns, and location of its first record, by prompt id."""
     sample_ids: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     """Sample ids in use, by prompt id."""
     next_sample_ids: defaultdict[int, Iterator[int]] = field(default_factory=lambda: defaultdict(count))
     """By prompt id: the sample ids from 0 on that were not looked at yet."""
 
-    def assign(self, record: SourceRecord, prompt_hash: str, first_hash: str | None) -> tuple[int, int]:
+    def assign(self, record: SourceRecord, prompt_hash: str) -> tuple[int, int]:
         """Prompt id and sample id of a record: those that it states, or the next free ones; texts are numbered.
 
         Args:
             record: the record.
-            prompt_hash: hash of its prompt.
-            first_hash: hash of the prompt of the first of several turns; None of a response alone.
+            prompt_hash: hash of its prompt; of one of several turns, that of the prompt of the first.
 
         Raises:
             SourceError: if a prompt id stands for two prompts, or a sample id is used twice.
         """
         stated = get_field(record, "prompt_id", (int, str), f"text, or {ID_RANGE}", _is_id)
         sample = get_field(record, "sample_id", int, ID_RANGE, _is_id)
-        group = (stated if isinstance(stated, str) else "") or first_hash or prompt_hash
-        prompt = (
-            stated if isinstance(stated, int) else self.prompt_ids.setdefault(group, len(self.prompt_ids))
-        )
+        group = (stated if isinstance(stated, str) else "") or prompt_hash
+        if not isinstance(stated, int) and group not in self.prompt_ids:
+            self.prompt_ids[group] = next(
+                index for index in self.next_prompt_ids if index not in self.prompts
+            )
+        prompt = stated if isinstance(stated, int) else self.prompt_ids[group]
         known_hash, location = self.prompts.setdefault(prompt, (prompt_hash, record.location))
-        if known_hash != prompt_hash and first_hash is None:
-            shown = shorten(stated) if isinstance(stated, str) else stated
-            raise record.error(f"'prompt_id' {shown} stands for another prompt at {location}")
+        if known_hash != prompt_hash:
+            raise record.error(
+                f"'prompt_id' {show_value(stated)} stands for another prompt at {location}; give each prompt one, or "
+                "leave all out"
+            )
         used = self.sample_ids[prompt]
         if sample is None:
             sample = next(index for index in self.next_sample_ids[prompt] if index not in used)
@@ -148,7 +152,7 @@ def _response(
         record, "temperature", (int, float), "a number from 0 on", lambda x: is_finite_number(x) and x >= 0
     )
     prompt_id, sample_id = assigner.assign(
-        record, prompt.prompt_hash, _first_hash(record, pair, chat_template)
+        record, _first_hash(record, pair, chat_template) or prompt.prompt_hash
     )
     return TokenSequence(
         prompt_id=prompt_id,
@@ -171,8 +175,9 @@ def _first_hash(record: SourceRecord, pair: TokenLimits, chat_template: str | No
     """The hash of the prompt of the first of several turns; None of a response alone."""
     first = record.first_prompt
     if isinstance(first, list):
-        first_turn = record.with_fields({**record.fields, "prompt": first})
-        return tokenise_prompt(first_turn, pair, chat_template).prompt_hash
+        return tokenise_prompt(
+            record.with_fields({**record.fields, "prompt": first}), pair, chat_template
+        ).prompt_hash
     return None if first is None else hash_prompt(first, pair.tokenizer)
 
 
