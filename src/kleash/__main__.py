@@ -2,7 +2,7 @@
 
 import sys
 
-from kleash.cli import main
+from kleash.cli import run_process
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_process())

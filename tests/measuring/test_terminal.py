@@ -96,6 +96,20 @@ def test_a_process_ends_with_its_own_error_and_not_with_python_s(line, code, err
     assert process.stderr.startswith(start) and process.stdout == ""
 
 
+PROCESS = """
+import atexit, sys, threading
+from kleash.cli import entry
+kept = type("Kept", (), {"__del__": lambda self: print("freed")})()
+entry.main = lambda: [threading.Timer(0.1, print, ["thread"]).start(), atexit.register(print, "atexit"), 3][-1]
+sys.exit(entry.run_process())
+"""
+
+
+def test_a_process_awaits_its_threads_and_frees_nothing():
+    done = subprocess.run([sys.executable, "-c", PROCESS], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (3, "thread\natexit\n"), done.stderr
+
+
 def test_a_run_whose_summary_cannot_be_printed_is_complete(pair, tmp_path, monkeypatch, capsys):
     with Path("/dev/full").open("w") as full:
         monkeypatch.setattr(sys, "stdout", full)

@@ -4,14 +4,16 @@ SIGTERM stops a command as Ctrl-C does, so that it says how to resume: torchrun 
 has ended, and batch systems send it before they take a machine away.
 """
 
+import atexit
 import codecs
 import gc
+import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from io import TextIOWrapper
 from types import FrameType
@@ -72,8 +74,8 @@ def handling_termination() -> Generator[Termination]:
     if threading.current_thread() is not threading.main_thread():
         yield termination
         return
-    handlers_before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    defaults = {number: handler for number, handler in handlers_before.items() if handler in _DEFAULTS}
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    defaults = {number: handler for number in numbers if (handler := signal.getsignal(number)) in _DEFAULTS}
     for number in defaults:
         signal.signal(number, termination)
     try:
@@ -81,6 +83,26 @@ def handling_termination() -> Generator[Termination]:
     finally:
         for number, handler in defaults.items():
             signal.signal(number, handler)
+
+
+def run_process() -> int:
+    """``main`` of a process that then ends without freeing what it imported, which takes a second with transformers.
+
+    Threads are awaited and what was registered with ``atexit`` while the command ran is called before, as at any end.
+    """
+    codes: list[int] = []
+    atexit.register(_end_process, codes)  # called last, since it is registered first
+    codes.append(main())
+    return codes[0]
+
+
+def _end_process(codes: Sequence[int]) -> None:
+    """End the process with the exit code of its command, unless it raised or what it printed cannot be written."""
+    for code in codes:
+        with suppress(OSError, ValueError):
+            print(end="", flush=True)
+            print(end="", flush=True, file=sys.stderr)
+            os._exit(code)
 
 
 def main(words: Sequence[str] | None = None) -> int:
