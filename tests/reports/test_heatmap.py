@@ -26,12 +26,10 @@ def made(run):
 def test_the_token_view_has_the_columns_of_the_files(run):
     folder, measurement = RunFolder(run[0]), run[1]
     heat = made(run)
-    assert len(heat["sequences"]) == 50
-    assert heat["shortened"] == 0
+    assert len(heat["sequences"]) == 50 and heat["shortened"] == 0
     names = ["prompt_id", "sample_id", "text", "logp_policy", "logp_reference", "rank_reference"]
-    names += KEYS.values()
-    parts = list(folder.parts("tokens", names))
-    table = {name: np.concatenate([part[name] for part in parts]) for name in names}
+    parts = list(folder.parts("tokens", [*names, *KEYS.values()]))
+    table = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     for drawn, drift in zip(heat["sequences"], measurement.worst_sequences, strict=True):
         rows = (table["prompt_id"] == drift.prompt_id) & (table["sample_id"] == drift.sample_id)
         assert (drawn["prompt_id"], drawn["sample_id"]) == (drift.prompt_id, drift.sample_id)
@@ -48,8 +46,8 @@ def test_the_token_view_has_the_alternatives_of_the_files(run):
     table = RunFolder(run[0]).alternatives()
     sequence = made(run)["sequences"][3]
     rows = (table["prompt_id"] == sequence["prompt_id"]) & (table["sample_id"] == sequence["sample_id"])
-    rows &= table["position"] == 7
-    rows = np.flatnonzero(rows)[np.argsort(table["place"][rows])]
+    rows = np.flatnonzero(rows & (table["position"] == 7))
+    rows = rows[np.argsort(table["place"][rows])]
     assert len(rows) == 5
     for side, who in enumerate(("policy", "reference")):
         flat = sequence["alternatives"][7][side]
@@ -66,7 +64,8 @@ def test_drawn_tokens_are_limited_and_shortened_sequences_counted(run, monkeypat
     assert [len(drawn["text"]) for drawn in heat["sequences"]] == [20, 20, 10]
     assert heat["shortened"] == 3
     assert [drawn["tokens"] for drawn in heat["sequences"]] == [d.tokens for d in run[1].worst_sequences[:3]]
-    assert all(len(drawn["alternatives"]) == len(drawn["text"]) for drawn in heat["sequences"])
+    for drawn in heat["sequences"]:
+        assert list(map(all, drawn["alternatives"])) == [True] * len(drawn["text"])
 
 
 @pytest.mark.parametrize(("largest", "ordinary"), [(4.0, 0.2), (53.0, 1e-4), (4.1e-7, 1e-9), (0.9, 0.3)])
@@ -101,8 +100,7 @@ def test_infinite_and_nan_kl_are_drawn(tmp_path):
     parquet.write_table(changed, path)
     seal_folder(folder)
     kls = [kl for drawn in made((folder, measurement))["sequences"] for kl in drawn["kl"]]
-    assert sum(math.isinf(kl) for kl in kls) == 1
-    assert sum(math.isnan(kl) for kl in kls) == 1
+    assert sum(map(math.isinf, kls)) == sum(map(math.isnan, kls)) == 1
 
 
 def luminance(colour, sight=None):
@@ -128,11 +126,8 @@ TRITAN = [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.
 def themes():
     css = (resources.files("kleash.reports") / "assets" / "style.css").read_text(encoding="utf-8")
     light, dark = css.split("@media screen and (prefers-color-scheme: dark)")[:2]
-    dark = dark[: dark.index("* {")]
-    return {
-        name: dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", text))
-        for name, text in (("light", light), ("dark", dark))
-    }
+    texts = {"light": light, "dark": dark[: dark.index("* {")]}
+    return {name: dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", text)) for name, text in texts.items()}
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -140,9 +135,8 @@ def test_text_has_enough_contrast_on_every_colour(theme):
     colours = themes()[theme]
     for step in range(1, 9):
         assert contrast(colours[f"heat-{step}"], colours[f"ink-{step}"]) >= 4.5
-    for ground in ("paper", "raised", "sunk"):
-        for ink in ("ink", "soft", "accent"):
-            assert contrast(colours[ground], colours[ink]) >= 4.5
+    for ground, ink in itertools.product(("paper", "raised", "sunk"), ("ink", "soft", "accent")):
+        assert contrast(colours[ground], colours[ink]) >= 4.5
 
 
 @pytest.mark.parametrize("sight", [None, PROTAN, DEUTAN, TRITAN])

@@ -133,8 +133,9 @@ def to_svg(chart: Chart) -> str:
     """
     content = BytesIO()
     with matplotlib_style(chart.name, {"svg.fonttype": "none"}) as make_figure:
-        figure = chart_figure(make_figure, chart)
-        figure.savefig(content, format="svg", metadata={"Date": None}, transparent=True)
+        chart_figure(make_figure, chart).savefig(
+            content, format="svg", metadata={"Date": None}, transparent=True
+        )
     text = content.getvalue().decode("utf-8")
     body = re.sub(r'<g id="[^"]*"', "<g", text[text.index("<g ") :])
     body = re.sub(r"#[0-9a-f]{6}(?=[^<]*>)", lambda colour: VARIABLES.get(colour[0], colour[0]), body)

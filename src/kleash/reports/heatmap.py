@@ -47,8 +47,6 @@ class SequenceTokens:
 
     def row_of(self, position: int | None) -> int | None:
         """The row of the token at ``position``; None if there is none."""
-        if position is None:
-            return None
         rows = np.flatnonzero(self.columns["position"] == position)
         return int(rows[0]) if rows.size else None
 
@@ -94,10 +92,9 @@ def heat_map(
     lengths: dict[SequenceKey, int] = {}
     budget = MAX_TOKENS
     for drift in measurement.worst_sequences:
-        size = len(tokens[key_of(drift)].texts) if key_of(drift) in tokens else 0
-        length = min(size, MAX_TOKENS_OF_SEQUENCE, budget)
-        if length:
-            lengths[key_of(drift)] = length
+        key = key_of(drift)
+        if key in tokens and (length := min(len(tokens[key].texts), MAX_TOKENS_OF_SEQUENCE, budget)):
+            lengths[key] = length
             budget -= length
     payload = partial(
         _payload,
@@ -155,22 +152,27 @@ def read_prompt_texts(folder: RunFolder, keys: Collection[SequenceKey]) -> dict[
 
 
 def read_alternatives(
-    folder: RunFolder, keys: Collection[SequenceKey], tokens: Mapping[SequenceKey, SequenceTokens]
+    folder: RunFolder, lengths: Mapping[SequenceKey, int], tokens: Mapping[SequenceKey, SequenceTokens]
 ) -> dict[SequenceKey, Alternatives]:
-    """The likeliest tokens of both models at each position of the sequences ``keys``."""
-    alternatives: dict[SequenceKey, Alternatives] = {key: {} for key in keys}
-    if not any(key in tokens for key in keys):
+    """The likeliest tokens of both models at the first positions of sequences, ``lengths`` of each."""
+    alternatives: dict[SequenceKey, Alternatives] = {key: {} for key in lengths}
+    if not lengths:
         return alternatives
     table = folder.alternatives()
-    codes = _code(table["prompt_id"].astype(np.int64), table["sample_id"].astype(np.int64))
-    rows = np.flatnonzero(np.isin(codes, [_code(*key) for key in keys]))
-    for row in rows[np.lexsort([table["place"][rows], table["position"][rows]])]:
-        by_position = alternatives[int(table["prompt_id"][row]), int(table["sample_id"][row])]
-        lists = by_position.setdefault(int(table["position"][row]), ([], []))
-        for likeliest, model in zip(lists, ("policy", "reference"), strict=True):
-            text, probability = table[f"text_{model}"][row], table[f"probability_{model}"][row]
-            if text is not None:
-                likeliest.append((make_visible(text), round_for_display(probability)))
+    last = {key: tokens[key].columns["position"][length - 1] for key, length in lengths.items()}
+    places = list(
+        zip(*(table[name].tolist() for name in ("prompt_id", "sample_id", "position")), strict=True)
+    )
+    models = [
+        (table[f"text_{name}"], table[f"probability_{name}"].tolist()) for name in ("policy", "reference")
+    ]
+    for row in np.argsort(table["place"], kind="stable").tolist():
+        prompt, sample, position = places[row]
+        if position <= last.get((prompt, sample), -1):
+            lists = alternatives[prompt, sample].setdefault(position, ([], []))
+            for likeliest, (texts, probabilities) in zip(lists, models, strict=True):
+                if texts[row] is not None:
+                    likeliest.append((make_visible(texts[row]), round_for_display(probabilities[row])))
     return alternatives
 
 
@@ -189,7 +191,7 @@ def _payload(
     Texts of alternatives repeat, so they are stored once in ``texts`` and referred to by index.
     """
     sequence = tokens[key]
-    columns = {name: values[:length] for name, values in sequence.columns.items()}
+    columns = {name: values[:length].tolist() for name, values in sequence.columns.items()}
     texts: dict[str, int] = {}
 
     def flatten(likeliest: list[tuple[str, float]]) -> list[int | float]:
@@ -210,11 +212,11 @@ def _payload(
         "total_variation": [round_for_display(value) for value in columns["total_variation"]],
         "entropy_p": [round_for_display(value) for value in columns["entropy_policy"]],
         "entropy_q": [round_for_display(value) for value in columns["entropy_reference"]],
-        "rank": [int(value) for value in columns["rank_reference"]],
-        "position": [int(value) for value in columns["position"]],
-        "token_id": [int(value) for value in columns["token_id"]],
+        "rank": columns["rank_reference"],
+        "position": columns["position"],
+        "token_id": columns["token_id"],
         "alternatives": [
-            [flatten(likeliest) for likeliest in alternatives[key].get(int(position), ([], []))]
+            [flatten(likeliest) for likeliest in alternatives[key].get(position, ([], []))]
             for position in columns["position"]
         ],
         "texts": list(texts),

@@ -164,8 +164,13 @@ def token_row(
     is_shown = (*key, drift.position) in shown
     row = tokens[key].row_of(drift.position) if key in tokens else None
     if row is None:
-        unknown = {"before": "", "after": "", "p": None, "q": None, "rank": None}
-        return {"drift": drift, "is_shown": is_shown, **unknown}
+        return {
+            "drift": drift,
+            "is_shown": is_shown,
+            "before": "",
+            "after": "",
+            **dict.fromkeys(("p", "q", "rank")),
+        }
     texts, columns = tokens[key].texts, tokens[key].columns
     return {
         "drift": drift,

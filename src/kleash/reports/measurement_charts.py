@@ -173,9 +173,7 @@ def range_label(part: Bin, *, is_integer: bool) -> str:
     """The range of a bin: "4–7" for whole numbers, otherwise "0.25–0.5"."""
     if math.isinf(part.high):
         return f"{part.low:g}+"
-    if not is_integer:
-        return f"{part.low:g}–{part.high:g}"
-    last = part.high - 1
+    last = part.high - 1 if is_integer else part.high
     return f"{part.low:g}" if last <= part.low else f"{part.low:g}–{last:g}"
 
 
@@ -209,8 +207,8 @@ def _draw_convergence(axes: Any, *, means: Sequence[ConvergencePoint]) -> None:
     band(axes, tokens, [point.ci95[0] for point in means], [point.ci95[1] for point in means])
     line(axes, tokens, [point.mean for point in means])
     later = means[len(means) // 4 :]
-    values = [end for point in later for end in point.ci95] + [point.mean for point in means]
-    finite = [value for value in values if math.isfinite(value)]
+    shown = (*(end for point in later for end in point.ci95), *(point.mean for point in means))
+    finite = list(filter(math.isfinite, shown))
     if finite and min(finite) < max(finite):
         margin = 0.05 * (max(finite) - min(finite))
         axes.set_ylim(min(finite) - margin, max(finite) + margin)

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from functools import cache, partial
 from importlib import resources
@@ -16,15 +17,7 @@ from kleash.store.atomic import write_atomically
 from kleash.store.codec import encode
 from kleash.store.statistics import label_of
 
-SCRIPT_ESCAPES = str.maketrans(
-    {
-        "<": "\\u003c",
-        ">": "\\u003e",
-        "&": "\\u0026",
-        "\u2028": "\\u2028",
-        "\u2029": "\\u2029",
-    }
-)
+UNSAFE_IN_SCRIPTS = re.compile("[<>&\u2028\u2029]")
 
 
 def write_page(path: Path, template: str, assets: Sequence[str] = (), **variables: Any) -> Path:
@@ -58,7 +51,7 @@ def write_page(path: Path, template: str, assets: Sequence[str] = (), **variable
 def script_json(value: Any) -> str:
     """``value`` as JSON that is safe between script tags."""
     text = json.dumps(encode(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.translate(SCRIPT_ESCAPES)
+    return UNSAFE_IN_SCRIPTS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def _content_policy(sources: Sequence[str]) -> str:
