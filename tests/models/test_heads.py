@@ -32,8 +32,7 @@ def probe(rows=2, length=9):
 def test_scale_and_softcap_are_read_from_the_configuration(architecture, shape, dtype):
     whole = network(architecture).to(dtype)
     anatomy = extract_head(whole, whole.base_model, probe(), "the policy")
-    assert anatomy.note is None
-    assert anatomy.vocab_size == 320
+    assert anatomy.note is None and anatomy.vocab_size == 320
     assert (anatomy.head.scale, anatomy.head.softcap) == shape
     assert anatomy.head.weight.data_ptr() == whole.get_output_embeddings().weight.data_ptr()
 
@@ -49,8 +48,7 @@ def test_multiplying_and_dividing_logits_scaling_are_distinguished():
     whole = network("granite")
     forward = whole.forward
     whole.forward = lambda **inputs: scaled(forward(**inputs), 16.0)  # divided by 4 inside
-    anatomy = extract_head(whole, whole.base_model, probe(), "the policy")
-    assert anatomy.head.scale == 4.0
+    assert extract_head(whole, whole.base_model, probe(), "the policy").head.scale == 4.0
 
 
 def scaled(out, factor):
@@ -112,8 +110,7 @@ def test_head_rows_beyond_the_networks_logits_are_truncated():
 
     whole.forward = shortened
     anatomy = extract_head(whole, whole.base_model, probe(), "the policy")
-    assert anatomy.vocab_size == 301
-    assert anatomy.head.weight.shape == (301, 32)
+    assert (anatomy.vocab_size, anatomy.head.weight.shape) == (301, (301, 32))
 
 
 @pytest.mark.parametrize(
@@ -138,20 +135,18 @@ def test_another_summation_order_is_within_the_tolerance():
 
 def test_a_softcap_without_effect_on_the_probe_is_kept():
     whole = network("gemma2", final_logit_softcapping=1e4)
-    anatomy = extract_head(whole, whole.base_model, probe(), "the policy")
-    assert anatomy.head.softcap == 1e4
+    assert extract_head(whole, whole.base_model, probe(), "the policy").head.softcap == 1e4
 
 
 def test_non_finite_logits_agree_only_with_equal_ones():
     head = Head(torch.eye(3))
     hidden = torch.tensor([[1.0, 2.0, 3.0]])
     forbidden = Head(torch.eye(3), torch.tensor([0.0, 0.0, -torch.inf]))
-    own = torch.tensor([[1.0, 2.0, -torch.inf]])
-    assert logit_discrepancy(own, hidden, forbidden) <= 1
+    own, spoilt = torch.tensor([[1.0, 2.0, -torch.inf], [1.0, torch.nan, 3.0]])[:, None]
+    assert logit_discrepancy(own, hidden, forbidden) == 0
     assert logit_discrepancy(own, hidden, head) == torch.inf
-    assert logit_discrepancy(torch.tensor([[1.0, torch.nan, 3.0]]), hidden, head) == torch.inf
-    spoilt = torch.tensor([[1.0, torch.nan, 3.0]])
-    assert logit_discrepancy(spoilt, spoilt, Head(torch.eye(3))) == torch.inf
+    assert logit_discrepancy(spoilt, hidden, head) == torch.inf
+    assert logit_discrepancy(spoilt, spoilt, head) == torch.inf
     assert logit_discrepancy(torch.ones(1, 3), torch.ones(1, 4), head) == torch.inf
     everywhere = torch.full((1, 3), torch.nan)
     assert logit_discrepancy(everywhere, spoilt, head) == 0
@@ -168,11 +163,8 @@ def test_a_non_causal_model_is_refused():
 def test_a_head_with_meta_weights_is_measured_through_logits(tmp_path):
     folder = save_tiny(tmp_path / "model")
     whole = AutoModelForCausalLM.from_pretrained(folder).eval()
-    layer = whole.get_output_embeddings()
     whole.get_output_embeddings = lambda: torch.nn.Linear(32, 320, device="meta")
-    anatomy = extract_head(whole, whole.base_model, probe(), "the policy")
-    assert anatomy.head.weight is None
-    assert layer.weight.shape == (320, 32)
+    assert extract_head(whole, whole.base_model, probe(), "the policy").head.weight is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

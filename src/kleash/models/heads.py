@@ -74,8 +74,11 @@ def extract_head(
         plain_head = _plain_head(network, vocab_size)
         if plain_head is not None and backbone is not network:
             hidden = backbone(input_ids=both, use_cache=False).last_hidden_state[: len(probe)]
-            candidates = candidate_heads(network.config, plain_head)
-            agreeing = (each for each in candidates if logit_discrepancy(network_logits, hidden, each) <= 1)
+            agreeing = (
+                each
+                for each in candidate_heads(network.config, plain_head)
+                if logit_discrepancy(network_logits, hidden, each) <= 1
+            )
             head = next(agreeing, head)
     note = (
         f"{subject} ({type(network).__name__}) does not come apart into hidden states and a head that gives its "
@@ -150,11 +153,14 @@ def logit_discrepancy(
     if head.weight is None or head.weight.shape[-1] != hidden.shape[-1]:
         return torch.inf
     logits = head_logits(hidden, head)
+    equal = (network_logits == logits.to(network_logits.dtype)) | (network_logits.isnan() & logits.isnan())
+    # Ranks that share a head take the products below together.
+    if equal.all() and not hasattr(head.weight, "device_mesh"):
+        return 0.0
     rounding = _head_magnitudes(at_least_float32(hidden).abs(), head)
     rounding *= hidden.shape[-1] ** 0.5 * torch.finfo(at_least_float32(hidden).dtype).eps * abs(head.scale)
     max_logit = _without_masks(network_logits).abs().amax(-1, keepdim=True)
     tolerance = TOLERANCE_ULPS * max_logit.to(logits.dtype) * torch.finfo(network_logits.dtype).eps + rounding
-    equal = (network_logits == logits.to(network_logits.dtype)) | (network_logits.isnan() & logits.isnan())
     excess = torch.where(equal, 0, (network_logits - logits).abs() / tolerance)
     return float(torch.where(excess.isnan(), torch.inf, excess).max())
 
@@ -173,8 +179,8 @@ def _head_magnitudes(hidden: Float[Tensor, "*tokens dim"], head: Head) -> Float[
     """``hidden |W|^T``, in at least float32."""
     assert head.weight is not None, "the head is a matrix"
     if hasattr(head.weight, "device_mesh"):
-        magnitudes = Head(at_least_float32(head.weight).abs(), vocabulary_group=head.vocabulary_group)
-        return stored_logits(hidden, magnitudes)
+        weight = at_least_float32(head.weight).abs()
+        return stored_logits(hidden, Head(weight, vocabulary_group=head.vocabulary_group))
     dtype = torch.promote_types(hidden.dtype, head.weight.dtype)
     return _multiply(hidden.to(dtype), head.weight, absolute=True)
 
@@ -247,17 +253,15 @@ def candidate_heads(config: Any, plain_head: Head) -> Iterator[Head]:
     """
     text_config = config.get_text_config(decoder=True)
     caps = [getattr(text_config, name, None) for name in ("final_logit_softcapping", "logits_soft_cap")]
-    scales: list[float] = []
-    for name, power in (
+    powers = (
         ("logit_scale", 1),
         ("logits_scaling", -1),
         ("logits_scaling", 1),
         ("lm_head_multiplier", 1),
         ("output_multiplier", 1),
-    ):
-        value = getattr(text_config, name, None)
-        if isinstance(value, int | float) and value not in (0, 1):
-            scales.append(float(value) ** power)
+    )
+    stated = ((getattr(text_config, name, None), power) for name, power in powers)
+    scales = [float(x) ** power for x, power in stated if isinstance(x, int | float) and x not in (0, 1)]
     if getattr(text_config, "dim_model_base", None):
         scales.append(text_config.dim_model_base / text_config.hidden_size)
     for cap in [*filter(None, caps), None]:

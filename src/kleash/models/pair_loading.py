@@ -110,8 +110,10 @@ def load_checkpoints(checkpoints: Mapping[str, Checkpoint], loading: Loading | S
     if len(models) == 2:
         return pair_models(models["policy"], models["reference"], tuple(dict.fromkeys(notes)))
     ((role, model),) = models.items()
-    pair = Pair(policy=model, reference=model, tokenizer=model.tokenizer, notes=tuple(notes))
-    return _with_kept_rows(pair, f"the {role}'s head has")
+    return _with_kept_rows(
+        Pair(policy=model, reference=model, tokenizer=model.tokenizer, notes=tuple(notes)),
+        f"the {role}'s head has",
+    )
 
 
 def _load_models(
@@ -164,7 +166,6 @@ def _load_models(
 
 def pair_models(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pair:
     """Make a pair of two models; heads of different sizes are truncated to the tokenizer's tokens."""
-    tokens = token_count(policy.tokenizer)
     doubts = (
         (
             policy.dtype != reference.dtype,
@@ -181,6 +182,7 @@ def pair_models(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pair
     )
     if policy.vocab_size == reference.vocab_size:
         return _with_kept_rows(pair, "both heads have")
+    tokens = token_count(policy.tokenizer)
     rows = f"the heads have {policy.vocab_size} (policy) and {reference.vocab_size} (reference) rows"
     pair = _with_padding(pair, set(policy.tokenizer.get_vocab().values()))
     policy, reference = (
@@ -228,8 +230,8 @@ def _with_padding(pair: Pair, tokens: Set[int]) -> Pair:
             *notes,
             "several ranks store a head: the probability of its rows that are no tokens is not computed",
         )
-    is_one = pair.policy is pair.reference
-    return replace(pair, policy=policy, reference=policy if is_one else reference, notes=notes)
+    reference = policy if pair.policy is pair.reference else reference
+    return replace(pair, policy=policy, reference=reference, notes=notes)
 
 
 def resolve_device(device: str, device_map: str | None) -> torch.device:
@@ -305,5 +307,8 @@ def load_beside(
         stored_tokenizer = stored.tokenizer(loading.trust_remote_code)
     models, notes = _load_models({"policy": checkpoint}, loading, stored_tokenizer)
     notes.append(f"the reference {stored.label.reference.path} is read from {stored.folder} and not loaded")
-    reference_model = stored.as_model(models["policy"].device, stored_tokenizer)
-    return pair_models(models["policy"], reference_model, (*notes, *stored.contents.notes))
+    return pair_models(
+        models["policy"],
+        stored.as_model(models["policy"].device, stored_tokenizer),
+        (*notes, *stored.contents.notes),
+    )
