@@ -4,7 +4,7 @@ import json
 import math
 import sys
 from argparse import Namespace
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 from types import ModuleType, SimpleNamespace
@@ -24,7 +24,6 @@ from kleash.errors import CannotRunError, OptionError, ShapeError
 from kleash.leash import PIDBeta
 from kleash.losses import KLTerm
 from kleash.training import load_rewards
-from kleash.training.reward_models import Dialogue
 
 NAN = float("nan")
 VOCAB_SIZE = 6
@@ -331,13 +330,11 @@ def test_a_server_rewards_responses_by_a_column(monkeypatch):
     monkeypatch.setenv("REWARD_SERVER", f"http://127.0.0.1:{server.server_port}")
     try:
         rewards = load_rewards(["2*reward_server:judged"])
-        right, wrong = (
-            Dialogue(prompt=f"{n} + {n} =", response=f" {2 * n}.", columns={"answer": answer, "level": level})
-            for n, answer, level in ((2, "4", 1), (3, "9", None))
-        )
-        assert rewards.of_dialogues([right, wrong]).total.tolist() == [2.0, 0.0]
+        answers = {"answer": ["4", "9"], "level": [1, None]}
+        scores = rewards.of_texts(["2 + 2 =", "3 + 3 ="], [" 4.", " 6."], answers)
+        assert scores.total.tolist() == [2.0, 0.0]
         with pytest.raises(CannotRunError, match=r"reward_server:judged raises HTTPError: HTTP Error 500"):
-            rewards.of_dialogues([replace(right, response="")])
+            rewards.of_texts(["2 + 2 ="], [""], {"answer": ["4"]})
     finally:
         server.shutdown()
         server.server_close()

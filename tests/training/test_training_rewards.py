@@ -1,6 +1,6 @@
 """Rewards: functions, sums, and what is said about each way to get them wrong."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,7 @@ from kleash.errors import (
 )
 from kleash.models import TokenSequence
 from kleash.training import load_rewards
-from kleash.training.example_rewards import heroine
-from kleash.training.reward_models import Dialogue
-from kleash.training.rewards import RewardScores
+from kleash.training.example_rewards import heroine, kind_words
 
 EXAMPLES = "kleash.training.example_rewards"
 MINE = """
@@ -98,21 +96,16 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(__import__("sys").modules, "my_rewards", raising=False)
 
 
-def scores_of(*specs: str, responses: Sequence[str] = ("abc", "", "é!")) -> RewardScores:
-    named = [Dialogue(prompt="p", response=text, name=f"response {at}") for at, text in enumerate(responses)]
-    return load_rewards(specs).of_dialogues(named)
-
-
-def totals(*specs: str, responses: Sequence[str] = ("abc", "", "é!")) -> list[float]:
-    return scores_of(*specs, responses=responses).total.tolist()
+def totals(*specs: str, responses: tuple[str, ...] = ("abc", "", "é!")) -> list[float]:
+    return load_rewards(specs).of_texts(["p"] * len(responses), responses).total.tolist()
 
 
 def test_reward_is_called_once_with_all_prompts_and_responses() -> None:
-    found = scores_of("my_rewards:length", responses=("abc", ""))
+    found = load_rewards(["my_rewards:length"]).of_texts(["one", "two"], ["abc", ""])
     assert found.total.tolist() == [3.0, 0.0] and found.total.dtype == np.float64
     import my_rewards
 
-    assert my_rewards.calls == [(["p", "p"], ["abc", ""])]
+    assert my_rewards.calls == [(["one", "two"], ["abc", ""])]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +127,7 @@ def test_rewards_may_return_any_sequence_of_numbers(name: str, values: list[floa
 
 def test_rewards_are_added_with_weights() -> None:
     specs = ["0.5*my_rewards:length", " -2 * my_rewards:as_bools", "my_rewards:as_array"]
-    found = scores_of(*specs)
+    found = load_rewards(specs).of_texts(["p"] * 3, ["abc", "", "é!"])
     assert found.total.tolist() == [1.5 - 2 + 0, 0 - 2 + 1, 1 - 2 + 2]
     assert {name: part.tolist() for name, part in found.parts.items()} == {
         "length": [3, 0, 2],
@@ -202,13 +195,13 @@ def test_invalid_reward_results_name_the_reward(name: str, error: type[KleashErr
 
 def test_none_means_reward_does_not_apply() -> None:
     specs = ["my_rewards:sometimes", "0.5*my_rewards:otherwise", "my_rewards:as_array"]
-    found = scores_of(*specs)
+    found = load_rewards(specs).of_texts(["p"] * 3, ["abc", "", "é!"])
     assert found.total.tolist() == [0.5 + 0, 2 + 1, 0 + 2]
     assert np.isnan(found.parts["sometimes"]).tolist() == [True, False, True]
     with pytest.raises(
         CannotRunError, match="each of the rewards sometimes, otherwise returned None for respo"
     ):
-        scores_of(*specs[:2])
+        load_rewards(specs[:2]).of_texts(["p"] * 3, ["abc", "", "é!"])
 
 
 def test_ctrl_c_in_a_reward_interrupts() -> None:
@@ -230,10 +223,14 @@ def test_special_tokens_are_not_rewarded() -> None:
     assert load_rewards(["my_rewards:length"]).of(answers).total.tolist() == [13, 4]
 
 
-def test_the_example_reward_counts_words_and_not_letters() -> None:
+@pytest.mark.parametrize("function", [heroine, kind_words])
+def test_example_rewards_count_words_and_not_letters(
+    function: Callable[[list[str], list[str]], list[float]],
+) -> None:
     texts = ["She was happy; her heart was HERS", "sheer herbal unkindness", "", "she happy she"]
-    assert heroine([""] * 4, texts) == [3, 0, 0, 2]
-    assert totals(f"{EXAMPLES}:heroine", responses=texts) == [3, 0, 0, 2]
+    expected = {"heroine": [3, 0, 0, 2], "kind_words": [2, 0, 0, 1]}[function.__name__]
+    assert function([""] * 4, texts) == expected
+    assert totals(f"{EXAMPLES}:{function.__name__}", responses=tuple(texts)) == expected
 
 
 def test_reward_tensor_with_gradient_is_read() -> None:

@@ -14,7 +14,7 @@ from kleash.records import DPOJob, GRPOJob, PPOJob, StepRecord, TrainJob, read_s
 from kleash.training import train
 from kleash.training.run_log import Display, NullDisplay
 
-HEROINE = "kleash.training.example_rewards:heroine"
+KIND = "kleash.training.example_rewards:kind_words"
 SMALL: dict[str, Any] = {"steps": 2, "checkpoint_every": 1, "learning_rate": 1e-3}
 
 
@@ -79,7 +79,7 @@ def test_no_input_is_read_after_the_first_step(tmp_path: Path, kind: str) -> Non
     online: dict[str, Any] = {
         "prompts": str(inputs / "prompts.txt"),
         "prompts_per_step": 2,
-        "reward": (HEROINE,),
+        "reward": (KIND,),
     }
     online |= {"policy": policy, "reference": reference, "max_new_tokens": 4, **SMALL}
     job: TrainJob = {

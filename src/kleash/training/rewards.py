@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from kleash.models import TokenSequence
 from kleash.sources.prompts import count_columns
 from kleash.training.reward_models import Dialogue, load_reward_model
 
+NO_COLUMNS: Mapping[str, Sequence[Any]] = MappingProxyType({})
 WEIGHTED = re.compile(r"\s*(?P<weight>[^*\s]+)\s*\*\s*(?P<what>.+)")
 
 TRL_TEXTS = ("prompts", "completions", "completion_ids")
@@ -197,6 +199,32 @@ class Rewards:
                     token_ids=each.response_ids,
                 )
                 for each in sequences
+            ]
+        )
+
+    def of_texts(
+        self,
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        columns: Mapping[str, Sequence[Any]] = NO_COLUMNS,
+    ) -> RewardScores:
+        """The rewards of responses as texts; raises as ``of`` does.
+
+        Args:
+            prompts: a prompt for each response.
+            responses: the texts of the responses.
+            columns: name -> a value for each response.
+        """
+        values = zip(*columns.values(), strict=True) if columns else [()] * len(responses)
+        return self.of_dialogues(
+            [
+                Dialogue(
+                    prompt=prompt,
+                    response=response,
+                    name=f"response {at}",
+                    columns=dict(zip(columns, row, strict=True)),
+                )
+                for at, (prompt, response, row) in enumerate(zip(prompts, responses, values, strict=True))
             ]
         )
 
