@@ -191,7 +191,7 @@ def share_of(rows: Sequence[Trial], mode: str, is_so: Any) -> tuple[int, int]:
 
 
 def bars(rows: Sequence[Trial]) -> list[tuple[str, str, bool]]:
-    """Each bar of the issue: what it is, its figure, and whether it is met."""
+    """Each bar: what it is, its figure, and whether it is met."""
     planted = [row for row in rows if row["plant"] != CLEAN]
     tellable = [row for row in planted if row["plant"] not in UNSEEN_WITHOUT_MODELS]
     results: list[tuple[str, str, bool]] = []
