@@ -133,7 +133,7 @@ def missing_shard(world: World) -> tuple[Array, Array]:
     return world.logp(world.logits), world.noisy(0.005 + 5 * is_broken)
 
 
-def errors(size: float) -> Callable[[World], tuple[Array, Array]]:
+def errors(size: Any) -> Callable[[World], tuple[Array, Array]]:
     """As of weights in 8 bits: errors on all tokens that neither shrink nor leave a share far out."""
     return lambda world: (world.logp(world.logits), world.noisy(size))
 
@@ -165,6 +165,7 @@ FAULTS: dict[str, tuple[str, Callable[[World], tuple[Array, Array]]]] = {
     "another prompt": ("context", another_prompt),
     "other weights": ("weights", other_weights),
     "small errors": ("weights", errors(0.06)),
+    "errors of a cache": ("weights", errors(0.3 * (np.arange(SEQUENCES * TIME) % TIME > 0)[:, None])),
     "errors of one size": ("weights", errors_of_one_size),
     "log-probabilities in bfloat16": ("precision", bfloat16_values),
     "other experts": ("routing", other_experts),
@@ -261,6 +262,8 @@ def test_a_column_of_bfloat16_numbers_hides_no_other_fault(fault):
     assert both[0].cause == cause and all(finding.cause != "precision" for finding in both)
     first, *_, last = diagnose(world.rollouts(trainer, in_bfloat16(engine))).findings
     assert first.cause == cause and last.cause == "precision" and "bfloat16 numbers" in last.evidence
+    (only,) = diagnose(world.rollouts(trainer, in_bfloat16(raw_logits(world)[1] - 5))).findings
+    assert only.cause == "processed", "logits are no log-probabilities that are rounded"
 
 
 @pytest.mark.parametrize(
@@ -368,6 +371,12 @@ def test_rounding_is_healthy(rounding, scale):
     world = World(0)
     diagnosis = diagnose(world.rollouts(world.logp(world.logits), world.noisy(scale)), rounding=rounding)
     assert diagnosis.findings == () and diagnosis.examined
+
+
+def test_a_bias_within_rounding_is_no_finding(monkeypatch):
+    monkeypatch.setattr(f"{__name__}.TIME", 200)
+    engine = (world := World(0)).logp(world.logits)
+    assert diagnose(world.rollouts(world.noisy(1e-5), engine + 0.003 * np.expm1(engine))).findings == ()
 
 
 @pytest.mark.parametrize("dtype", MACHINE_EPSILON)

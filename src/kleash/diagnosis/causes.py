@@ -46,7 +46,7 @@ CAUSES: Mapping[str, Cause] = MappingProxyType(
         "sampler": Cause(
             meaning="the columns agree, and the tokens were drawn from another distribution than theirs",
             next_test="print the engine's sampling settings (temperature, top_p, top_k, penalties) and generate with "
-            "none; if  the sum of the log-probabilities is still off, the tokens are not the engine's",
+            "none; if the sum of the log-probabilities is still off, the tokens are not the engine's",
         ),
         "shift": Cause(
             meaning="one column is shifted by one or a few tokens",

@@ -97,10 +97,10 @@ def noise_hypotheses(table: TokenTable, limit: float, everywhere_is: str = "weig
     few = (
         f"{far.sum():,} of {len(size):,} tokens differ by more than rounding, by up to {size.max():.2g} nats"
     )
-    shapes, slope = _shapes(table, table.difference), _trend(table, table.position)[0]
+    shapes, slope = _shapes(table, table.difference, limit), _trend(table, table.position)[0]
     for residual, unit in (shapes[0], shapes[-1]):
         yield _of_differences(table, HEALTHY, "", rounding(limit), 0.0, residual=residual, unit=unit)
-    for cause, low, high in (("routing", 0.03, 0.8), ("tensor_parallel", 2e-3, 0.02)):
+    for cause, low, high in (("routing", 0.03, 0.5), ("tensor_parallel", 2e-3, 0.02)):
         yield _of_differences(table, cause, few, on_some(limit, DISTINCT * limit, low, high), 1.0)
     # Of two distributions over the same tokens neither is the larger one everywhere.
     if min(above := _share_above(table, table.difference, limit), 1 - above) > LEAST_RARE_SIGN:
@@ -113,15 +113,19 @@ def noise_hypotheses(table: TokenTable, limit: float, everywhere_is: str = "weig
         yield from _contexts(table, fault)
 
 
-def _shapes(table: TokenTable, values: Floats, group: Any = 0) -> list[tuple[Floats, Floats]]:
+def _shapes(
+    table: TokenTable, values: Floats, limit: float = 0.0, group: Any = 0
+) -> list[tuple[Floats, Floats]]:
     """Differences and their units: plain, less a bias by probability and position, of sizes that grow with it.
 
     Args:
         table: the tokens.
         values: the differences, perhaps with other signs.
+        limit: errors of logits that rounding explains, in nats; a bias within them is none.
         group: 0 or 1 for each token: the bias is that of each group.
     """
-    rest, profile = values - _bias(table, values, table.trainer, group), _trend(table, table.position)[1]
+    bias, profile = _bias(table, values, table.trainer, group), _trend(table, table.position)[1]
+    rest = values - bias * np.any(np.abs(bias) > limit * table.unit)
     return [(values, table.unit), (rest, table.unit), (values, table.unit * profile)]
 
 
@@ -129,20 +133,22 @@ def _contexts(table: TokenTable, fault: float) -> Iterator[Hypothesis]:
     """Yield hypotheses that errors above rounding shrink along the response or the sequence."""
     trends = [_trend(table, place) for place in (table.position, table.position + table.prompt_tokens)]
     profiles = [(profile, fault / DISTINCT) for slope, profile in trends if slope < STEEPEST]
-    for decay in (1.0, 3.0, 10.0, 30.0):
-        profiles += [(1 / (1 + table.position / decay) + least, fault) for least in (0.003, 0.03, 0.1)]
+    profiles += [
+        (1 / (1 + table.position / decay) + least, fault)
+        for decay, least in product((1.0, 3.0, 10.0, 30.0), (0.003, 0.03, 0.1))
+    ]
     for profile, smallest in profiles:
         what = "the differences shrink along the response"
         yield _of_differences(table, "context", what, most(smallest), 7.0, unit=table.unit * profile)
 
 
-def unexplained(table: TokenTable) -> Iterator[Hypothesis]:
+def unexplained(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
     """Yield hypotheses that errors have any sizes and signs: sizes that grow along the response, a bias, neither."""
     what = (
         f"the differences, of {np.median(np.abs(table.difference)):.2g} nats in the median, follow no cause better "
         "than errors of any size and sign"
     )
-    for residual, unit in reversed(_shapes(table, table.difference)):
+    for residual, unit in reversed(_shapes(table, table.difference, limit)):
         yield _of_differences(table, UNEXPLAINED, what, free(), 0.0, residual=residual, unit=unit)
 
 
@@ -290,7 +296,7 @@ def _of_one_sign(table: TokenTable, name: str, limit: float) -> Iterator[Hypothe
             if cause == "truncation" and _is_of_likeliest(table, limit):
                 cause = "column"
                 what = f"the {name}'s values may be those of the likeliest tokens: they are the larger ones"
-            for residual, _ in _shapes(table, values, is_lower)[:2]:
+            for residual, _ in _shapes(table, values, group=is_lower)[:2]:
                 lowest = np.where(is_lower, LOWEST, sign * (residual - values) - limit * table.unit)
                 fields = {"residual": sign * residual, "lowest": lowest}
                 yield _of_differences(table, cause, what, free(), ONE_SIGN_PENALTY, **fields)

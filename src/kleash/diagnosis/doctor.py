@@ -269,15 +269,15 @@ def _findings(
     if is_faulty is not None:
         prefix = f"in {is_faulty.sum()} of {table.num_sequences} responses, the others are healthy: "
         faulty = [rollouts[number] for number in np.unique(table.sequence)[is_faulty]]
-        findings = _findings(faulty, tabulate(faulty), pair, limit, batch_tokens)
-        return [replace(finding, evidence=prefix + finding.evidence) for finding in findings]
+        of_faulty = _findings(faulty, tabulate(faulty), pair, limit, batch_tokens)
+        return [replace(finding, evidence=prefix + finding.evidence) for finding in of_faulty]
     if pair is None:
         return _ranked(table, _hypotheses(table, None, limit), has_models=False)
     scores = common_temperature(ModelScores.of(pair, rollouts, table, batch_tokens))
     findings = _ranked(table, _hypotheses(table, scores, limit), has_models=True)
-    sampler = None if findings else other_sampler(scores, limit)
-    findings += [] if sampler is None else [sampler]
-    return findings + _ranked(table, reference_hypotheses(scores, limit), has_models=True)
+    return (findings or other_sampler(scores, limit)) + _ranked(
+        table, reference_hypotheses(scores, limit), has_models=True
+    )
 
 
 def _faulty_responses(table: TokenTable, limit: float) -> np.ndarray | None:
@@ -305,7 +305,7 @@ def _hypotheses(table: TokenTable, scores: ModelScores | None, limit: float) -> 
     yield from break_hypotheses(table)
     yield from prediction_hypotheses(table, limit)
     yield from temperature_hypotheses(table, limit) if scores is None else model_hypotheses(scores, limit)
-    yield from unexplained(table)
+    yield from unexplained(table, limit)
 
 
 def _ranked(table: TokenTable, possible: Iterable[Hypothesis], *, has_models: bool) -> list[LikelyCause]:

@@ -116,11 +116,15 @@ def _columns(few: ModelScores, limit: float) -> Iterator[Prediction]:
             "the likeliest token's log-probability",
             lambda logits, rows: logits.log_softmax(-1).amax(-1, keepdim=True),
         ),
-    ]
-    transforms += [
-        ("precision", f"logits in {name}", lambda logits, rows, t=dtype: logits.to(t).float().log_softmax(-1))
-        for name, dtype in SHORT_LOGITS.items()
-        if limit < torch.finfo(dtype).eps  # else the networks may be as coarse
+        *(
+            (
+                "precision",
+                f"logits in {name}",
+                lambda logits, rows, t=dtype: logits.to(t).float().log_softmax(-1),
+            )
+            for name, dtype in SHORT_LOGITS.items()
+            if limit < torch.finfo(dtype).eps  # else the networks may be as coarse
+        ),
     ]
     for cause, what, transform in transforms:
         yield Prediction(cause, what, lambda scores, transform=transform: scores.column(transform))
@@ -446,8 +450,8 @@ SAMPLER_PRIOR_NATS = 9.0
 """Log of the prior odds against another sampler; a deviation of z standard errors is z^2 / 2 nats for it."""
 
 
-def other_sampler(scores: ModelScores, limit: float) -> LikelyCause | None:
-    """The finding that the tokens were drawn by another sampler; None if they were not, or it cannot be seen.
+def other_sampler(scores: ModelScores, limit: float) -> list[LikelyCause]:
+    """The finding that the tokens were drawn by another sampler; none if they were not, or it cannot be seen.
 
     Under the columns' distribution, which is the policy's at the temperature of the scores, the sum of log p + entropy
     over the tokens has mean 0 and a known variance, and so has the number of tokens that stand before.
@@ -456,7 +460,7 @@ def other_sampler(scores: ModelScores, limit: float) -> LikelyCause | None:
     is_uncertain = table.unit > 1e-3
     away = (np.abs(scores.policy - table.engine) / table.unit.clip(1e-3))[is_uncertain]
     if float(np.median(away)) > limit + 1e-4:
-        return None
+        return []
     moments: list[np.ndarray] = []
     for logits, rows in scores.blocks():
         logp = logits.log_softmax(-1).double()
@@ -470,11 +474,8 @@ def other_sampler(scores: ModelScores, limit: float) -> LikelyCause | None:
     gaps, variances = np.split(np.concatenate(moments).sum(axis=0), 2)
     errors = gaps / np.sqrt(np.where(variances > 0, variances, np.inf))
     probability = 1 / (1 + math.exp(min(700.0, SAMPLER_PRIOR_NATS - float((errors**2).max()) / 2)))
-    if probability < 0.5:
-        return None
-    return likely_cause(
-        "sampler",
+    evidence = (
         f"the sum of the drawn tokens' log-probabilities is {gaps[0]:+.3g} nats from its expectation ({errors[0]:+.1f} "
-        f"standard errors), and the number of tokens that stand before {gaps[1]:+.3g} ({errors[1]:+.1f})",
-        probability,
+        f"standard errors), and the number of tokens that stand before {gaps[1]:+.3g} ({errors[1]:+.1f})"
     )
+    return [] if probability < 0.5 else [likely_cause("sampler", evidence, probability)]

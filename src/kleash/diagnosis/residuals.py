@@ -45,7 +45,7 @@ SCALE = 2.0 ** np.concatenate(list(_EXPONENTS.values()))
 KIND = np.repeat(list(_EXPONENTS), [len(exponents) for exponents in _EXPONENTS.values()])
 FITTED_TOKENS = 2500
 EM_STEPS, RELAXATION = 40, 1.8
-"""Tokens to which the weights are fitted, steps of expectation maximisation, and the power of each step."""
+"""Tokens to which the weights are fitted, steps of expectation maximisation, and the power of each within blocks."""
 EVEN_TOKENS = 5
 """Tokens that count for all components of a block alike, beside those that the weights are fitted to."""
 
@@ -129,7 +129,9 @@ def free() -> Family:
 def _sizes(residuals: Residuals, members: NDArray[np.int64]) -> Floats:
     """Scales [tokens, components] of components, in nats of the values."""
     unit, floor = residuals.unit[:, None], residuals.floor[:, None]
-    return np.hypot(SCALE[members] * np.where(KIND[members] == EQUAL, 1.0, unit), np.hypot(floor, FLOOR_NATS))
+    return np.maximum(
+        np.hypot(SCALE[members] * np.where(KIND[members] == EQUAL, 1.0, unit), floor), FLOOR_NATS
+    )
 
 
 def log_densities(residuals: Residuals, members: NDArray[np.int64]) -> Floats:
@@ -161,16 +163,17 @@ def _fit(log_likelihoods: Floats, family: Family, members: NDArray[np.int64]) ->
     likelihoods, count = np.exp(log_likelihoods - highest).astype(np.float32), len(log_likelihoods)
     blocks = [block.members[members] for block in family]
     weights = np.ones(len(members)) / len(members)
+    ratios = np.ones(len(members))
     for step in range(EM_STEPS + 1):
         if step and count:
             mixed = np.maximum(likelihoods @ weights.astype(np.float32), 1e-12)
-            weights *= ((1 / mixed) @ likelihoods / count).astype(np.float64) ** RELAXATION
-        rest = 1.0
-        for block, inside in reversed(list(zip(family[1:], blocks[1:], strict=True))):
-            share = min(max(float(weights[inside].sum()), block.low), block.high)
+            ratios = ((1 / mixed) @ likelihoods / count).astype(np.float64)
+        # Shares of blocks by plain steps: relaxed ones would add what the even weights take from a component.
+        sums = [float(weights[inside] @ ratios[inside]) for inside in blocks[1:]]
+        shares = [min(max(total, each.low), each.high) for total, each in zip(sums, family[1:], strict=True)]
+        weights *= ratios**RELAXATION
+        for inside, share in zip(blocks, [max(1 - sum(shares), 1e-9), *shares], strict=True):
             weights[inside] = _scaled(weights[inside], share, count)
-            rest -= share
-        weights[blocks[0]] = _scaled(weights[blocks[0]], max(rest, 1e-9), count)
     return weights
 
 

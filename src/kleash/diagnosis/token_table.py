@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kleash.diagnosis.residuals import MACHINE_EPSILON, Floats, token_unit
-from kleash.diagnosis.rollout_records import LOG_OF_ZERO, RolloutRecord
+from kleash.diagnosis.rollout_records import LOG_OF_ZERO, ROUNDING_NATS, RolloutRecord
 
 SMALLEST_RUN = 3
 """Tokens of a run of equal values that count as placeholders."""
@@ -124,13 +124,15 @@ def decimals_error(column: Floats) -> float:
 
 
 def short_dtype(column: Floats) -> str | None:
-    """The 16-bit type whose numbers a column's log-probabilities are, "bfloat16" or "float16"; None if they are not.
+    """The 16-bit type whose numbers a column's log-probabilities are, "bfloat16" or "float16"; None if they are not, or
+    values above 0 are not log-probabilities.
 
     A number of float32 is one of bfloat16 with a probability of about 2^-16 (2^-13 for float16).
     """
     values = column[column < LARGEST_INFORMATIVE].astype(np.float32)
     if (
         len(values) < LEAST_INFORMATIVE
+        or column.max() > ROUNDING_NATS
         or len(np.unique(values)) < LEAST_INFORMATIVE / 2
         or decimals_error(column)
     ):
