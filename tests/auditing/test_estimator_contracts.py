@@ -63,7 +63,7 @@ def sequence_error(function, convention, sampling="on-policy"):
 
 
 SUMMED = from_fields("summed", "token_logp", "token_logq", "behaviour_logp", "mask", gives="sequence")
-EXACT = from_fields("exact", "logp", "logq", "token_logp", gives="sequence", sees="distributions")
+EXACT = from_fields("exact", "logp", "logq", "token_logp", gives="sequence")
 
 
 def exact_with_future(logp, logq, token_logp):

@@ -66,12 +66,26 @@ SHAPES: Mapping[str, str] = MappingProxyType(
 )
 
 
+SEEN_FIELDS: Mapping[Sees, frozenset[str]] = MappingProxyType(
+    {
+        "tokens": frozenset(("tokens",)),
+        "hidden": frozenset(("hidden_p", "hidden_q")),
+        "distributions": frozenset(("logp", "logq", "probs_p", "probs_q", "logits_p", "logits_q")),
+    }
+)
+"""What a function sees -> the fields of ``AuditInputs`` of which it then takes one; the first that applies."""
+
+
 def from_fields(name: str, *names: str, **options: Any) -> Convention:
-    """The convention of a function that takes these fields of ``AuditInputs``, in this order."""
-    gives = SHAPES[options.get("gives", "token")]
+    """The convention of a function that takes these fields of ``AuditInputs``, in this order.
+
+    Without ``sees``, one that takes whole distributions or hidden states sees them, except with ``tokens``, at which
+    they are then read.
+    """
+    options.setdefault("sees", next((key for key, of in SEEN_FIELDS.items() if of & {*names}), "tokens"))
     return Convention(
         name=name,
-        summary=f"f({', '.join(names)}) -> {gives}",
+        summary=f"f({', '.join(names)}) -> {SHAPES[options.get('gives', 'token')]}",
         call=lambda function, inputs: function(*(getattr(inputs, field) for field in names)),
         takes_behaviour="behaviour_logp" in names,
         takes_mask="mask" in names,
@@ -119,21 +133,19 @@ _CONVENTIONS = (
     packed("packed_reward", *TOKEN_FIELDS, place="reward"),
     packed("packed_metric", *TOKEN_FIELDS, place="metric"),
     from_fields("mean_metric_with_mask", *TOKEN_FIELDS, "mask", place="metric", gives="mean"),
-    from_fields("log_probabilities", "logp", "logq", sees="distributions"),
-    from_fields("mean_log_probabilities", "logp", "logq", gives="mean", sees="distributions"),
-    from_fields("log_probabilities_with_mask", "logp", "logq", "mask", sees="distributions"),
-    from_fields("probabilities", "probs_p", "probs_q", sees="distributions"),
-    from_fields("kl_div", "logq", "probs_p", gives="vocabulary", sees="distributions"),
-    from_fields("kl_div_log_target", "logq", "logp", gives="vocabulary", sees="distributions"),
-    from_fields("logits", "logits_p", "logits_q", sees="distributions"),
-    from_fields("logits_with_mask", "logits_p", "logits_q", "mask", sees="distributions"),
-    from_fields("mean_logits", "logits_p", "logits_q", gives="mean", sees="distributions"),
-    from_fields("mean_logits_with_mask", "logits_p", "logits_q", "mask", gives="mean", sees="distributions"),
-    from_fields("distillation", "logits_p", "logits_q", claims="reverse_kl", sees="distributions"),
-    from_fields(
-        "mean_distillation", "logits_p", "logits_q", claims="reverse_kl", gives="mean", sees="distributions"
-    ),
-    from_fields("hidden", "hidden_p", "head_p", "hidden_q", "head_q", sees="hidden"),
+    from_fields("log_probabilities", "logp", "logq"),
+    from_fields("mean_log_probabilities", "logp", "logq", gives="mean"),
+    from_fields("log_probabilities_with_mask", "logp", "logq", "mask"),
+    from_fields("probabilities", "probs_p", "probs_q"),
+    from_fields("kl_div", "logq", "probs_p", gives="vocabulary"),
+    from_fields("kl_div_log_target", "logq", "logp", gives="vocabulary"),
+    from_fields("logits", "logits_p", "logits_q"),
+    from_fields("logits_with_mask", "logits_p", "logits_q", "mask"),
+    from_fields("mean_logits", "logits_p", "logits_q", gives="mean"),
+    from_fields("mean_logits_with_mask", "logits_p", "logits_q", "mask", gives="mean"),
+    from_fields("distillation", "logits_p", "logits_q", claims="reverse_kl"),
+    from_fields("mean_distillation", "logits_p", "logits_q", claims="reverse_kl", gives="mean"),
+    from_fields("hidden", "hidden_p", "head_p", "hidden_q", "head_q"),
     Convention(
         name="heads",
         summary="f(hidden_p, Head(head_p), hidden_q, Head(head_q)) -> [sequences, steps]",

@@ -120,7 +120,7 @@ HIDDEN_FIELDS = ("hidden_p", "head_p", "hidden_q", "head_q")
 MINUS_REWARD = replace(CONVENTIONS["reward_with_mask"], name="minus_reward_with_mask", sign=-1)
 """Minus the KL per token, as it is added to the scores."""
 MINUS_SEQUENCE_REWARD = replace(CONVENTIONS["sequence_reward"], name="minus_sequence_reward", sign=-1)
-MEAN_OF_HIDDEN = from_fields("mean_hidden", *HIDDEN_FIELDS, gives="mean", sees="hidden")
+MEAN_OF_HIDDEN = from_fields("mean_hidden", *HIDDEN_FIELDS, gives="mean")
 SAMPLED_FROM_LOGITS = from_fields("sampled_from_logits", "logits_p", "logits_q", "tokens")
 
 STUDENT_NOTE = "the student is p, the teacher q"
