@@ -104,20 +104,27 @@ FAULTS: dict[str, Planted] = {
         lambda p, q: u_of(q, p).exp() * u_of(q, p), "metric", {"wrong_direction"}, {"negative_values"}
     ),
     "wrong sign": Planted(lambda p, q: -kleash.kl(p, q), WHOLE, {"wrong_sign", "wrong_gradient"}),
-    "twice too large": Planted(lambda p, q: 2 * kleash.kl(p, q), WHOLE, {"wrong_scale", "wrong_gradient"}),
+    "k2 without its half": Planted(
+        lambda p, q: u_of(p, q).square(), "loss", {"wrong_scale", "wrong_gradient"}
+    ),
+    "minus k2": Planted(lambda p, q: -u_of(p, q).square(), "loss", {"wrong_sign", "wrong_gradient"}),
+    "divided by the batch": Planted(
+        lambda p, q: right(p, q) / len(p), "loss", {"batch_dependent", "wrong_scale", "wrong_gradient"}
+    ),
+    "centred over the unmasked tokens": Planted(
+        lambda p, q, mask: (k := torch.where(mask, u_of(p, q), 0.0).square()) - mask * k[mask].mean(),
+        *("loss_with_mask", {"batch_dependent", "biased_value", "wrong_gradient"}),
+    ),
+    "ratio clamped at 2": Planted(
+        lambda p, q: (-u_of(p, q)).clamp(max=0.7).exp() - 1 + u_of(p, q),
+        "loss",
+        {"biased_value", "wrong_gradient"},
+    ),
     "mean over the steps for a sum": Planted(
         lambda p, q: right(p, q).mean(-1), "sequence_loss", {"wrong_scale"}, {"nan_value", "token_gradient"}
     ),
-    "sum over the steps for a mean": Planted(
-        lambda p, q, mask: masked(p, q, mask).sum(), "mean_loss_with_mask", {"wrong_scale", "wrong_reduction"}
-    ),
     "dropped weight": Planted(
         lambda p, q, behaviour: right(p, q),
-        "loss_with_behaviour",
-        {"off_policy_value", "off_policy_gradient"},
-    ),
-    "one weight for the response, its geometric mean": Planted(
-        lambda p, q, behaviour: (up(p) - up(behaviour)).mean(-1, keepdim=True).exp().detach() * right(p, q),
         "loss_with_behaviour",
         {"off_policy_value", "off_policy_gradient"},
     ),
@@ -171,7 +178,12 @@ FAULTS: dict[str, Planted] = {
     "top-k of the other side, the rest dropped": Planted(
         dropped_tail, WHOLE, {"truncated", "wrong_gradient", "nan_value"}, {"negative_values"}
     ),
-    "always 0": Planted(lambda p, q: 0 * (p - q), "loss", {"other_divergence", "zero_gradient"}),
+    "the teacher against itself": Planted(
+        lambda p, q: (
+            kl_div(up(q).log_softmax(-1), up(q).softmax(-1), reduction="none").sum(-1) + 0 * p.sum(-1)
+        ),
+        *("distillation", {"other_divergence", "zero_gradient", "nan_value"}),
+    ),
     "bounded as it should be": Planted(
         kleash.jensen_shannon, replace(WHOLE, name="js", claims="jensen_shannon"), set(), {"flat_value"}
     ),
@@ -183,7 +195,7 @@ FAULTS: dict[str, Planted] = {
     ),
     "mean without the first token, which may be the only one": Planted(
         lambda p, q, mask: masked(p, q, mask)[:, 1:].sum() / mask[:, 1:].sum(),
-        *("mean_loss_with_mask", {"biased_value", "zero_gradient", "nan_value"}),
+        *("mean_loss_with_mask", {"biased_value", "wrong_gradient", "nan_value"}),
     ),
     "detached weights of the sum": Planted(
         lambda p, q: (up(p).exp().detach() * u_of(p, q)).sum(-1), WHOLE, {"zero_gradient", "nan_value"}

@@ -94,15 +94,13 @@ def audit(
         audited.call(leaf_inputs(SEQUENCES))
         audited = replace(audited, keeps_precision=precision.has_converted)
     with restored_process_settings():
+        impurities = list[Finding]()
         try:
             first, impurities = check_purity(audited)
-            try:
-                return _audit_of(audited, first, impurities)
-            except (CannotRunError, ShapeError) as error:
-                if not any(finding.kind == "stateful" for finding in impurities):
-                    raise
-                return _record(audited, impurities, last=f"Nothing else could be determined: {error}.")
+            return _audit_of(audited, first, impurities)
         except (CannotRunError, ShapeError) as error:
+            if any(finding.kind == "stateful" for finding in impurities):
+                return _record(audited, impurities, last=f"Nothing else could be determined: {error}.")
             raise type(error)(f"{error}{_advice(audited)}") from error
 
 
@@ -153,14 +151,14 @@ def audits_of(cases: Sequence[Case]) -> Iterator[Audit]:
         except (CannotRunError, ShapeError) as error:
             if len(cases) == 1:
                 raise
-            audited = AuditedFunction(
-                function=case.function,
-                convention=case.convention,
-                name=case.name,
-                arguments=case.arguments,
-            )
             result = _record(
-                audited, [Finding(kind="cannot_be_called", severity="wrong", sentence=str(error))]
+                AuditedFunction(
+                    function=case.function,
+                    convention=case.convention,
+                    name=case.name,
+                    arguments=case.arguments,
+                ),
+                [Finding(kind="cannot_be_called", severity="wrong", sentence=str(error))],
             )
         findings = [
             replace(f, severity="fragile") if f.severity == "wrong" and f.kind in case.fragile else f
@@ -197,19 +195,20 @@ def _audit_of(audited: AuditedFunction, first: Tensor, impurities: list[Finding]
     edges, of_edges = check_extreme_inputs(audited, is_claimed=is_claimed, is_random=is_random)
     accuracy = () if is_random else accuracy_rows(audited, log_ratios.estimator, is_claimed)
     masks, of_padding = ((), []) if is_random else check_padding(audited)
-    ignores_padding = bool(masks) and not masks[0].problem
     of_batch = (
-        [] if is_impure else batch_findings(audited, evidence.gradient, ignores_padding=ignores_padding)
+        []
+        if is_impure
+        else batch_findings(audited, evidence.gradient, ignores_padding=bool(masks) and not masks[0].problem)
     )
-    is_separable = not any(finding.kind == "batch_dependent" for finding in of_batch)
-    truncated = truncated_ratio_zones(audited) if is_separable else []
+    is_dependent = any(finding.kind == "batch_dependent" for finding in of_batch)
+    truncated = [] if is_dependent else truncated_ratio_zones(audited)
     findings = [
         *impurities,
         *of_batch,
         *(() if is_impure else nan_input_findings(audited)),
         *value_findings(evidence),
         *gradient_findings(evidence),
-        *log_ratio_findings(log_ratios, is_claimed, evidence.gradient.is_right),
+        *([] if is_dependent else log_ratio_findings(log_ratios, is_claimed, evidence.gradient.is_right)),
         *of_edges,
         *truncated_ratio_findings(truncated),
         *of_padding,

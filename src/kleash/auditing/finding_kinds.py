@@ -28,8 +28,8 @@ FINDINGS: Mapping[str, FindingKind] = MappingProxyType(
             "its value has the other sign", "negate it, or set sign=-1 in the convention"
         ),
         "wrong_scale": FindingKind(
-            "its value is a multiple of the claimed divergence, over one token or over several",
-            "remove the factor, or move it into the coefficient; where it is a mean in place of a sum, take the sum",
+            "its value is a multiple of the claimed divergence, or of k2, over one token or over several",
+            "remove the factor, or move it into the coefficient; where a sum and a mean are exchanged, take the other",
         ),
         "wrong_later_tokens": FindingKind(
             "its value is right for the first token of a response but not for the later ones",
@@ -186,7 +186,7 @@ OF_TOKENS = MappingProxyType(
 def remedy_of(kind: str, convention: Convention) -> str:
     """What to change in a function of this convention because of a finding."""
     claims, is_kl = convention.claims, convention.claims == "kl"
-    match convention.sees:
+    match "tokens" if convention.place == "reward" else convention.sees:
         case "tokens":
             value = OF_TOKENS[convention.place] if is_kl else f"an unbiased estimate of {LABELS[claims]}"
         case "hidden":

@@ -168,15 +168,21 @@ def exact(
 
 
 @cache
-def candidates(of: ValueOrGradient, sampling: Sampling) -> Mapping[str, Float64[Tensor, "pairs entries"]]:
-    """Label -> each quantity that a value or a gradient may be, on each of the one-token distributions."""
+def candidates(
+    of: ValueOrGradient, sampling: Sampling, *, of_tokens: bool = False
+) -> Mapping[str, Float64[Tensor, "pairs entries"]]:
+    """Label -> each quantity that a value or a gradient may be, on each of the one-token distributions.
+
+    A function ``of_tokens`` that are sampled does not know the size of the vocabulary.
+    """
     return MappingProxyType(
         {
             label: torch.stack(
                 [exact(of, toy, sampling, label)["token"].flatten() for toy in one_token_distributions()]
             )
             for label, quantity in known_quantities().items()
-            if of == "value" or {quantity.kind, label}.isdisjoint(VALUES_ONLY)
+            if (of == "value" or {quantity.kind, label}.isdisjoint(VALUES_ONLY))
+            and not (of_tokens and quantity.kind == "wrong_scale")
         }
     )
 

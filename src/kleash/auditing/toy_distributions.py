@@ -149,8 +149,12 @@ class ToyDistributions:
         vocabulary = range(self.logits_p.shape[-1])
         prefixes = [prefix for length in range(self.steps) for prefix in product(vocabulary, repeat=length)]
         rows = {prefix: row for row, prefix in enumerate(prefixes)}
-        responses = map(tuple, self.tokens.tolist())
-        return torch.tensor([[rows[response[:step]] for step in range(self.steps)] for response in responses])
+        return torch.tensor(
+            [
+                [rows[tuple(response[:step])] for step in range(self.steps)]
+                for response in self.tokens.tolist()
+            ]
+        )
 
     def sampling_logits(self, sampling: Sampling) -> Float64[Tensor, "prefixes vocab"]:
         """The logits of the distribution that the tokens are sampled from."""

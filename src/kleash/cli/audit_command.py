@@ -86,8 +86,7 @@ def print_audit_counts(audits: Sequence[Audit], page: Path | None) -> None:
     """Print how many functions were audited and have faults, and the path of the page, if there is one."""
     num_faulty = sum(bool(audit.faults) for audit in audits)
     num_wrong = sum(bool(audit.failing({"wrong"})) for audit in audits)
-    functions = f"{counted(len(audits), 'function')} audited"
     severities = f": {num_wrong} wrong, {num_faulty - num_wrong} only fragile" if num_faulty else ""
-    print(f"\n{functions}, {num_faulty} with faults{severities}")
+    print(f"\n{counted(len(audits), 'function')} audited, {num_faulty} with faults{severities}")
     if page is not None:
         print(f"page: {page}")

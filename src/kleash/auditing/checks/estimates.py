@@ -58,17 +58,19 @@ def estimate_sentences(evidence: Evidence) -> tuple[str, ...]:
 
 def value_findings(evidence: Evidence) -> Iterator[Finding]:
     """Yield findings about the expected value and about negative single values."""
-    value = evidence.value
+    value, of_gradient = evidence.value, _mismatch_kind(evidence.gradient)
     if not value.is_right:
-        kind, where = _mismatch_kind(value), _worst_value(evidence, "on-policy")[0]
+        is_multiple = _mismatch_kind(value) == "biased_value" and of_gradient in ("wrong_sign", "wrong_scale")
+        culprit = evidence.gradient if is_multiple else value  # the factor is the fault of 2 x k2
+        kind, where = _mismatch_kind(culprit), _worst_value(evidence, "on-policy")[0]
         yield Finding(
             kind=kind,
             severity="note" if kind == "biased_value" and evidence.gradient.is_right else "wrong",
             sentence=_value_sentence(evidence),
             where=where,
-            remedy=_mismatch_remedy(value, evidence.audited.convention),
+            remedy=_mismatch_remedy(culprit, evidence.audited.convention),
         )
-    if value.positions.level == "neither":
+    if value.positions.level == "neither" and str(value.on_policy) != "zero":
         is_only_logged = evidence.gradient.is_right and evidence.gradient.positions.level != "neither"
         yield Finding(
             kind="wrong_scale" if value.positions.is_uniform else "wrong_later_tokens",
@@ -149,7 +151,9 @@ def _value_sentence(evidence: Evidence) -> str:
     """The expected value in a sentence."""
     match, claimed, level = evidence.value.on_policy, evidence.claimed, evidence.value.positions.level
     estimator = ESTIMATOR_LEVELS[evidence.estimator_level].format(evidence.log_ratios.estimator)
-    of_several = LEVELS[level] if level == "sequence" or (level == "token" and not estimator) else ""
+    of_several = (
+        LEVELS[level] if level == "sequence" or (level in ("token", "neither") and not estimator) else ""
+    )
     if evidence.value.is_right:
         deviation = max(row.standard_deviation for row in _of_one_token(evidence.value_rows, "on-policy"))
         accuracy = "an unbiased estimate of" if deviation > 1e-3 else "exactly"
@@ -158,9 +162,9 @@ def _value_sentence(evidence: Evidence) -> str:
         unclamped = evidence.log_ratios.unclamped_range("value")
         return f"Its value is {accuracy} {claimed}{of_several}{', ' + unclamped if unclamped else ''}{estimator}."
     if match is not None and not is_quantity(match, claimed, everywhere=False):
-        return (
-            f"Its value is in expectation {match}{of_several}{match.restriction}, not {claimed}{estimator}."
-        )
+        is_zero = str(evidence.value) == "zero for one token"
+        end = f"; over responses of three tokens {_describe_positions(evidence)}" if is_zero else estimator
+        return f"Its value is in expectation {match}{of_several}{match.restriction}, not {claimed}{end}."
     what = "estimates no divergence of the table"
     if match is not None:
         what = f"is {claimed} only where no log ratio is large"
@@ -212,7 +216,7 @@ def gradient_findings(evidence: Evidence) -> Iterator[Finding]:
         return
     sentence = _gradient_sentence(evidence)
     if not gradient.is_right:
-        is_zero = gradient.on_policy is not None and gradient.on_policy.quantity == "zero"
+        is_zero = str(gradient) == "zero"  # everywhere, and for several tokens
         is_same = _mismatch_kind(gradient) in ("wrong_sign", "wrong_scale", _mismatch_kind(evidence.value))
         yield Finding(
             kind="zero_gradient" if is_zero else "wrong_gradient",
@@ -278,8 +282,14 @@ def _gradient_sentence(evidence: Evidence) -> str:
     if gradient.is_right:
         unclamped = evidence.log_ratios.unclamped_range("gradient")
         return f"{usage} it follows {claimed}{LEVELS[positions.level]}, {unclamped or 'as it should'}."
-    if match is not None and match.quantity == "zero":
+    if str(gradient) == "zero":
         return f"{usage} its expected gradient is zero: as a penalty it has no effect."
+    if str(gradient) == "zero for one token":
+        return (
+            f"{usage} its expected gradient is zero for one token, but not for several: its cosine with that of "
+            f"{claimed} is {positions.token_cosine:.3g} token by token, and {positions.sequence_cosine:.3g} between "
+            "whole responses."
+        )
     what = f"no divergence of the table, and not {claimed}"
     if is_quantity(match, claimed, everywhere=False):
         what = f"{claimed} only where no log ratio is large"

@@ -1,6 +1,5 @@
 """What value and gradient are: the quantities that they match, for one token and over responses of several."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, TypeGuard, get_args
@@ -21,6 +20,7 @@ from kleash.auditing.checks.log_ratios import LogRatios, scan_log_ratios
 from kleash.auditing.quantities import (
     LABELS,
     MAX_STANDARD_ERRORS,
+    NEGLIGIBLE,
     TOLERANCE,
     QuantityMatch,
     ValueOrGradient,
@@ -129,21 +129,24 @@ def gather_evidence(audited: AuditedFunction) -> Evidence:
         [e for e in expectations if e.sampling == sampling and e.toy.steps == 1] for sampling in SAMPLINGS
     ]
     on_policy, off_policy = (e for e in expectations if e.toy.steps > 1)
-    values, gradients = (
-        [matched_quantity(e, of, claimed) for e in of_one] for of in get_args(ValueOrGradient)
-    )
+    matches = {
+        of: [matched_quantity(e, of, claimed, of_tokens=audited.convention.sees == "tokens") for e in of_one]
+        for of in get_args(ValueOrGradient)
+    }
     log_ratios = scan_log_ratios(audited)
 
-    def matched(
-        matches: Sequence[QuantityMatch | None], positions: PositionMatch, off_policy: Level
-    ) -> Matched:
-        is_weighted = audited.convention.takes_behaviour and all(is_quantity(x, claimed) for x in matches)
+    def matched(of: ValueOrGradient, positions: PositionMatch) -> Matched:
+        if str(matches[of][0]) == "zero":
+            positions = _zero_by_position(on_policy, of, claimed)
+        is_weighted = audited.convention.takes_behaviour and all(is_quantity(x, claimed) for x in matches[of])
         return Matched(
             claimed=claimed,
-            on_policy=matches[0],
-            off_policy=matches[1],
+            on_policy=matches[of][0],
+            off_policy=matches[of][1],
             positions=positions,
-            off_policy_level=off_policy if is_weighted and positions.level != "neither" else "",
+            off_policy_level=_level(off_policy, of, claimed)
+            if is_weighted and positions.level != "neither"
+            else "",
         )
 
     return Evidence(
@@ -152,12 +155,8 @@ def gather_evidence(audited: AuditedFunction) -> Evidence:
         is_detached=audited.convention.place != "metric" and any(e.gradient is None for e in expectations),
         value_rows=value_rows(expectations, claimed),
         gradient_rows=gradient_rows(expectations),
-        value=matched(
-            values, _value_by_position(audited, on_policy, values[0]), _level(off_policy, "value", claimed)
-        ),
-        gradient=matched(
-            gradients, _gradient_by_position(on_policy, gradients[0]), _level(off_policy, "gradient", claimed)
-        ),
+        value=matched("value", _value_by_position(audited, on_policy, matches["value"][0])),
+        gradient=matched("gradient", _gradient_by_position(on_policy, matches["gradient"][0])),
         log_ratios=log_ratios,
         estimator_level=_estimator_level(audited, log_ratios.estimator),
     )
@@ -192,17 +191,31 @@ def _level(expected: Expectation, of: ValueOrGradient, label: str, factor: float
     return "neither"
 
 
+def _zero_by_position(expected: Expectation, of: ValueOrGradient, claimed: str) -> PositionMatch:
+    """Compare the value or gradient of a response, which for one token is zero, with the claimed one."""
+    measured, error = expected.measured(of)
+    targets = torch.stack([*exact(of, expected.toy, expected.sampling, claimed).values()])
+    if measured is None or measured.norm() <= NEGLIGIBLE * targets.norm() + MAX_STANDARD_ERRORS * error:
+        return PositionMatch(level="")
+    by_token, by_sequence = cosine_similarities(
+        measured.flatten(), targets.reshape(len(targets), -1)
+    ).tolist()
+    return PositionMatch(level="neither", token_cosine=by_token, sequence_cosine=by_sequence)
+
+
 def _value_by_position(
     audited: AuditedFunction, expected: Expectation, match: QuantityMatch | None
 ) -> PositionMatch:
     """Compare the expected value of a response with the quantity that it is for one token."""
     if not _has_levels(match):
         return PositionMatch(level="")
+    if not match.everywhere:  # but where no log ratio is large
+        expected = expectation(audited, near_responses(), expected.sampling)
     level = _level(expected, "value", match.quantity, match.factor)
     gives_each = audited.convention.place == "metric" and audited.convention.gives in ("token", "vocabulary")
     if level != "neither" and not gives_each:
         return PositionMatch(level=level)
-    toys = single_position_distributions()
+    toys = single_position_distributions(expected.toy)
     exact_levels = [exact("value", toy, expected.sampling, match.quantity) for toy in toys]
     targets = [match.factor * levels["token"].item() for levels in exact_levels]
     try:
@@ -225,9 +238,15 @@ def _value_by_position(
 
 
 @cache
-def single_position_distributions() -> tuple[ToyDistributions, ...]:
-    """The distributions over three tokens, with q = p except at the first, the second or the third position."""
+def near_responses() -> ToyDistributions:
+    """The distributions over responses of three tokens, with q so close to p that no log ratio is large."""
     toy = toy_distributions()[SEQUENCES]
+    return replace(toy, logits_q=toy.logits_p + (toy.logits_q - toy.logits_p) / 4)
+
+
+@cache
+def single_position_distributions(toy: ToyDistributions) -> tuple[ToyDistributions, ...]:
+    """The distributions over three tokens, with q = p except at the first, the second or the third position."""
     return tuple(
         replace(toy, logits_q=torch.where(_has_length(toy, step).unsqueeze(-1), toy.logits_q, toy.logits_p))
         for step in range(toy.steps)
@@ -272,9 +291,7 @@ def _gradient_factors(expected: Expectation, gradient: Tensor, target: Tensor) -
 
 def _has_length(toy: ToyDistributions, length: int) -> Bool[Tensor, " prefixes"]:
     """The prefixes of this many tokens."""
-    is_chosen = torch.zeros(len(toy.logits_p), dtype=torch.bool)
-    is_chosen[toy.prefix_rows[:, length].unique()] = True
-    return is_chosen
+    return torch.isin(torch.arange(len(toy.logits_p)), toy.prefix_rows[:, length])
 
 
 def _estimator_level(audited: AuditedFunction, name: str) -> Level:
@@ -284,8 +301,7 @@ def _estimator_level(audited: AuditedFunction, name: str) -> Level:
     """
     if not name:
         return ""
-    toy = toy_distributions()[SEQUENCES]
-    near = replace(toy, logits_q=toy.logits_p + (toy.logits_q - toy.logits_p) / 4)  # below every clamp
+    near = near_responses()
     inputs = near.inputs(near.logits_p.clone().requires_grad_(), "on-policy")
     totals = audited.values(inputs).detach().double().sum(-1)
     log_ratios = (inputs.token_logp - inputs.token_logq).detach()

@@ -116,7 +116,7 @@ def _expectation_of_one_pass(
 
 
 def matched_quantity(
-    chosen: Sequence[Expectation], of: ValueOrGradient, claimed: str
+    chosen: Sequence[Expectation], of: ValueOrGradient, claimed: str, *, of_tokens: bool
 ) -> QuantityMatch | None:
     """The known quantity that is the value, or the gradient, over a single token; None if there is none."""
     measured = [e.measured(of) for e in chosen]
@@ -124,7 +124,9 @@ def matched_quantity(
     if len(flat) < len(chosen):
         return None
     pairs, errors = [e.toy.name for e in chosen], torch.tensor([error for _, error in measured]).double()
-    return match_quantity(torch.stack(flat), candidates(of, chosen[0].sampling), pairs, claimed, errors)
+    return match_quantity(
+        torch.stack(flat), candidates(of, chosen[0].sampling, of_tokens=of_tokens), pairs, claimed, errors
+    )
 
 
 def value_rows(expectations: Sequence[Expectation], claimed: str) -> tuple[ValueRow, ...]:

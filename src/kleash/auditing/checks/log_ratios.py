@@ -220,8 +220,13 @@ def _scan_distributions(audited: AuditedFunction, log_odds: Tensor) -> Scan:
     logits_p.requires_grad_()
     claimed = divergence(claims, logits_p.log_softmax(-1), logits_q.log_softmax(-1)).squeeze(-1)
     (claimed_gradients,) = torch.autograd.grad(claimed.sum(), logits_p)
-    first = None if gradients is None else gradients[:, 0]
-    return Scan(log_odds, values, first, claimed.detach(), claimed_gradients[:, 0, 0])
+    return Scan(
+        log_odds,
+        values,
+        None if gradients is None else gradients[:, 0],
+        claimed.detach(),
+        claimed_gradients[:, 0, 0],
+    )
 
 
 def _gradients(scan: Scan) -> Float64[Tensor, " points"]:

@@ -236,8 +236,7 @@ def _imports_from(node: ast.stmt, source: Path) -> bool:
     if not isinstance(node, ast.Import | ast.ImportFrom):
         return False
     top = _path_of_import(node).partition(".")[0]
-    names = (top, f"{top}.py", f"src/{top}")
-    return not top or any((source / name).exists() for name in names)
+    return not top or any((source / name).exists() for name in (top, f"{top}.py", f"src/{top}"))
 
 
 def _path_of_import(node: ast.Import | ast.ImportFrom) -> str:

@@ -23,9 +23,8 @@ def grpo_loss(
 
     It starts from log-probabilities, which the layer computes from hidden states, one sequence at a time.
     """
-    function = import_target("liger_kernel.chunked_loss.grpo_loss").LigerFusedLinearGRPOFunction
     token_mask = mask.to(token_logp.dtype)
-    loss, _ = function.ppo_loss_fn(
+    loss, _ = import_target("liger_kernel.chunked_loss.grpo_loss").LigerFusedLinearGRPOFunction.ppo_loss_fn(
         token_logp,
         token_mask,
         torch.zeros(len(token_logp), dtype=token_logp.dtype),
@@ -55,8 +54,7 @@ def jsd_loss(
         weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta, compiled=False
     )
     rows_p, rows_q = hidden_p.flatten(0, -2), hidden_q.flatten(0, -2)
-    labels = torch.zeros(len(rows_p), dtype=torch.long)
-    return loss(rows_p, weight_p, rows_q, weight_q, labels)
+    return loss(rows_p, weight_p, rows_q, weight_q, torch.zeros(len(rows_p), dtype=torch.long))
 
 
 LIGER_GRPO = "liger_kernel.chunked_loss.grpo_loss.LigerFusedLinearGRPOFunction.ppo_loss_fn"

@@ -103,8 +103,9 @@ def grpo_loss(
     token_logp: Tensor, token_logq: Tensor, behaviour_logp: Tensor | None, mask: Tensor, **settings: Any
 ) -> Tensor:
     """The loss of TRL's ``GRPOTrainer`` with advantages 0 and beta 1: its KL term, a scalar."""
-    trainer_class = import_target("trl.trainer.grpo_trainer").GRPOTrainer
-    trainer = uninitialised_trainer(trainer_class, token_logp, **settings)
+    trainer = uninitialised_trainer(
+        import_target("trl.trainer.grpo_trainer").GRPOTrainer, token_logp, **settings
+    )
     return trainer._compute_loss(None, trainer_inputs(token_logp, token_logq, mask, behaviour_logp))
 
 
@@ -115,8 +116,9 @@ def uncorrected_grpo_loss(token_logp: Tensor, token_logq: Tensor, mask: Tensor) 
 
 def gmpo_loss(token_logp: Tensor, token_logq: Tensor, mask: Tensor) -> Tensor:
     """The loss of TRL's experimental ``GMPOTrainer`` with advantages 0 and beta 1: its KL term, a scalar."""
-    trainer_class = import_target("trl.experimental.gmpo.gmpo_trainer").GMPOTrainer
-    trainer = uninitialised_trainer(trainer_class, token_logp)
+    trainer = uninitialised_trainer(
+        import_target("trl.experimental.gmpo.gmpo_trainer").GMPOTrainer, token_logp
+    )
     return trainer._compute_loss(None, trainer_inputs(token_logp, token_logq, mask, None))
 
 
@@ -164,25 +166,29 @@ def chunked_divergence(
     beta: float = 1.0,
 ) -> Tensor:
     """TRL's ``ChunkedDivergenceFunction``: student p, teacher q; beta 1 is KL(p || q), 0 is KL(q || p)."""
-    apply = import_target("trl.kernels.chunked_divergence").ChunkedDivergenceFunction.apply
     rows_p, rows_q = hidden_p.flatten(0, -2), hidden_q.flatten(0, -2)
-    divergence, _ = apply(rows_p, weight_p, None, rows_q, weight_q, None, beta, 1.0)
+    divergence, _ = import_target("trl.kernels.chunked_divergence").ChunkedDivergenceFunction.apply(
+        rows_p, weight_p, None, rows_q, weight_q, None, beta, 1.0
+    )
     return divergence.reshape(hidden_p.shape[:-1])
 
 
 def generalised_jsd(logits_p: Tensor, logits_q: Tensor, *, beta: float = 0.5) -> Tensor:
     """TRL's ``GKDTrainer.generalized_jsd_loss``, one number per position: student p, teacher q."""
-    trainer = import_target("trl.experimental.gkd.gkd_trainer").GKDTrainer
-    return trainer.generalized_jsd_loss(logits_p, logits_q, beta=beta, reduction="none").sum(-1)
+    return (
+        import_target("trl.experimental.gkd.gkd_trainer")
+        .GKDTrainer.generalized_jsd_loss(logits_p, logits_q, beta=beta, reduction="none")
+        .sum(-1)
+    )
 
 
 def generalised_jsd_batchmean(
     logits_p: Tensor, logits_q: Tensor, mask: Tensor, *, beta: float = 0.5
 ) -> Tensor:
     """TRL's ``GKDTrainer.generalized_jsd_loss`` as the trainer reduces it, over the positions in the mask."""
-    trainer = import_target("trl.experimental.gkd.gkd_trainer").GKDTrainer
-    labels = torch.where(mask.bool(), 0, -100)
-    return trainer.generalized_jsd_loss(logits_p, logits_q, labels=labels, beta=beta)
+    return import_target("trl.experimental.gkd.gkd_trainer").GKDTrainer.generalized_jsd_loss(
+        logits_p, logits_q, labels=torch.where(mask.bool(), 0, -100), beta=beta
+    )
 
 
 SDFT = "trl.experimental.sdft.loss_utils"

@@ -65,12 +65,10 @@ def forward_kl_topk(
 
     The clamp of log-probabilities at -10 is verl's default; that of the aggregated loss at 0 and 10 is not included.
     """
-    losses = import_target("verl.trainer.distillation.fsdp.losses")
-    student = logits_p.flatten(0, -2).unsqueeze(0)
     teacher = logits_q.detach().flatten(0, -2).log_softmax(-1).topk(min(k, logits_q.shape[-1]), dim=-1)
     settings = SimpleNamespace(use_chunked_topk=False, chunked_topk_chunk_size=4096, log_prob_min_clamp=-10.0)
-    result = losses.compute_forward_kl_topk(
-        student,
+    result = import_target("verl.trainer.distillation.fsdp.losses").compute_forward_kl_topk(
+        logits_p.flatten(0, -2).unsqueeze(0),
         *(torch.nested.as_nested_tensor([x], layout=torch.jagged) for x in (teacher.values, teacher.indices)),
         SimpleNamespace(distillation_loss=settings),
         "thd",
@@ -80,8 +78,7 @@ def forward_kl_topk(
 
 def rollout_metric(token_logp: Tensor, token_logq: Tensor, mask: Tensor, *, metric: str = "k3_kl") -> Tensor:
     """A KL metric of verl's rollout correction: p generated (the rollout engine), q is the trainer's policy."""
-    helper = import_target("verl.trainer.ppo.rollout_corr_helper")
-    metrics = helper.compute_offpolicy_metrics(
+    metrics = import_target("verl.trainer.ppo.rollout_corr_helper").compute_offpolicy_metrics(
         old_log_prob=token_logq.detach(), rollout_log_prob=token_logp.detach(), response_mask=mask.bool()
     )
     return torch.tensor(metrics[metric], dtype=token_logp.dtype)
