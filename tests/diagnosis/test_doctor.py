@@ -231,6 +231,10 @@ HEALTHY_NOISE: dict[str, Callable[[World], Any]] = {
     "half of the tokens equal": lambda world: 0.01 * (world.random.random(len(world.tokens)) < 0.5),
     "shrinking": lambda world: 0.03 / (1 + world.position / 3),
     "of the largest size": lambda _: 0.03,
+    "one response not equal bit for bit": lambda _: 0.02 * (np.arange(SEQUENCES * TIME) < TIME),
+    "two responses noisier than the rest": lambda _: np.repeat(
+        [0.1, 0.01], [2 * TIME, (SEQUENCES - 2) * TIME]
+    ),
 }
 """The size of each token's errors of its logits."""
 

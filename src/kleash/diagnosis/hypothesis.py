@@ -81,7 +81,7 @@ def _scores(table: TokenTable, hypotheses: Sequence[Hypothesis], is_used: np.nda
             hypothesis.residual[is_used], hypothesis.unit[is_used], table.rounding_error[is_used]
         )
         lowest = None if hypothesis.lowest is None else hypothesis.lowest[is_used]
-        values = held_out(residuals, hypothesis.family, table.fold[is_used], lowest)
+        values = held_out(residuals, hypothesis.family, table.fold[is_used], numbers, lowest)
         fallback = fallback if len(fallback) else np.nan_to_num(values, nan=-10.0)
         sums = np.bincount(numbers, weights=np.where(np.isfinite(values), values, fallback))
         rows.insert(0, np.asarray(sums - hypothesis.penalty / len(sums), dtype=np.float64))

@@ -7,6 +7,8 @@ judged by the other.
 """
 
 import math
+from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -48,6 +50,11 @@ EM_STEPS, RELAXATION = 40, 1.8
 """Tokens to which the weights are fitted, steps of expectation maximisation, and the power of each within blocks."""
 EVEN_TOKENS = 5
 """Tokens that count for all components of a block alike, beside those that the weights are fitted to."""
+OCTAVES = (0, 1, -1, 2, -2, 4, -4, 8, -8, 16, -16)
+OCTAVE_SHARES = np.r_[0.8, np.full(10, 0.02)]
+SLACK = 2
+"""Powers of 2 by which all errors of a response may be larger than those of others, since other kernels or batches made
+them, or none; the share of the responses for each; and by how many they may be above the largest of a block."""
 
 
 class Block(NamedTuple):
@@ -150,31 +157,53 @@ def mass_above(residuals: Residuals, lowest: Floats, members: NDArray[np.int64])
     return np.where(KIND[members] == TAILED, 0.5 + z / (2 * np.sqrt(2 + z**2)), normal)
 
 
-def _fit(log_likelihoods: Floats, family: Family, members: NDArray[np.int64]) -> Floats:
-    """The weights of a family's components, by expectation maximisation.
+def _fit(log_likelihoods: Floats, blocks: Sequence[Block]) -> Floats:
+    """The weights of the components, 0 outside of the blocks, by expectation maximisation.
 
     Args:
         log_likelihoods: of the tokens under each of the components, [tokens, components].
-        family: the restriction.
-        members: the components.
+        blocks: a family, of these components.
     """
     log_likelihoods = log_likelihoods[:: max(1, len(log_likelihoods) // FITTED_TOKENS)]
     highest = log_likelihoods.max(axis=1, keepdims=True, initial=-1e300)
     likelihoods, count = np.exp(log_likelihoods - highest).astype(np.float32), len(log_likelihoods)
-    blocks = [block.members[members] for block in family]
-    weights = np.ones(len(members)) / len(members)
-    ratios = np.ones(len(members))
+    weights = np.any([block.members for block in blocks], axis=0) / log_likelihoods.shape[1]
+    ratios = np.ones(len(weights))
     for step in range(EM_STEPS + 1):
         if step and count:
             mixed = np.maximum(likelihoods @ weights.astype(np.float32), 1e-12)
             ratios = ((1 / mixed) @ likelihoods / count).astype(np.float64)
         # Shares of blocks by plain steps: relaxed ones would add what the even weights take from a component.
-        sums = [float(weights[inside] @ ratios[inside]) for inside in blocks[1:]]
-        shares = [min(max(total, each.low), each.high) for total, each in zip(sums, family[1:], strict=True)]
+        sums = [float(weights[block.members] @ ratios[block.members]) for block in blocks[1:]]
+        shares = [
+            min(max(total, block.low), block.high) for total, block in zip(sums, blocks[1:], strict=True)
+        ]
         weights *= ratios**RELAXATION
-        for inside, share in zip(blocks, [max(1 - sum(shares), 1e-9), *shares], strict=True):
-            weights[inside] = _scaled(weights[inside], share, count)
+        for block, share in zip(blocks, [max(1 - sum(shares), 1e-9), *shares], strict=True):
+            weights[block.members] = _scaled(weights[block.members], share, count)
     return weights
+
+
+def _moved(family: Family) -> NDArray[np.int64]:
+    """The component [octaves, components] that stands for each one where all errors are larger by an octave.
+
+    The nearest of its kind, of at most ``SLACK`` octaves above the largest of its block. Those outside of the family
+    stay.
+    """
+    place = np.log2(SCALE)
+    moved = np.tile(place, (len(OCTAVES), 1))
+    for block, kind in product(family, (NORMAL, TAILED, EQUAL)):
+        inside = block.members & (kind == KIND)
+        if inside.any():
+            lowest, highest = place[inside].min(), place[inside].max() + SLACK
+            moved[:, inside] = np.clip(place[inside] + np.array(OCTAVES)[:, None], lowest, highest)
+    return (np.abs(moved[..., None] - place) + 1e3 * (KIND[:, None] != KIND)).argmin(axis=-1)
+
+
+def _log_octaves(values: Floats, response: NDArray[np.int64]) -> Floats:
+    """Log-probabilities [tokens, octaves] of the octaves of each token's response, by log-densities of that shape."""
+    sums = np.log(OCTAVE_SHARES) + np.stack([np.bincount(response, column) for column in values.T], axis=1)
+    return (sums - np.logaddexp.reduce(sums, axis=1, keepdims=True))[response]
 
 
 def _scaled(weights: Floats, share: float, tokens: int) -> Floats:
@@ -189,21 +218,28 @@ def _scaled(weights: Floats, share: float, tokens: int) -> Floats:
 
 
 def held_out(
-    residuals: Residuals, family: Family, fold: NDArray[np.int64], lowest: Floats | None = None
+    residuals: Residuals,
+    family: Family,
+    fold: NDArray[np.int64],
+    response: NDArray[np.int64],
+    lowest: Floats | None = None,
 ) -> Floats:
     """The log-density of each token under the weights that the other fold's tokens give; NaN where it has no value.
 
+    That of a response is of the mixture over ``OCTAVES``, of which each token has a part.
+
     With ``lowest``, it is that of values of which as few lie below these bounds as of the other fold's.
     """
-    members = np.flatnonzero(np.any([block.members for block in family], axis=0))
-    logs, has_value = log_densities(residuals, members), np.isfinite(residuals.values)
-    result = np.full(len(fold), np.nan)
+    moved, has_value = _moved(family), np.isfinite(residuals.values)
+    members = np.unique(moved[:, np.any([block.members for block in family], axis=0)])
+    blocks = [block._replace(members=block.members[members]) for block in family]
+    moves = moved[:, members, None] == members  # [octaves, from, to]
+    logs, result = log_densities(residuals, members), np.full(len(fold), np.nan)
     for number in np.unique(fold):
         is_judged, is_fitted = (has_value & (fold == number), has_value & (fold != number))
-        weights = _fit(logs[is_fitted], family, members)
-        judged = logs[is_judged] + np.log(np.maximum(weights, 1e-300))
-        highest = judged.max(axis=1, initial=-1e300)
-        result[is_judged] = highest + np.log(np.exp(judged - highest[:, None]).sum(axis=1))
+        weights, numbers = (_fit(logs[is_fitted], blocks) @ moves).T, response[is_judged]
+        highest = logs[is_judged].max(axis=1, keepdims=True, initial=-1e300)
+        values = highest + np.log(np.maximum(np.exp(logs[is_judged] - highest) @ weights, 1e-300))
         if lowest is not None:
             is_below, rest = (
                 residuals.values < lowest,
@@ -211,6 +247,9 @@ def held_out(
             )
             share = (is_below[is_fitted].sum() + 1) / (is_fitted.sum() + 2)
             above = (mass_above(rest, lowest[is_judged], members) @ weights).clip(1e-9, 1 - 1e-9)
-            below = is_below[is_judged]
-            result[is_judged] += np.log(np.where(below, share / (1 - above), (1 - share) / above))
+            below = is_below[is_judged, None]
+            values += np.log(np.where(below, share / (1 - above), (1 - share) / above))
+        octaves = _log_octaves(values, numbers)
+        prior = (np.log(OCTAVE_SHARES) - octaves) / np.bincount(numbers)[numbers, None]
+        result[is_judged] = (np.exp(octaves) * (values + prior)).sum(axis=1)
     return result
