@@ -52,6 +52,23 @@ REPLACEMENTS: Wrappers = MappingProxyType(
     }
 )
 """What is replaced in ``core_algos``."""
+_CHECKPOINTS = {
+    "_save_checkpoint": (("self",), save_checkpoint),
+    "_load_checkpoint": (("self",), load_checkpoint),
+}
+_AVERAGED = ("loss_mat", "loss_mask")
+WRAPPERS: Mapping[str, Wrappers] = MappingProxyType(
+    {
+        CORE: {"agg_loss": (_AVERAGED, partial(select_and_call, _AVERAGED))},
+        UTILS: {"need_reference_policy": (("config",), need_reference_policy)},
+        TRAINER: {f"PPOTrainer.{name}": wrapper for name, wrapper in _CHECKPOINTS.items()},
+        RAY_TRAINER: {
+            "apply_kl_penalty": (("data", "kl_ctrl", "kl_penalty"), apply_kl_penalty),
+            **{f"RayPPOTrainer.{name}": wrapper for name, wrapper in _CHECKPOINTS.items()},
+        },
+    }
+)
+"""Module -> what is wrapped in it."""
 EXACT_WRAPPERS: Mapping[str, Wrappers] = MappingProxyType(
     {
         ENGINE: {
@@ -68,7 +85,7 @@ EXACT_WRAPPERS: Mapping[str, Wrappers] = MappingProxyType(
         LOSSES: {"ppo_loss": (("config", "model_output", "data", "dp_group"), EXACT_KL.ppo_loss)},
     }
 )
-"""Module -> what is wrapped in it for the exact KL."""
+"""Module -> what is wrapped in it besides, for the exact KL."""
 
 
 def install(*, exact: bool = False, top_k_distillation: str | None = None) -> None:
@@ -107,11 +124,5 @@ def install(*, exact: bool = False, top_k_distillation: str | None = None) -> No
     for module, wrappers in EXACT_WRAPPERS.items() if exact else ():
         wrap_after_import(module, wrappers)
     wrap_after_import(CORE, REPLACEMENTS, put=replace_everywhere)
-    averaged = ("loss_mat", "loss_mask")
-    wrap_after_import(CORE, {"agg_loss": (averaged, partial(select_and_call, averaged))})
-    rewards = (("data", "kl_ctrl", "kl_penalty"), apply_kl_penalty)
-    wrap_after_import(RAY_TRAINER, {"apply_kl_penalty": rewards})
-    wrap_after_import(UTILS, {"need_reference_policy": (("config",), need_reference_policy)})
-    methods = {"_save_checkpoint": save_checkpoint, "_load_checkpoint": load_checkpoint}
-    for module, trainer in ((TRAINER, "PPOTrainer"), (RAY_TRAINER, "RayPPOTrainer")):
-        wrap_after_import(module, {f"{trainer}.{name}": (("self",), methods[name]) for name in methods})
+    for module, wrappers in WRAPPERS.items():
+        wrap_after_import(module, wrappers)

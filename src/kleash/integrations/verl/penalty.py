@@ -11,6 +11,7 @@ from types import MappingProxyType
 from jaxtyping import Float
 from torch import Tensor
 
+from kleash.arguments import validated
 from kleash.divergences import DIVERGENCES
 from kleash.divergences.functions import divergence_of_rows
 from kleash.errors import ShapeError
@@ -37,9 +38,10 @@ NAMES: Mapping[str, str] = MappingProxyType(
 """verl's name -> kleash's; "exact" is new. With a ``+`` behind, any has the gradient of KL(policy || reference)."""
 
 
+@validated
 def kl_penalty(
-    logprob: Float[Tensor, "*any_p"],
-    ref_logprob: Float[Tensor, "*any_q"],
+    logprob: Float[Tensor, "*logprobs"],
+    ref_logprob: Float[Tensor, "*logprobs"],
     kl_penalty: str,
 ) -> Float[Tensor, "*tokens"]:
     """KL(policy || reference) in nats per token, with the arguments of ``verl.trainer.ppo.core_algos.kl_penalty``.
@@ -71,11 +73,6 @@ def kl_penalty(
         verl 0.9.1, https://github.com/verl-project/verl
     """
     name = look_up(NAMES, kl_penalty.removesuffix("+"), "KL penalty of verl")
-    if logprob.shape != ref_logprob.shape:
-        raise ShapeError(
-            f"logprob is {tuple(logprob.shape)} and ref_logprob {tuple(ref_logprob.shape)}; "
-            "give the same tokens under both"
-        )
     if name == "exact":
         if logprob.ndim != 3:
             raise ShapeError(
