@@ -302,7 +302,7 @@ HOT = {"temperature": 2.0, "top_k": -1, "generation_kwargs": {"temperature": 2.0
         ({"kl_scope": "sequence"}, {"top_p": 0.9, "loss_type": "dr_grpo"}, "the KL after each token"),
         (K1_REWARD, {"top_k": 5}, "the KL that k1 estimates"),
         ({"kl": "k3"}, {"generation_kwargs": {"typical_p": 0.9}}, r"generation_kwargs\['typical_p'\] is 0.9"),
-        ({"kl": "k3"}, {"generation_kwargs": {"temperature": 2.0}}, r"beside a temperature of 0.7\) is 2.0"),
+        ({"kl": "k3"}, {"generation_kwargs": {"temperature": 2.0}}, r"\['temperature'\] is 2.0"),
         ({"kl": "k3"}, {"generation_kwargs": {"do_sample": False}}, r"\['do_sample'\] is False"),
     ],
 )

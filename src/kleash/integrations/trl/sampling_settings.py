@@ -1,6 +1,6 @@
 """Generation settings of TRL under which responses are not samples of the policy that is trained."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -43,6 +43,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "min_tokens": (None, 0),
         "structured_outputs": (None,),
         "guided_decoding": (None,),
+        "vllm_structured_outputs_regex": (None,),
     }
 )
 """Setting -> the values with which responses are samples of the policy."""
@@ -68,7 +69,7 @@ def require_policy_samples(term: KLTerm, trainer: Any) -> None:
         if term.estimator == "exact"
         else f"the KL that {term.estimator} estimates from them"
     )
-    for name, value in _settings(trainer):
+    for name, value in _changed_settings(trainer).items():
         raise OptionError(
             f"{name} is {value!r}, so tokens are drawn from another distribution than the policy's, and "
             f"{what} is no longer that of the policy; leave {name} out, or take kl='exact' with "
@@ -76,28 +77,22 @@ def require_policy_samples(term: KLTerm, trainer: Any) -> None:
         )
 
 
-def _settings(trainer: Any) -> Iterator[tuple[str, Any]]:
-    """The settings that change the distribution of the samples, with their values."""
+def _changed_settings(trainer: Any) -> dict[str, Any]:
+    """The settings that change the distribution of the samples: what an error calls each, and its value."""
     args = trainer.args
-    for name in TRL_SETTINGS:
-        value = getattr(args, name, None)
-        if not _is_neutral(name, value):
-            yield name, value
+    neutral = {**NEUTRAL, "temperature": (args.temperature,)}
     generation_kwargs = args.generation_kwargs if isinstance(args.generation_kwargs, Mapping) else {}
-    for name, value in generation_kwargs.items():
-        if name == "temperature":
-            if value != args.temperature:
-                yield f"generation_kwargs['temperature'] (beside a temperature of {args.temperature})", value
-        elif name in NEUTRAL and not _is_neutral(name, value):
-            yield f"generation_kwargs[{name!r}]", value
-    if args.use_vllm:
-        return
-    checkpoint = getattr(trainer.accelerator.unwrap_model(trainer.model), "generation_config", None)
-    for name in NEUTRAL.keys() - {*TRL_SETTINGS, "do_sample", *generation_kwargs}:  # TRL sets these itself
-        value = getattr(checkpoint, name, None)
-        if not _is_neutral(name, value):
-            yield f"the checkpoint's generation_config.{name}", value
-
-
-def _is_neutral(name: str, value: Any) -> bool:
-    return any(value is neutral or value == neutral for neutral in NEUTRAL.get(name, (None,)))
+    settings = {name: (name, getattr(args, name, None)) for name in TRL_SETTINGS}
+    settings |= {f"generation_kwargs[{name!r}]": (name, value) for name, value in generation_kwargs.items()}
+    if not args.use_vllm:
+        checkpoint = getattr(trainer.accelerator.unwrap_model(trainer.model), "generation_config", None)
+        settings |= {
+            f"the checkpoint's generation_config.{name}": (name, getattr(checkpoint, name, None))
+            for name in NEUTRAL
+            if name not in (*TRL_SETTINGS, "do_sample", *generation_kwargs)  # which TRL sets itself
+        }
+    return {
+        title: value
+        for title, (name, value) in settings.items()
+        if name in neutral and value not in neutral[name]
+    }
