@@ -89,12 +89,15 @@ class Mean:
 
         A collective: every process of the group must call it.
         """
-        if not (dist.is_available() and dist.is_initialized()):
-            return self.detached
-        total, count = self.total.detach().clone(), self.count.detach().clone()
-        for part in (total, count):
-            dist.all_reduce(part, group=group)
-        return Mean(total=total, count=count)
+        return Mean(total=sum_over_ranks(self.total, group), count=sum_over_ranks(self.count, group))
+
+
+def sum_over_ranks(values: Tensor, group: "dist.ProcessGroup | None" = None) -> Tensor:
+    """The sum of a tensor over the processes, without a gradient; a copy with a single process. A collective."""
+    total = values.detach().clone()
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(total, group=group)
+    return total
 
 
 @validated

@@ -19,7 +19,7 @@ def vowels(prompts: list[str], responses: list[str]) -> list[float]:
 
 
 def moody(prompts: list[str], responses: list[str]) -> list[float]:
-    """A reward that draws from numpy's and torch's generators, which a resumed run has to find where they were."""
+    """A reward that draws from numpy's and torch's generators, which a resumed run has to seed as before."""
     moods = np.random.random(len(responses)) + torch.rand(len(responses)).numpy()  # noqa: NPY002
     return (np.array(vowels(prompts, responses)) + moods).tolist()
 

@@ -59,7 +59,7 @@ def job_of(folder: Path, out: Path, **more: Any) -> Any:
     )
 
 
-def two_ranks(folder: Path, out: Path) -> list[int]:
+def two_ranks(folder: Path, out: Path, **more: Any) -> list[int]:
     """``two_steps`` in two forks of this process that are ranks of one run; returns their exit codes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -74,7 +74,7 @@ def two_ranks(folder: Path, out: Path) -> list[int]:
                 place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
                 os.environ |= {name: str(value) for name, value in {**place, "MASTER_PORT": port}.items()}
                 os.environ["MASTER_ADDR"] = "127.0.0.1"
-                two_steps(folder, out)
+                two_steps(folder, out, **more)
                 os._exit(0)
             except BaseException:
                 traceback.print_exc()

@@ -13,7 +13,7 @@ from kleash.records import read_steps
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The same run in this process, and in two."""
+    """The same run in this process, in two, and in two that go on with what one has begun."""
     folder = tmp_path_factory.mktemp("ppo-processes")
     tiny_job(folder, "llama")
     draw = random.Random(0)
@@ -21,6 +21,8 @@ def runs(tmp_path_factory):
     (folder / "replay.json").write_text(json.dumps(replay))
     two_steps(folder, folder / "one")
     assert two_ranks(folder, folder / "two") == [0, 0]
+    two_steps(folder, folder / "begun", steps=1)
+    assert two_ranks(folder, folder / "begun", resume=True) == [0, 0]
     return folder
 
 
@@ -31,8 +33,9 @@ def test_first_rollout_is_identical_for_any_number_of_processes(runs):
     assert {**parts[0], **parts[1]} == alone
 
 
-def test_metrics_agree_for_any_number_of_processes(runs):
-    alone, together = read_steps(runs / "one"), read_steps(runs / "two")
+@pytest.mark.parametrize("name", ["two", "begun"])
+def test_metrics_agree_for_any_number_of_processes(runs, name):
+    alone, together = read_steps(runs / "one"), read_steps(runs / name)
     assert len(alone) == len(together) == 2
     for one, other in zip(alone, together, strict=True):
         names = [key for key in one.metrics if not key.startswith("time/")]
@@ -43,12 +46,13 @@ def test_metrics_agree_for_any_number_of_processes(runs):
             assert other.metrics[key] == expected, key
 
 
-def test_final_weights_agree_for_any_number_of_processes(runs):
+@pytest.mark.parametrize("name", ["two", "begun"])
+def test_final_weights_agree_for_any_number_of_processes(runs, name):
     one, other = (
-        load_file(runs / run / "checkpoints/checkpoint-2/model.safetensors") for run in ("one", "two")
+        load_file(runs / run / "checkpoints/checkpoint-2/model.safetensors") for run in ("one", name)
     )
     assert one.keys() == other.keys() and len(one) > 20
-    first, left = (load_file(runs / path / "model.safetensors") for path in ("llama-policy", "two/policy"))
+    first, left = (load_file(runs / at / "model.safetensors") for at in ("llama-policy", f"{name}/policy"))
     moved = max((left[key] - x).abs().max().item() for key, x in first.items())
     apart = max((one[key] - other[key]).abs().max().item() for key in one)
     assert apart < 0.1 * moved, "Adam divides rounding by rounding: a weight without a gradient may differ"

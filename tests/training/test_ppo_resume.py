@@ -77,8 +77,10 @@ def equal(one, other):
     )
 
 
-def test_killed_and_resumed_run_is_bit_identical(folder, tmp_path, one_thread):
+def test_killed_and_resumed_run_is_bit_identical(folder, tmp_path, one_thread, monkeypatch):
+    """Also where Accelerate cannot restore the generators, which it logs: a step seeds them."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
+    monkeypatch.delattr("random.setstate")
     killed_while_writing(folder, broken)
     assert len(read_steps(broken)) == 3, "the third step is in the run log, and in no checkpoint"
     assert last_checkpoint(broken).name == "checkpoint-2"
@@ -200,23 +202,6 @@ def test_an_earlier_checkpoint_that_a_kill_left_goes_when_the_run_goes_on(copied
 def test_a_checkpoint_without_checksums_is_refused(copied):
     (last_checkpoint(Path(copied.out)) / "checksums.jsonl").unlink()
     with pytest.raises(RunFolderError, match="has lost its checksums"):
-        train(copied)
-
-
-def test_generators_that_are_not_restored_are_refused(copied, monkeypatch):
-    """Accelerate logs the failure and goes on."""
-
-    def fail(state):
-        raise RuntimeError("another generator")
-
-    with monkeypatch.context() as patched, pytest.raises(RunFolderError, match="generators in"):
-        patched.setattr(torch, "set_rng_state", fail)
-        train(copied)
-    checkpoint = last_checkpoint(Path(copied.out))
-    progress = json.loads((checkpoint / "progress.json").read_text())
-    (checkpoint / "progress.json").write_text(json.dumps({**progress, "processes": 2}))
-    seal_folder(checkpoint)
-    with pytest.raises(RunFolderError, match="is of 2 processes"):
         train(copied)
 
 

@@ -55,7 +55,7 @@ def test_policy_changes_and_reference_does_not(folder, architecture):
     """The reference is the policy as it starts: the same folder, and another copy of it in memory."""
     job = replace(tiny_job(folder, architecture), reference=None)
     run, prompts = ready(job)
-    reference = run.networks.reference
+    reference = run.networks.reference.network
     at_first = AutoModelForCausalLM.from_pretrained(job.policy)
     progress = started(job)
     for _ in range(3):
@@ -72,7 +72,7 @@ def test_policy_changes_and_reference_does_not(folder, architecture):
 def test_adapter_reference_is_its_base_without_adapter(folder, tmp_path):
     job = replace(tiny_job(folder, lora_rank=2, out=str(tmp_path)), reference=None)
     run, prompts = ready(job)
-    assert run.networks.reference is None
+    assert run.networks.reference.network is run.networks.network
     before = weights(run.networks)
     progress = started(job)
     first = one_step(run, prompts, progress, None)
@@ -320,7 +320,7 @@ def test_bfloat16_policy_is_trained_in_float32_and_starts_at_kl_0(folder, rank):
         "reference": "bfloat16",
     }
     if not rank:
-        assert {weight.dtype for weight in run.networks.reference.parameters()} == {torch.bfloat16}
+        assert {weight.dtype for weight in run.networks.reference.network.parameters()} == {torch.bfloat16}
     assert 0 < metrics["kl/update"] < 1.0
 
 

@@ -252,7 +252,15 @@ class ActorCritic(torch.nn.Module):
             with suppress_library_output():
                 self.adapters = import_extra("peft", "models").get_peft_model(self.network, networks.lora)
             require_plain_head(self.network, "policy")
-        self.reference = networks.frozen
+        frozen = self.network if networks.frozen is None else networks.frozen
+        self.reference = replace(
+            self.pair.reference,
+            network=frozen,
+            backbone=find_backbone(frozen),
+            head=current_head(frozen, self.pair.reference.head, requires_grad=False),
+            adapters=self.adapters if networks.frozen is None else None,
+        )
+        """The reference: a network of its own, or the policy's with its adapter disabled."""
         weight = self.network.get_output_embeddings().weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
         self.value = torch.nn.Linear(weight.shape[1], 1, dtype=dtype, device=weight.device)
@@ -271,22 +279,14 @@ class ActorCritic(torch.nn.Module):
         """The policy's head as it is now."""
         return current_head(self.network, self.pair.policy.head, requires_grad=requires_grad)
 
-    def reference_head(self) -> Head:
-        """The reference's head."""
-        network = self.network if self.reference is None else self.reference
-        return current_head(network, self.pair.reference.head, requires_grad=False)
-
     def hidden(self, ids: Int[Tensor, "rows time"]) -> Float[Tensor, "rows time dim"]:
         """The policy's final hidden states."""
-        return find_backbone(self.network)(input_ids=ids, use_cache=False).last_hidden_state
+        return self.sampler.backbone(input_ids=ids, use_cache=False).last_hidden_state
 
     def hidden_of_reference(self, ids: Int[Tensor, "rows time"]) -> Float[Tensor, "rows time dim_q"]:
         """The reference's final hidden states."""
-        if self.reference is not None:
-            return find_backbone(self.reference)(input_ids=ids, use_cache=False).last_hidden_state
-        assert self.adapters is not None, "without an adapter, the reference is another network"
-        with self.adapters.disable_adapter():
-            return self.hidden(ids)
+        with self.reference.activate_adapter():
+            return self.reference.backbone(input_ids=ids, use_cache=False).last_hidden_state
 
     def values(self, hidden: Float[Tensor, "tokens dim"]) -> Float[Tensor, " tokens"]:
         """The critic's values, in at least float32 also under autocast."""

@@ -12,6 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import chain, product
 from pathlib import Path
+from random import Random
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from kleash.extras import import_extra
 from kleash.jobs import PPOJob
 from kleash.leash import beta_from_dict, beta_reason
 from kleash.linear import Head, linear_kl, linear_objective
+from kleash.masking import Mean, sum_over_ranks
 from kleash.models import Prompt, Sampling, TokenSequence, generate, read_prompts
 from kleash.models.pair_loading import resolve_device
 from kleash.sources.sequences import batch_by_length
@@ -40,7 +42,6 @@ from kleash.training.ppo_loss import (
     Scored,
     learning_signals,
     policy_objective,
-    sum_over_ranks,
     update_sums,
     value_losses,
 )
@@ -119,7 +120,7 @@ def one_step(
     for parameters in run.optimizer.param_groups:
         parameters["lr"] = progress.learning_rate
     update_metrics, stopped = update_policy(run, rollout, signals, step)
-    update_kl = sum_over_ranks(torch.stack([kl_of_update(run, rollout, head), rollout.mask.sum()])).tolist()
+    update_kl = Mean(total=kl_of_update(run, rollout, head), count=rollout.mask.sum()).across_ranks()
     updated = monotonic()
 
     responses = gather_responses(rollout, signals.returns)
@@ -131,7 +132,7 @@ def one_step(
         "value/explained_variance": explained_variance(responses),
         **update_metrics,
         "policy/learning_rate": progress.learning_rate,
-        "kl/update": update_kl[0] / update_kl[1],
+        "kl/update": update_kl.value.item(),
         "beta": leash.beta,
         **({} if job.target_nats is None else {"kl/target": job.target_nats}),
         "time/rollout": generated - start,
@@ -190,7 +191,8 @@ class Rollout(Scored):
 def roll_out(run: "Run", prompts: Sequence[Prompt], step: int) -> Rollout:
     """Generate this process's responses of a step, reward them, and score them.
 
-    Response i of a step is in minibatch i modulo their number, on any number of processes.
+    Response i of a step is in minibatch i modulo their number, on any number of processes. The generators of Python,
+    numpy and torch are seeded by step and first response, for rewards that use random numbers.
 
     Raises:
         NonFiniteError: if the policy gives NaN, or a reward is not a finite number.
@@ -201,6 +203,8 @@ def roll_out(run: "Run", prompts: Sequence[Prompt], step: int) -> Rollout:
     count = job.responses_per_step
     indices = range(count * rank // world_size, count * (rank + 1) // world_size)
     sequences = draw(run, prompts, indices, step)
+    set_seed = import_extra("accelerate.utils", "train").set_seed  # so that no state of a generator is saved
+    set_seed(Random(f"{job.seed}/{step}/{indices.start}").getrandbits(32))
     rewards = run.rewards.of(sequences)
     lengths = torch.tensor([len(sequence.response_ids) for sequence in sequences])
     mask = (torch.arange(job.max_new_tokens) < lengths[:, None]).to(run.accelerator.device)
@@ -270,7 +274,7 @@ def score(
             networks.head(),
             batch.tokens,
             hidden_q,
-            networks.reference_head(),
+            networks.reference.head,
             lambda terms, _: torch.zeros_like(terms.kl),
             temperature=run.job.temperature,
         )[1]
@@ -346,7 +350,7 @@ def learn(
                 networks.head(requires_grad=True),
                 batch.tokens,
                 batch.hidden_reference,
-                networks.reference_head(),
+                networks.reference.head,
                 policy_objective(past, job, signals.scaled_beta),
                 temperature=job.temperature,
             )
@@ -441,8 +445,7 @@ class Run:
 def set_up(job: PPOJob) -> Run:
     """Load the models and the rewards, on the device that Accelerate gives to this process.
 
-    The generators of Python, numpy and torch are seeded twice: before adapters are initialised, and again for
-    rewards that use random numbers.
+    The generators of Python, numpy and torch are seeded before adapters are initialised.
 
     Raises:
         ModelError, OptionError, UnknownNameError: if a model or a reward cannot be loaded.
@@ -463,7 +466,6 @@ def set_up(job: PPOJob) -> Run:
         dtype=job.dtype,
         batch_tokens=job.batch_tokens,
     )
-    accelerate.utils.set_seed(job.seed % 2**32)
     return Run(
         job=job,
         accelerator=accelerator,

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import pad
@@ -15,7 +14,7 @@ from kleash.jobs import PPOJob
 from kleash.leash import generalised_advantages, rewards_to_go, shape_rewards, whiten
 from kleash.linear import TokenTerms
 from kleash.losses import kl_loss
-from kleash.masking import mean_of
+from kleash.masking import mean_of, sum_over_ranks
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -125,14 +124,6 @@ def whiten_with_scale(
     centred = torch.where(mask, values - mean_of(values, mask).across_ranks().value, 0.0)
     squares, products = (mean_of(whitened * x, mask).across_ranks().total.item() for x in (whitened, centred))
     return whitened, squares / products if squares > 0 else 1.0
-
-
-def sum_over_ranks(values: Tensor) -> Tensor:
-    """The sum of a tensor over the processes, without a gradient. A collective."""
-    total = values.detach().clone()
-    if dist.is_available() and dist.is_initialized():
-        dist.all_reduce(total)
-    return total
 
 
 def policy_objective(
