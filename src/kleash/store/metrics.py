@@ -327,6 +327,15 @@ def number_of(metrics: Mapping[str, float], name: str) -> Estimate:
     return Estimate(value=value, unit="none", standard_error=error, ci95=(math.nan, math.nan))
 
 
+def with_errors(means: Mapping[str, Estimate]) -> dict[str, float]:
+    """The metrics of estimates: each value by its name, and its standard error by ``<name>_error``."""
+    return {
+        metric: number
+        for name, mean in means.items()
+        for metric, number in ((name, mean.value), (f"{name}_error", mean.standard_error))
+    }
+
+
 def spelt(name: str, spelling: str) -> str:
     """The name of a metric in "kleash", "verl" or "trl"; kleash's if they have none."""
     metric = metric_of(name)

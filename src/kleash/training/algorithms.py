@@ -7,7 +7,8 @@ from pkgutil import resolve_name
 from types import MappingProxyType
 
 from kleash.errors import Interrupted, OptionError
-from kleash.jobs import TrainJob
+from kleash.jobs import DPOJob, TrainJob
+from kleash.jobs.train import OnlineJob
 from kleash.launch_environment import launched_rank
 from kleash.measuring.run import default_out
 from kleash.models.threads import threads_for
@@ -52,7 +53,7 @@ def train(job: TrainJob, display: Display | None = None) -> TrainingResult:
             dependency is missing.
         Interrupted: at Ctrl-C.
     """
-    if job.algorithm not in TRAINERS:
+    if not isinstance(job, OnlineJob | DPOJob):
         raise OptionError(f"nothing trains a {type(job).__name__}; give a job of {', '.join(TRAINERS)}")
     trainer = resolve_name(f"kleash.training.{TRAINERS[job.algorithm]}")
     job = replace(job, out=job.out if job.out is not None else default_out())

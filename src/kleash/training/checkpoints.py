@@ -35,7 +35,7 @@ class TrainingState:
 
 
 def save(folder: Path, progress: TrainingState, accelerator: Any, networks: ActorCritic) -> None:
-    """Write the checkpoint of a step, with Accelerate's state, and remove earlier ones. A collective.
+    """Write the checkpoint of a step; remove earlier ones, and what killed processes left. A collective.
 
     Raises:
         RunFolderError: if it cannot be written.
@@ -48,15 +48,10 @@ def save(folder: Path, progress: TrainingState, accelerator: Any, networks: Acto
             networks.save_policy(unfinished / POLICY)
             (unfinished / PROGRESS).write_text(to_json(progress), encoding="utf-8")
             seal_folder(unfinished)
-    _remove_earlier(folder, progress.step, accelerator)
-
-
-def _remove_earlier(folder: Path, step: int, accelerator: Any) -> None:
-    """Remove the checkpoints before a step, and what killed processes left."""
     if accelerator.is_main_process:
         remove_leftovers(folder)
         for path in folder.iterdir():
-            if (checkpoint_number(path) or step) < step:
+            if (checkpoint_number(path) or progress.step) < progress.step:
                 remove_folder(path)
 
 
@@ -89,7 +84,7 @@ def replaced_folder(final: Path, accelerator: Any) -> Iterator[Path]:
 def restore_last(folder: Path, accelerator: Any) -> TrainingState | None:
     """Restore weights and optimiser from the last checkpoint in a folder; None if there is none yet.
 
-    All its files are verified. Earlier checkpoints that a kill left are removed.
+    All its files are verified.
 
     Raises:
         RunFolderError: if no checkpoint has checksums (each is sealed before it has its name), or the last is damaged.
@@ -103,5 +98,4 @@ def restore_last(folder: Path, accelerator: Any) -> TrainingState | None:
     progress = checksums.read_record(TrainingState, checkpoint / PROGRESS, "the progress of a run", DAMAGED)
     checksums.check_all(advice=DAMAGED)
     accelerator.load_state(str(checkpoint))
-    _remove_earlier(folder, progress.step, accelerator)
     return progress

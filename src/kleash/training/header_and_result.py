@@ -9,7 +9,6 @@ from kleash.checkpoints.resolution import GENERATION_CONFIG, find_checkpoint
 from kleash.dotted import resolve_function
 from kleash.jobs import DistillJob, DPOJob, TrainJob
 from kleash.jobs.algorithms import GroupJob
-from kleash.jobs.reading import DatasetOptions
 from kleash.jobs.train import OnlineJob
 from kleash.models import find_source
 from kleash.models.keyed_draws import SAMPLER
@@ -55,7 +54,7 @@ def models_of(job: TrainJob) -> dict[str, str]:
     return {role: name for role, name in names.items() if name is not None}
 
 
-def header_of(job: TrainJob) -> RunHeader:
+def header_of(job: OnlineJob | DPOJob) -> RunHeader:
     """The header of the run: options, source and models that determine its result.
 
     Raises:
@@ -63,14 +62,12 @@ def header_of(job: TrainJob) -> RunHeader:
         ModelError: if there is no such model.
         OptionError, UnknownNameError, MissingExtraError, CannotRunError: if a reward function cannot be imported.
     """
-    if isinstance(job, OnlineJob):
-        source = find_source(job.source, job.source_kind, job)
-    else:
-        options = job if isinstance(job, DatasetOptions) else None
-        source = find_source(str(getattr(job, "pairs", "")), "pairs", options)
     models = {role: find_checkpoint(name) for role, name in models_of(job).items()}
     fingerprints = {role: model.fingerprint() for role, model in models.items()}
-    if isinstance(job, OnlineJob):
+    if isinstance(job, DPOJob):
+        source = find_source(str(job.pairs), "pairs", job)
+    else:
+        source = find_source(job.source, job.source_kind, job)
         fingerprints[f"policy {GENERATION_CONFIG}"] = models["policy"].fingerprint(of_generation=True)
     if isinstance(job, GroupJob) and job.eval_prompts is not None:
         fingerprints["held-out prompts"] = find_source(job.eval_prompts, "prompts", job).sha256()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -168,8 +168,8 @@ class Batch(NamedTuple):
     """Their rows in the rollout."""
     ids: Tensor
     """Prompts and responses without their last token, which is only predicted; padded on the right."""
-    places: tuple[Tensor, Tensor]
-    """Row and column of the hidden state that predicts each response token: one before the token's own."""
+    places: Bool[Tensor, "rows time"]
+    """True where the hidden state predicts a response token: one before the token's own."""
     tokens: Tensor
     """The response tokens of all responses, concatenated."""
     hidden: Float[Tensor, "tokens dim"]
@@ -244,18 +244,17 @@ def draw(run: "Run", prompts: Sequence[Prompt], indices: range, step: int) -> li
         return generate(run.networks.sampler, numbered, sampling, batch_tokens=job.batch_tokens)
 
 
-def pad_batch(batch: Sequence[TokenSequence]) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad a batch on the right, and find the positions that predict the response tokens.
+def pad_batch(batch: Sequence[TokenSequence]) -> tuple[Tensor, Tensor]:
+    """Pad a batch on the right, and mark the positions that predict the response tokens.
 
     The last token of a sequence is no input; each token is predicted at the position before it.
 
     Returns:
-        Input ids [batch, time], and row and column of each response token's position.
+        Input ids and marks, [batch, time].
     """
     inputs = [torch.tensor((*sequence.prompt_ids, *sequence.response_ids)[:-1]) for sequence in batch]
-    counts = torch.tensor([len(sequence.response_ids) for sequence in batch])
-    columns = [torch.arange(len(sequence.prompt_ids) - 1, sequence.num_input_tokens) for sequence in batch]
-    return pad_sequence(inputs, batch_first=True), torch.repeat_interleave(counts), torch.cat(columns)
+    marks = [torch.arange(sequence.num_input_tokens) >= len(sequence.prompt_ids) - 1 for sequence in batch]
+    return pad_sequence(inputs, batch_first=True), pad_sequence(marks, batch_first=True)
 
 
 def score(
@@ -264,8 +263,7 @@ def score(
     """Score responses under policy, critic and reference, without gradient: the batch, and columns of ``Rollout``."""
     networks, chosen = run.networks, [sequences[row] for row in rows]
     tokens = torch.tensor([token for sequence in chosen for token in sequence.response_ids])
-    ids, *states, tokens = (x.to(run.accelerator.device) for x in (*pad_batch(chosen), tokens))
-    places = (states[0], states[1])
+    ids, places, tokens = (x.to(run.accelerator.device) for x in (*pad_batch(chosen), tokens))
     with torch.no_grad(), run.autocast():
         hidden, hidden_q = networks.hidden(ids)[places], networks.hidden_of_reference(ids)[places]
         batch = Batch(rows, ids, places, tokens, hidden, hidden_q)

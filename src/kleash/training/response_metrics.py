@@ -11,7 +11,7 @@ from jaxtyping import Float
 from kleash.estimators import sampled_kl
 from kleash.extras import import_extra
 from kleash.store import Sample
-from kleash.store.metrics import PART
+from kleash.store.metrics import PART, with_errors
 from kleash.uncertainty import clustered_mean, top_share
 from kleash.uncertainty.ratios import mean_per_token
 
@@ -91,8 +91,7 @@ def _reward_metrics(responses: Sequence[Response], beta: float) -> dict[str, flo
     adjusted = scores - np.array([beta * response.kl if beta else 0.0 for response in scored])
     has_kl = ~np.isnan(adjusted)
     return {
-        "reward/score": score.value,
-        "reward/score_error": score.standard_error,
+        **with_errors({"reward/score": score}),
         "reward/score_std": float(scores.std(ddof=1)) if len(scores) > 1 else float("nan"),
         **({"reward/adjusted": float(adjusted[has_kl].mean())} if has_kl.any() else {}),
         **{
@@ -142,15 +141,12 @@ def _means(
     sums: np.ndarray, clusters: np.ndarray, lengths: np.ndarray, *, per_sequence: str, per_token: str
 ) -> dict[str, float]:
     """The means over responses and over tokens with their standard errors, clustered by prompt, under these names."""
-    means = {
-        per_sequence: clustered_mean(sums, clusters, lower=0.0),
-        per_token: mean_per_token(sums, lengths, clusters),
-    }
-    return {
-        f"{name}{suffix}": number
-        for name, mean in means.items()
-        for suffix, number in (("", mean.value), ("_error", mean.standard_error))
-    }
+    return with_errors(
+        {
+            per_sequence: clustered_mean(sums, clusters, lower=0.0),
+            per_token: mean_per_token(sums, lengths, clusters),
+        }
+    )
 
 
 def column_of(responses: Sequence[Response], name: str) -> Float[np.ndarray, " tokens"]:

@@ -1,6 +1,6 @@
 """Hidden states of TRL's own forward passes, and the heads of policy and reference."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
@@ -90,22 +90,11 @@ class ForwardCapture(MIXIN):
         self.ref_model = prepare_frozen(self, reference)
 
     @contextmanager
-    def _without_parent_kl(self) -> Iterator[None]:
-        """Context in which TRL's code reads a beta of 0."""
-        beta, self.beta = self.beta, 0.0
-        try:
-            yield
-        finally:
-            self.beta = beta
-
-    @contextmanager
     def _record_passes(self, *, hidden: bool) -> Iterator[list[ForwardPass]]:
         """Context in which every forward pass of TRL is appended to the list, with its hidden states if ``hidden``."""
-        self._passes, self._captures_hidden = [], hidden
-        try:
-            yield self._passes
-        finally:
-            self._passes = None
+        passes: list[ForwardPass] = []
+        with replaced(self, "_passes", passes), replaced(self, "_captures_hidden", hidden):
+            yield passes
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -228,7 +217,7 @@ def capture_hidden_states(backbone: Any) -> Iterator[list[Tensor]]:
 def without_autocast(network: Any) -> AbstractContextManager[None]:
     """Context without the autocast that Accelerate puts around a network's forward: its logits are rounded twice."""
     original = vars(network).get("_original_forward")
-    return nullcontext() if original is None else replaced_forward(network, original)
+    return nullcontext() if original is None else replaced(network, "forward", original)
 
 
 def without_head(network: Any) -> AbstractContextManager[None]:
@@ -238,17 +227,18 @@ def without_head(network: Any) -> AbstractContextManager[None]:
         states = find_backbone(network)(*args, use_cache=False, **inputs).last_hidden_state
         return SimpleNamespace(log_probs=states.new_zeros(labels[:, 1:].shape))
 
-    return replaced_forward(network, forward)
+    return replaced(network, "forward", forward)
 
 
 @contextmanager
-def replaced_forward(network: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Context in which a network whose forward was replaced before, by Accelerate or TRL, has another."""
-    before, network.forward = network.forward, forward
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Context in which an attribute of an object has another value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        network.forward = before
+        setattr(owner, name, before)
 
 
 def read_head_layout(network: Any, tokenizer: Any, role: str) -> Head:

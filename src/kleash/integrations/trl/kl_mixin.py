@@ -14,7 +14,7 @@ from kleash.arguments import check_reward_order
 from kleash.estimators import importance_weights
 from kleash.extras import import_extra
 from kleash.integrations.trl.compat import is_async_callable
-from kleash.integrations.trl.forward_capture import ForwardCapture, ForwardPass, without_head
+from kleash.integrations.trl.forward_capture import ForwardCapture, ForwardPass, replaced, without_head
 from kleash.integrations.trl.mismatch_metrics import mismatch_metrics
 from kleash.integrations.trl.sampling_settings import require_policy_samples
 from kleash.integrations.trl.terms import LOSS_TYPES, UpdateSize, kl_term, require_unscaled_reward
@@ -24,6 +24,7 @@ from kleash.linear import Head, LinearLoss, LinearOptions, linear_kl, linear_obj
 from kleash.losses import future_kl_loss
 from kleash.models.live_models import base_network
 from kleash.sources.sequences import hash_tokens
+from kleash.store.metrics import with_errors
 from kleash.uncertainty import clustered_mean
 from kleash.uncertainty.ratios import mean_per_token
 
@@ -157,7 +158,10 @@ class KLMixin(ForwardCapture):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """TRL's generated batch with what the KL needs; logs the mismatch of trainer and engine."""
-        with self._without_parent_kl(), self._record_passes(hidden=False) as passes:
+        with (
+            replaced(self, "beta", 0.0),
+            self._record_passes(hidden=False) as passes,
+        ):  # TRL's code reads the beta
             output = super()._generate_and_score_completions(inputs)
         self._keep_reference(output)
         engine_logp, in_reward = output.get(ENGINE_LOGP), self._term.place == "reward"
@@ -213,7 +217,7 @@ class KLMixin(ForwardCapture):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """TRL's loss without a KL, and the KL of the micro-batch times beta."""
-        with self._without_parent_kl(), self._record_passes(hidden=self._captures) as passes:
+        with replaced(self, "beta", 0.0), self._record_passes(hidden=self._captures) as passes:
             loss = super()._compute_loss(model, inputs)
         mask = response_mask(inputs)
         if self._captures and self._term.estimator != "exact" and TOKEN_KL not in inputs:
@@ -332,13 +336,8 @@ class KLMixin(ForwardCapture):
         prompts, nats, tokens = (np.array(column) for column in zip(*rows, strict=True))
         per_token, per_sequence = mean_per_token(nats, tokens, prompts), clustered_mean(nats, prompts)
         self._log_metrics(
-            **{
-                "kl/per_token": per_token.value,
-                "kl/per_token_error": per_token.standard_error,
-                "kl/per_sequence": per_sequence.value,
-                "kl/per_sequence_error": per_sequence.standard_error,
-                "beta": self.beta,
-            },
+            **with_errors({"kl/per_token": per_token, "kl/per_sequence": per_sequence}),
+            beta=self.beta,
             **({"kl": per_sequence.value} if self._term.place == "reward" else {}),
         )
 

@@ -40,6 +40,7 @@ from kleash.models import (
 from kleash.models.live_models import current_head
 from kleash.sources.responses import LISTS
 from kleash.store import TrainingResult
+from kleash.store.metrics import with_errors
 from kleash.training.library_fields import trl_config
 from kleash.training.networks import Networks, load_networks
 from kleash.training.response_metrics import gather_object
@@ -195,8 +196,7 @@ class DistillationMixin(TokenPromptsMixin):
         nats, tokens, entropies = map(np.array, columns)
         divergence = mean_per_token(nats, tokens, np.array(hashes))
         return {
-            "teacher/divergence": divergence.value,
-            "teacher/divergence_error": divergence.standard_error,
+            **with_errors({"teacher/divergence": divergence}),
             "policy/entropy": entropies.sum() / tokens.sum(),
             "response/length": tokens.mean(),
             "response/prompts": float(divergence.clusters),

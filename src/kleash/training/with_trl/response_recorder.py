@@ -21,6 +21,7 @@ from kleash.integrations.trl.kl_mixin import (
     response_mask,
 )
 from kleash.store import Sample
+from kleash.store.metrics import with_errors
 from kleash.store.steps import means_by_prompt
 from kleash.training.hacking_monitor import KL_METRICS
 from kleash.training.response_metrics import Response, gather_object, response_metrics, to_samples
@@ -116,10 +117,7 @@ class ResponseRecorder:
         samples = to_samples(responses)
         rewards = means_by_prompt([], samples).get("eval/reward")
         if rewards is not None and (change := self.change_from_best(rewards)) is not None:
-            metrics |= {
-                "eval/reward_change": change.value,
-                "eval/reward_change_error": change.standard_error,
-            }
+            metrics |= with_errors({"eval/reward_change": change})
         return metrics, samples
 
     def change_from_best(self, rewards: Mapping[str, float]) -> Estimate | None:
