@@ -158,7 +158,7 @@ def _load_base(
     refusals: list[ModelError] = []
     for candidate in list_candidates(config, trust_remote_code):
         try:
-            base = _load_as(candidate, checkpoint, packed, advice, dtype, device_map)
+            base = load_as(candidate, checkpoint, packed, advice, dtype, device_map)
         except ModelError as error:
             refusals.append(error)
         else:
@@ -202,7 +202,7 @@ def list_candidates(config: Any, trust_remote_code: bool) -> Iterator[Candidate]
         yield Candidate(text_class._from_config, text_config, TEXT_NAMES)
 
 
-def _load_as(
+def load_as(
     candidate: Candidate,
     checkpoint: Checkpoint,
     packed: PackedCheckpoint | None,

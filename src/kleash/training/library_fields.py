@@ -146,19 +146,10 @@ def trl_config(job: TrainJob, **arguments: Any) -> Any:
         raise OptionError(
             f"--set eval_steps counts updates, and a step has {updates} (--epochs); give a multiple"
         )
-    return configured(_configuration(job, ""), settings)
-
-
-def configured(kind: Any, values: Mapping[str, Any]) -> Any:
-    """A configuration of TRL or PEFT with these values.
-
-    Raises:
-        OptionError: if the library refuses them.
-    """
     try:
-        return kind(**values)
+        return getattr(import_extra("trl", "trl"), CONFIGURATIONS[job.algorithm])(**settings)
     except (ValueError, TypeError, ImportError) as error:
-        raise OptionError(f"{kind.__name__} refuses the values of --set: {summarise_error(error)}") from error
+        raise OptionError(f"TRL refuses the values of --set: {summarise_error(error)}") from error
 
 
 def _configuration(job: TrainJob, name: str) -> Any:

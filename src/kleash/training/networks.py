@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.checkpoints.resolution import Checkpoint, find_checkpoint
-from kleash.errors import ModelError, OptionError
+from kleash.errors import ModelError, OptionError, summarise_error
 from kleash.extras import import_extra, suppress_library_output
 from kleash.jobs import TrainJob
 from kleash.linear import Head
@@ -19,7 +19,7 @@ from kleash.models import Loading, Pair, StoredReference, load_beside, load_pair
 from kleash.models.adapters import check_adapter, find_rule
 from kleash.models.compat import find_backbone
 from kleash.models.live_models import current_head, require_plain_head
-from kleash.training.library_fields import LORA, configured, set_fields
+from kleash.training.library_fields import LORA, set_fields
 
 TAKES_ADAPTERS = ("grpo", "rloo", "dpo")
 """Algorithms whose policy and reference may be adapters."""
@@ -177,15 +177,17 @@ def lora_settings(job: TrainJob, network: Any) -> Any:
         and type(module).__module__.startswith("transformers.models.")
     ]
     chosen = {
-        "r": job.lora_rank,
         "lora_alpha": LORA_SCALE * job.lora_rank,
-        "lora_dropout": 0.0,
-        "task_type": "CAUSAL_LM",
         "target_modules": "all-linear",
         "exclude_modules": routers or None,
     }
     values = {name.removeprefix(LORA): x for name, x in set_fields(job).items() if name.startswith(LORA)}
-    return configured(import_extra("peft", "models").LoraConfig, {**chosen, **values})
+    try:
+        return import_extra("peft", "models").LoraConfig(
+            r=job.lora_rank, lora_dropout=0.0, task_type="CAUSAL_LM", **{**chosen, **values}
+        )
+    except (ValueError, TypeError, ImportError) as error:
+        raise OptionError(f"PEFT refuses the values of --set lora.…: {summarise_error(error)}") from error
 
 
 def disable_dropout(network: Any) -> Any:

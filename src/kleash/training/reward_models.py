@@ -10,12 +10,16 @@ from torch.nn.utils.rnn import pad_sequence
 from kleash.checkpoints.resolution import find_checkpoint
 from kleash.errors import CannotRunError, ModelError
 from kleash.extras import import_extra, suppress_library_output
-from kleash.models.filling import check_complete, check_network_size, loading
+from kleash.models.filling import loading
+from kleash.models.network_loading import Candidate, load_as
 from kleash.models.pair_loading import resolve_device, resolve_dtype
 from kleash.models.tokenizers import load_tokenizer
 from kleash.models.transformers_formats import check_stored_types
 from kleash.sandbox.process import render_chat
 from kleash.sources.sequences import batch_by_length
+
+NO_CLASSIFIER = "; give a model that was trained for sequence classification"
+"""What to do if a reward model cannot be loaded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,28 +59,21 @@ def load_reward_model(
     """
     transformers = import_extra("transformers", "models")
     checkpoint = find_checkpoint(name, role="reward model")
-    title = f"the reward model {name}"
     if checkpoint.adapter is not None:
-        raise ModelError(f"{title} is an adapter; merge it into its base, and save that")
+        raise ModelError(f"{checkpoint} is an adapter; merge it into its base, and save that")
     resolved_device = resolve_device(device, None)
     with suppress_library_output():
         tokenizer = load_tokenizer(checkpoint, False)
-        kind = transformers.AutoModelForSequenceClassification
+        check_stored_types(checkpoint, None)
         with loading(checkpoint):
             config = transformers.AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
-            check_stored_types(checkpoint, None)
-            check_network_size(checkpoint, config, kind.from_config)
-            network, report = kind.from_pretrained(
-                checkpoint.folder,
-                dtype=resolve_dtype(dtype, resolved_device),
-                trust_remote_code=False,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
-    check_complete(report, title, "; give a model that was trained for sequence classification")
+        classifier = Candidate(transformers.AutoModelForSequenceClassification.from_config, config, {})
+        network = load_as(
+            classifier, checkpoint, None, NO_CLASSIFIER, resolve_dtype(dtype, resolved_device), None
+        ).network
     if network.config.num_labels != 1:
         raise ModelError(
-            f"{title} has {network.config.num_labels} labels; a reward is one number, so give one with 1"
+            f"{checkpoint} has {network.config.num_labels} labels; a reward is one number, so give one with 1"
         )
     return _RewardModel(name, network.to(resolved_device).eval(), tokenizer, batch_tokens).scores
 
