@@ -166,11 +166,10 @@ class DistillationMixin(TokenPromptsMixin):
         else:
             result = loss_of_states(policy, self._teacher_side(inputs, items, mask), *options)
         loss, *columns = result
-        if self.model.training:
-            lengths = mask.sum(-1).tolist()
-            nats, entropies = ([float(x.sum()) for x in column.double().split(lengths)] for column in columns)
-            hashes = [item.prompt_hash for item in items]
-            self._measured += zip(hashes, nats, lengths, entropies, strict=True)
+        lengths = mask.sum(-1).tolist()
+        nats, entropies = ([float(x.sum()) for x in column.double().split(lengths)] for column in columns)
+        hashes = [item.prompt_hash for item in items]
+        self._measured += zip(hashes, nats, lengths, entropies, strict=True)
         return loss, columns[1].sum(), mask.sum()
 
     def _hidden_states(self, network: Any, inputs: dict[str, Any]) -> Float[Tensor, "batch time dim"]:
