@@ -8,15 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from kleash.errors import RunFolderError, TrackerWarning, summarise_error
 from kleash.jobs import TrainJob
 from kleash.reports.trackers import Tracker, open_trackers
 from kleash.reports.training import step_warnings
 from kleash.store import HackingAlert, Sample, StepRecord, TrainingFolder, read_steps
 from kleash.store.file_hashes import require_unchanged_files
-from kleash.store.metrics import metric_of, spelt
-from kleash.store.steps import STEPS, append_step, keep_steps, means_by_prompt
+from kleash.store.metrics import metric_of, spelt, with_errors
+from kleash.store.steps import STEPS, append_step, keep_steps, means_by_prompt, read_prompt_means
 from kleash.training.hacking_monitor import HackingMonitor, distinct, repetition
+from kleash.uncertainty import clustered_mean
 
 SAMPLES_KEPT = 4
 """Responses per step in ``samples.jsonl``."""
@@ -116,6 +119,8 @@ class RunLog:
         )
         self.history: list[StepRecord] = []
         """The steps so far."""
+        self._best: Mapping[str, float] = {}
+        """Held-out prompt -> mean reward in the best evaluation so far."""
         self._trackers: list[Tracker] = []
         self._warned = False
         """Whether the warning about few prompts per step was shown."""
@@ -135,6 +140,8 @@ class RunLog:
         require_unchanged_files()
         keep_steps(self.folder, step)
         self.history = list(read_steps(self.folder))
+        for evaluation in read_prompt_means(self.folder):
+            self._change_from_best(evaluation.means)
         self._warned = any(step_warnings(record.metrics) for record in self.history)
         last = self.history[-1].step if self.history else 0
         if last != step:
@@ -160,7 +167,8 @@ class RunLog:
 
         Args:
             step: its number, from 1.
-            metrics: by kleash's names. ``response/repetition`` and ``response/distinct`` are added.
+            metrics: by kleash's names. ``response/repetition``, ``response/distinct`` and ``eval/reward_change`` are
+                added.
             samples: all its responses; some are kept.
             events: what else happened, in words.
             beta_reason: why beta is moved after this step, where it is.
@@ -174,14 +182,16 @@ class RunLog:
         text_metrics = (
             {"response/repetition": repetition(texts), "response/distinct": distinct(texts)} if texts else {}
         )
-        values = {name: float(value) for name, value in {**metrics, **text_metrics}.items()}
+        means = means_by_prompt(samples, held_out)
+        added = {**text_metrics, **self._change_from_best(means)}
+        values = {name: float(value) for name, value in {**metrics, **added}.items()}
         for name in values:
             metric_of(name)  # unknown metrics raise
         record = StepRecord(step=step, metrics=values, events=tuple(events), beta_reason=beta_reason)
         alerts = self.monitor.check([*self.history, record])
         record = replace(record, alerts=alerts)
         TrainingFolder(self.folder).unlink_result()
-        append_step(self.folder, record, spread_sample(samples), means_by_prompt(samples, held_out))
+        append_step(self.folder, record, spread_sample(samples), means)
         self.history.append(record)
         for warning in () if self._warned else step_warnings(values):
             self.display.note(warning)
@@ -195,6 +205,19 @@ class RunLog:
             )
         self.display.stepped(record)
         return self.advice(alerts)
+
+    def _change_from_best(self, means: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+        """Metrics of the paired change of the held-out reward from the best evaluation so far; empty without one.
+
+        Args:
+            means: metric -> prompt -> mean, of a step. Its rewards are the best so far unless they have fallen.
+        """
+        rewards, best = means.get("eval/reward", {}), self._best
+        changes = np.array([rewards[prompt] - best[prompt] for prompt in rewards if prompt in best])
+        change = clustered_mean(changes, np.arange(len(changes)), unit="none") if len(changes) else None
+        if rewards and (change is None or change.value > 0):
+            self._best = rewards
+        return {} if change is None else with_errors({"eval/reward_change": change})
 
     def advice(self, alerts: tuple[HackingAlert, ...]) -> Advice:
         """The response to the alerts of a step, as the job's ``on_hacking`` says; some alerts only inform."""

@@ -16,7 +16,6 @@ from kleash.store import Sample, TrainingFolder, TrainingResult, read_steps
 from kleash.store.checksums import seal_folder
 from kleash.store.job_folder import RunHeader
 from kleash.store.metrics import METRICS, PART
-from kleash.store.steps import read_prompt_means
 from kleash.training.header_and_result import finish
 from kleash.training.job_schedule import tightened
 from kleash.training.response_metrics import of_first_process
@@ -113,10 +112,6 @@ class StepLogger(AttachedCallback):
         self._trl_step, self.step = state.global_step, state.global_step // self.trl_steps_per_step
         if self.run_log is not None:
             self.run_log.begin(self.step, self.notes)
-            if self.recorder is not None:  # whose best evaluation is that of the run so far
-                for record in read_prompt_means(self.run_log.folder):
-                    if "eval/reward" in record.means:
-                        self.recorder.change_from_best(record.means["eval/reward"])
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Take the beta of the step, which TRL's own trainers do not log."""

@@ -1,10 +1,9 @@
 """The responses that TRL's GRPO and RLOO learn from, measured in the passes of the trainer's own loss."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -21,12 +20,9 @@ from kleash.integrations.trl.kl_mixin import (
     response_mask,
 )
 from kleash.store import Sample
-from kleash.store.metrics import with_errors
-from kleash.store.steps import means_by_prompt
 from kleash.training.hacking_monitor import KL_METRICS
 from kleash.training.response_metrics import Response, gather_object, response_metrics, to_samples
 from kleash.training.rewards import require_scored
-from kleash.uncertainty import Estimate, clustered_mean
 
 RESPONSES, BEFORE_LOGP, STEP = "kleash_responses", "kleash_before_logps", "kleash_step"
 """Entries that are added to a generated batch: fields of each ``Response``, until it is measured; the log-probabilities
@@ -81,8 +77,6 @@ class ResponseRecorder:
         self._passes: list[tuple[Tensor, Tensor]] = []
         """Log-probabilities and entropies of the tokens, in each pass of a model by the method of TRL that runs."""
         self._samples: list[Sample] = []
-        self._best: Mapping[str, float] | None = None
-        """Prompt -> mean reward in the best evaluation."""
 
     def attach(self) -> None:
         """Put the recorder in front of methods of its trainer."""
@@ -107,31 +101,14 @@ class ResponseRecorder:
         return samples
 
     def pop_evaluation(self) -> tuple[dict[str, float], list[Sample]]:
-        """Metrics of an evaluation with the paired change from the best one before, and its responses. A collective."""
+        """Metrics of an evaluation, and its responses. A collective."""
         local, self._responses["eval"] = self._responses["eval"], []
         responses = gather_object(local)
         if not responses:
             return {}, []
         measured = response_metrics(responses, self.trainer.beta)
         metrics = {name: measured[ours] for ours, name in EVALUATION.items() if ours in measured}
-        samples = to_samples(responses)
-        rewards = means_by_prompt([], samples).get("eval/reward")
-        if rewards is not None and (change := self.change_from_best(rewards)) is not None:
-            metrics |= with_errors({"eval/reward_change": change})
-        return metrics, samples
-
-    def change_from_best(self, rewards: Mapping[str, float]) -> Estimate | None:
-        """The paired change of the held-out reward from the best evaluation so far; None without one.
-
-        Args:
-            rewards: prompt -> mean reward of the responses to it. They are the best so far unless they have fallen.
-        """
-        best = self._best or {}
-        changes = np.array([rewards[prompt] - best[prompt] for prompt in rewards if prompt in best])
-        change = clustered_mean(changes, np.arange(len(changes)), unit="none") if len(changes) else None
-        if change is None or change.value > 0:
-            self._best = rewards
-        return change
+        return metrics, to_samples(responses)
 
     def _calculate_rewards(
         self, original: Callable[..., Tensor], inputs: Any, prompts: Any, completions: Any, token_ids: Any
