@@ -134,7 +134,6 @@ def one_step(
         "policy/learning_rate": progress.learning_rate,
         "kl/update": update_kl.value.item(),
         "beta": leash.beta,
-        **({} if job.target_nats is None else {"kl/target": job.target_nats}),
         "time/rollout": generated - start,
         "time/update": updated - generated,
         "time/step": monotonic() - start,

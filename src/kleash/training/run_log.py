@@ -167,8 +167,8 @@ class RunLog:
 
         Args:
             step: its number, from 1.
-            metrics: by kleash's names. ``response/repetition``, ``response/distinct`` and ``eval/reward_change`` are
-                added.
+            metrics: by kleash's names. ``kl/target``, ``response/repetition``, ``response/distinct`` and
+                ``eval/reward_change`` are added.
             samples: all its responses; some are kept.
             events: what else happened, in words.
             beta_reason: why beta is moved after this step, where it is.
@@ -183,7 +183,8 @@ class RunLog:
             {"response/repetition": repetition(texts), "response/distinct": distinct(texts)} if texts else {}
         )
         means = means_by_prompt(samples, held_out)
-        added = {**text_metrics, **self._change_from_best(means)}
+        target = {} if self.monitor.target_nats is None else {"kl/target": self.monitor.target_nats}
+        added = {**target, **text_metrics, **self._change_from_best(means)}
         values = {name: float(value) for name, value in {**metrics, **added}.items()}
         for name in values:
             metric_of(name)  # unknown metrics raise

@@ -190,9 +190,7 @@ class StepLogger(AttachedCallback):
     def _record(self, state: Any, control: Any, *, held_out: Sequence[Sample] = ()) -> None:
         """Write the step to the run log, and carry out the response to its alerts. A collective."""
         metrics, self._logged = {**self._logged, **self.pop_metrics()}, {}
-        target, advice = getattr(self.job, "target_nats", None), None
-        if target is not None:
-            metrics["kl/target"] = target
+        advice = None
         if self.run_log is not None:
             samples = [] if self.recorder is None else self.recorder.pop_samples()
             controller, events, reason = self._callback(BetaController), list[str](), None
