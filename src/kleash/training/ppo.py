@@ -174,6 +174,8 @@ class Batch(NamedTuple):
     hidden: Float[Tensor, "tokens dim"]
     """The policy's hidden states before the updates."""
     hidden_reference: Float[Tensor, "tokens dim_q"]
+    columns: dict[str, Float[Tensor, " tokens"]]
+    """Columns of ``Rollout`` at these tokens, by name."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -181,7 +183,7 @@ class Rollout(Scored):
     """A process's responses of a step, what was measured on them, and their division for the updates."""
 
     sequences: list[TokenSequence]
-    parts: dict[str, np.ndarray]
+    parts: Mapping[str, np.ndarray]
     """The individual rewards by name."""
     entropy: Float[Tensor, "responses steps"]
     minibatches: list[list[Batch]]
@@ -207,24 +209,21 @@ def roll_out(run: "Run", prompts: Sequence[Prompt], step: int) -> Rollout:
     rewards = run.rewards.of(sequences)
     lengths = torch.tensor([len(sequence.response_ids) for sequence in sequences])
     mask = (torch.arange(job.max_new_tokens) < lengths[:, None]).to(run.accelerator.device)
-    columns: dict[str, Tensor] = {}  # each [responses, max_new_tokens], 0 after the end
     minibatches: list[list[Batch]] = []
     for minibatch in range(job.minibatches):
         rows = [row for row, index in enumerate(indices) if index % job.minibatches == minibatch]
         batches = batch_by_length([sequences[row].num_input_tokens for row in rows], job.batch_tokens)
-        minibatches.append([])
-        for batch in batches:
-            scored_rows = [rows[at] for at in batch]
-            scored, flat_columns = score(run, sequences, scored_rows)
-            minibatches[-1].append(scored)
-            for name, flat in flat_columns.items():
-                column = columns.setdefault(name, flat.new_zeros(mask.shape))
-                column[scored_rows] = column[scored_rows].masked_scatter(mask[scored_rows], flat)
+        minibatches.append([score(run, sequences, [rows[at] for at in batch]) for batch in batches])
+    columns: dict[str, Tensor] = {}  # each [responses, max_new_tokens], 0 after the end
+    for batch in chain.from_iterable(minibatches):
+        for name, flat in batch.columns.items():
+            column = columns.setdefault(name, flat.new_zeros(mask.shape))
+            column[batch.rows] = column[batch.rows].masked_scatter(mask[batch.rows], flat)
     like = columns["token_logp"]
     return Rollout(
         sequences=sequences,
-        scores=torch.as_tensor(np.asarray(rewards.total), dtype=like.dtype, device=like.device),
-        parts={name: np.asarray(values, dtype=np.float64) for name, values in rewards.parts.items()},
+        scores=torch.as_tensor(rewards.total, dtype=like.dtype, device=like.device),
+        parts=rewards.parts,
         mask=mask,
         minibatches=minibatches,
         **columns,
@@ -256,28 +255,31 @@ def pad_batch(batch: Sequence[TokenSequence]) -> tuple[Tensor, Tensor]:
     return pad_sequence(inputs, batch_first=True), pad_sequence(marks, batch_first=True)
 
 
-def score(
-    run: "Run", sequences: Sequence[TokenSequence], rows: list[int]
-) -> tuple[Batch, dict[str, Float[Tensor, " tokens"]]]:
-    """Score responses under policy, critic and reference, without gradient: the batch, and columns of ``Rollout``."""
+def score(run: "Run", sequences: Sequence[TokenSequence], rows: list[int]) -> Batch:
+    """Score responses under policy, critic and reference, without gradient."""
     networks, chosen = run.networks, [sequences[row] for row in rows]
     tokens = torch.tensor([token for sequence in chosen for token in sequence.response_ids])
     ids, places, tokens = (x.to(run.accelerator.device) for x in (*pad_batch(chosen), tokens))
     with torch.no_grad(), run.autocast():
         hidden, hidden_q = networks.hidden(ids)[places], networks.hidden_of_reference(ids)[places]
-        batch = Batch(rows, ids, places, tokens, hidden, hidden_q)
         terms = linear_objective(
             hidden,
             networks.head(),
-            batch.tokens,
+            tokens,
             hidden_q,
             networks.reference.head,
             lambda terms, _: torch.zeros_like(terms.kl),
             temperature=run.job.temperature,
         )[1]
         values = networks.values(hidden)
-    columns = {"token_logp": terms.token_logp, "token_logq": terms.token_logq, "token_kl": terms.kl}
-    return batch, columns | {"entropy": terms.entropy, "values": values}
+    columns = {
+        "token_logp": terms.token_logp,
+        "token_logq": terms.token_logq,
+        "token_kl": terms.kl,
+        "entropy": terms.entropy,
+        "values": values,
+    }
+    return Batch(rows, ids, places, tokens, hidden, hidden_q, columns)
 
 
 def update_policy(
