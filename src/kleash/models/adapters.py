@@ -207,13 +207,17 @@ def trainable_base_parameters(wrapper: Any) -> list[str]:
     ]
 
 
-def attach_adapter(network: Any, wrapper: Any, checkpoint: Checkpoint) -> Any:
-    """Attach an adapter to a network under the name of its role, and activate it.
+def attach_adapter(
+    network: Any, wrapper: Any, checkpoint: Checkpoint, *, name: str | None = None, is_trainable: bool = False
+) -> Any:
+    """Attach an adapter to a network, and activate it.
 
     Args:
         network: the base.
         wrapper: the PEFT model around the base; None before the first adapter.
         checkpoint: of the adapter.
+        name: PEFT's name of the adapter; None for its role.
+        is_trainable: whether the first adapter of a network is trained.
 
     Returns:
         The PEFT model around the base, in evaluation mode.
@@ -223,28 +227,25 @@ def attach_adapter(network: Any, wrapper: Any, checkpoint: Checkpoint) -> Any:
         ChangedInputError: if it was written to since it was found.
     """
     peft = import_extra("peft", "models")
+    name = checkpoint.role if name is None else name
     with loading(checkpoint.adapter_subject, action=f"put on {checkpoint.base}"):
         if wrapper is None:
             wrapper = peft.PeftModel.from_pretrained(
-                network, str(checkpoint.adapter), adapter_name=checkpoint.role
+                network, str(checkpoint.adapter), adapter_name=name, is_trainable=is_trainable
             )
         else:
-            wrapper.load_adapter(str(checkpoint.adapter), adapter_name=checkpoint.role)
-            wrapper.set_adapter(checkpoint.role)
-        _check_fits(wrapper, checkpoint)
+            wrapper.load_adapter(str(checkpoint.adapter), adapter_name=name)
+            wrapper.set_adapter(name)
+        _check_fits(wrapper, checkpoint, name)
     return wrapper.eval()
 
 
-def _check_fits(wrapper: Any, checkpoint: Checkpoint) -> None:
+def _check_fits(wrapper: Any, checkpoint: Checkpoint, name: str) -> None:
     """Check that the tensors of the adapter's file are exactly those of the attached adapter."""
     peft = import_extra("peft", "models")
     stored_names = set(checkpoint.adapter_tensors)
     accepted_names, required_names = (
-        set(
-            peft.get_peft_model_state_dict(
-                wrapper, adapter_name=checkpoint.role, save_embedding_layers=embeddings
-            )
-        )
+        set(peft.get_peft_model_state_dict(wrapper, adapter_name=name, save_embedding_layers=embeddings))
         for embeddings in (True, False)
     )
     unexpected_names = sorted(stored_names - accepted_names)

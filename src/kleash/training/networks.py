@@ -16,7 +16,7 @@ from kleash.extras import import_extra, suppress_library_output
 from kleash.jobs import TrainJob
 from kleash.linear import Head
 from kleash.models import Loading, Pair, StoredReference, load_beside, load_pair
-from kleash.models.adapters import check_adapter, find_rule
+from kleash.models.adapters import attach_adapter, check_adapter, find_rule
 from kleash.models.compat import find_backbone
 from kleash.models.live_models import current_head, require_plain_head
 from kleash.training.library_fields import LORA, set_fields
@@ -148,13 +148,13 @@ def with_adapter(network: Any, checkpoint: Checkpoint, *, is_trainable: bool = F
     """The network of a checkpoint's base with its adapter, if it has one: PEFT's model to train, its network otherwise.
 
     Raises:
-        ModelError: if the adapter is not of a kind that acts through weights.
+        ModelError: if the adapter is not of a kind that acts through weights, or does not fit its base.
     """
     if checkpoint.adapter is None:
         return network
     check_adapter(checkpoint)
-    peft: Any = import_extra("peft", "models")
-    wrapper = peft.PeftModel.from_pretrained(network, str(checkpoint.adapter), is_trainable=is_trainable)
+    # TRL copies the adapter "default" for its reference, and PEFT saves it without a folder of its own
+    wrapper = attach_adapter(network, None, checkpoint, name="default", is_trainable=is_trainable)
     return wrapper if is_trainable else wrapper.get_base_model()
 
 
