@@ -23,8 +23,7 @@ docs: .venv/.made-docs
 	HF_HUB_OFFLINE=1 $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -d build/doctrees docs build/docs
 
 test-oldest: .venv-oldest/.made
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 \
-		$(OLDEST)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m 'not compiler and not browser'
+	$(OLDEST)/python -m pytest -q -n 2 -m 'not compiler and not browser'
 
 # torch comes first and alone: the version that the constraints name exists as a CPU build
 # wherever the index carries one, and the other packages then find it installed.

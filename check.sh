@@ -3,13 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 bin=.venv/bin
-# Processes of one thread use two cores better than threads.
-export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
-export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 KLEASH_REQUIRE_PEERS=1
-# Without a cache of bytecode, each process would compile kleash and each pytest all tests.
-unset PYTHONDONTWRITEBYTECODE
-# Inductor would build and load a program for each instruction set. Compilers know all of them but the newest AMX.
-grep -qs amx /proc/cpuinfo || export TORCHINDUCTOR_VEC_ISA_OK=1
+export KLEASH_REQUIRE_PEERS=1
 # Tests that run with runtime checks of annotated shapes and types, which make a test two to five times slower.
 checked=(tests/{divergences,estimators,losses} tests/linear/test_linear_{core,edges}.py)
 hook=--jaxtyping-packages=kleash,beartype.beartype
@@ -36,7 +30,7 @@ beside=$!
 trap 'pkill -P $beside 2>/dev/null || true; rm -f "$log"' EXIT
 step $bin/python -m pytest -q -m browser tests/reports
 verdict=0
-step $bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m 'not browser' \
+step $bin/python -m pytest -q -n 2 -m 'not browser' \
   "${checked[@]/#/--ignore=}" "${processes[@]/#/--ignore=}" || verdict=$?
 wait $beside || verdict=$?
 cat "$log"

@@ -28,8 +28,16 @@ ROOT = Path(__file__).resolve().parent.parent
 # imports make many objects and no garbage
 gc.set_threshold(20_000, 10, 10)
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+# Without a cache of bytecode, each process would compile kleash and each pytest all tests.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Processes of one thread use two cores better than threads; before torch is imported, here and in other processes.
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+CPU = Path("/proc/cpuinfo")
+if not (CPU.exists() and "amx" in CPU.read_text()):
+    # Inductor would build and load a program for each instruction set. Compilers know all of them but the newest AMX.
+    os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 # Ray's 15 leaves a worker a hundredth of a processor beside the other tests.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
@@ -193,14 +201,3 @@ def unhooked() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", before)
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """One thread of torch, as other processes have; two round differently in passes of different sizes."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

@@ -93,12 +93,7 @@ def test_the_sign_of_the_convention_is_removed():
 
 
 def test_an_audit_takes_well_below_two_seconds():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        audit(k3, "loss")
-        began = time.process_time()
-        audit(k3, "loss")
-        assert time.process_time() - began < 2
-    finally:
-        torch.set_num_threads(threads)
+    audit(k3, "loss")
+    began = time.process_time()
+    audit(k3, "loss")
+    assert time.process_time() - began < 2

@@ -136,7 +136,6 @@ GROUPS: dict[int, dist.ProcessGroup] = {}
 
 
 def main(rank: int, store: str, out: str, only: list[str]) -> None:
-    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=4, timeout=timedelta(seconds=60)
     )

@@ -42,20 +42,14 @@ from kleash.store import Measurement
 
 VOCAB_SIZE = 320
 HEAD_SIZE = VOCAB_SIZE * 32
-PROMPTS = [
-    "the sea was calm",
-    "she counted the birds",
-    "a long road leads out of the town",
-    "it is said",
-    "two men",
-]
+PROMPTS = ["the sea was calm", "she counted the birds", "a long road leads out of the town"]
 SAMPLING = Sampling(max_new_tokens=3, samples_per_prompt=2, temperature=0.8)
 KINDS = ("llama", "gpt2", "gemma2")
 """Architectures: a head of its own; another layout of layers; a tied head, a scaled embedding and a softcap."""
 ZERO3_KINDS = {"llama": {}, "qwen3": {"vocab_size": 321}}
 """The same for ZeRO-3, with configurations; the rows of the tied head are shared unevenly."""
-PRELOADED = ("torch._dynamo", "transformers.models.llama.modeling_llama")
-PRELOADED += ("trl.trainer.grpo_trainer", "trl.trainer.dpo_trainer")
+PRELOADED = ("functorch.compile", "transformers.models.llama.modeling_llama", "trl.trainer.grpo_trainer")
+PRELOADED += ("kleash.integrations.trl", "kleash.training.with_trl.response_recorder", "trl_batches")
 MEASURED = "measured"
 """Folder of the runs of checks."""
 KEEP_GOING = bool(os.environ.get("KEEP_GOING"))
@@ -411,7 +405,6 @@ def import_what_checks_use():
 
 
 def main(rank, store, folder, only, checks=CHECKS, kind=Ranks):
-    torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # Accelerate asks for it, and uses none
     options = {"init_method": f"file://{store}", "timeout": timedelta(minutes=10)}

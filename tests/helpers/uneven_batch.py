@@ -35,7 +35,6 @@ def of_rank(rank, port, cut, ways, folder):
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
-    torch.set_num_threads(1)
     results = {}
     rows = slice(0, cut) if rank == 0 else slice(cut, None)
     features, logq, mask = (part[rows] for part in data())

@@ -28,7 +28,6 @@ def of_rank(rank, port, folder):
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
-    torch.set_num_threads(1)
     rows = slice(0, 3) if rank == 0 else slice(3, None)
     found = {}
     for name, (values, mask) in batches().items():

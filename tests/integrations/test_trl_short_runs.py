@@ -45,7 +45,6 @@ def steps(trainer):
         ({"kl": "k1", "kl_place": "reward"}, {"scale_rewards": "none"}),
     ],
 )
-@pytest.mark.usefixtures("one_thread")
 def test_grpo_runs_and_logs_kl(made, asked, settings):
     trainer = made("GRPO", settings, **asked)
     before = trainer.model.model.layers[0].mlp.up_proj.weight.detach().clone()
@@ -129,7 +128,6 @@ def test_kl_of_beta_0_is_logged_and_not_trained(made, kind, asked):
         assert found == pytest.approx(expected, rel=1e-2, abs=1e-9)
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("asked", [K1_REWARD, {"kl": "k3"}])
 def test_nan_at_padding_is_in_no_number_of_a_run(trl, made, monkeypatch, asked):
     """TRL multiplies log-probabilities by the mask, so its passes are masked before it sees them."""

@@ -77,7 +77,7 @@ def equal(one, other):
     )
 
 
-def test_killed_and_resumed_run_is_bit_identical(folder, tmp_path, one_thread, monkeypatch):
+def test_killed_and_resumed_run_is_bit_identical(folder, tmp_path, monkeypatch):
     """Also where Accelerate cannot restore the generators, which it logs: a step seeds them."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     monkeypatch.delattr("random.setstate")
@@ -90,7 +90,7 @@ def test_killed_and_resumed_run_is_bit_identical(folder, tmp_path, one_thread, m
     assert [path.name for path in (broken / "checkpoints").iterdir()] == ["checkpoint-4"]
 
 
-def test_resumed_adapter_run_is_identical(folder, tmp_path, one_thread):
+def test_resumed_adapter_run_is_identical(folder, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     train(tiny_job(folder, **settings(whole, lora_rank=2)))
     train(tiny_job(folder, **settings(broken, lora_rank=2, steps=2)))
