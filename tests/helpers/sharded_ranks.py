@@ -1,7 +1,7 @@
 """Two processes that store the weights of tiny models between them by FSDP2, and have prompts of their own.
 
-``sharded_ranks.py STORE FOLDER [CHECK …]``: rank N writes the result of each check, or its traceback, into
-``FOLDER/rank-N.json``. The models lie in FOLDER; ``make_models`` writes them.
+``OMP_NUM_THREADS=1 sharded_ranks.py STORE FOLDER [CHECK …]``: rank N writes the result of each check, or its traceback,
+into ``FOLDER/rank-N.json``. The models lie in FOLDER; ``make_models`` writes them.
 """
 
 import json
@@ -303,9 +303,9 @@ def one_measurement_of_models_on_two_ranks_equals_that_of_one_process(ranks):
     """Claimed shards and turns under FSDP; mirrored calls under tensor parallelism, with a second load in bfloat16."""
     prompts = ranks.folder / "prompts.txt"
     if ranks.rank == 0:
-        prompts.write_text("\n".join(3 * PROMPTS))
+        prompts.write_text("\n".join(2 * PROMPTS))
     settings = {"prompts": str(prompts), "samples_per_prompt": 1, "max_new_tokens": 3, "batch_tokens": 12}
-    for kind, dtype, limit in (("llama", "float64", 9), ("qwen3", "bfloat16", 3)):
+    for kind, dtype, limit in (("llama", "float64", 6), ("qwen3", "bfloat16", 3)):
         models = {role: str(ranks.folder / f"{kind}-{role}") for role in ("policy", "reference")}
         settings |= {"dtype": dtype, "limit": limit, "out": str(ranks.folder / MEASURED / f"{kind}-one")}
         job = MeasureJob(**models, **settings)
