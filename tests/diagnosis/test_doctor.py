@@ -471,7 +471,7 @@ def test_logits_are_read_by_the_doctor_alone_and_numbers_that_are_none_by_nobody
     records = [json.loads(line) for line in Path(path).read_text().splitlines()]
     found = [diagnose(x) for x in (path, records, pa.Table.from_pylist(records))]
     assert found[0].findings and found[0].findings == found[1].findings == found[2].findings
-    for nothing in ([], None, [1.0], {"a": 1}):
+    for nothing in ([], None, [1.0], {"a": 1}, [{"a": 1}]):
         with pytest.raises(SourceError, match=r"the rollouts given|rollouts are|rollouts, entry 1"):
             diagnose(nothing)
     with pytest.raises(SourceError, match="kleash doctor says more"):

@@ -27,10 +27,8 @@ pytestmark = TRL_MARKS
     ],
 )
 def test_rollouts_of_a_run_are_written_and_read(trl, folder, tmp_path, capsys, kind, settings):
-    config, trainer_class = (
-        getattr(trl, f"{kind.removeprefix('Leashed')}Config"),
-        getattr(trl, f"{kind}Trainer"),
-    )
+    config = getattr(trl, f"{kind.removeprefix('Leashed')}Config")
+    trainer_class = getattr(trl, f"{kind}Trainer")
     settings = {"max_steps": 3, **settings}
     runs = []
     for name in ("with", "without"):

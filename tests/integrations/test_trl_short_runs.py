@@ -213,10 +213,12 @@ def test_kl_is_to_the_reference_at_generation_though_it_moves(made, folder, kind
     assert abs(expected[1][1] / expected[1][0] - 1) > 0.05, "the reference has moved"
 
 
-def test_given_reference_is_refused_where_trl_moves_it(made, folder):
-    reference = AutoModelForCausalLM.from_pretrained(folder)
+def test_given_reference_is_refused_where_trl_moves_it_or_it_is_the_policy(made, folder):
+    network = AutoModelForCausalLM.from_pretrained(folder)
     with pytest.raises(OptionError, match="sync_ref_model=True moves the copy of the policy that TRL loads"):
-        made("GRPO", {"sync_ref_model": True}, reference=reference)
+        made("GRPO", {"sync_ref_model": True}, reference=network)
+    with pytest.raises(OptionError, match="one network in memory"):
+        made("GRPO", {}, model=network, reference=network)
 
 
 def test_reference_of_a_new_adapter_is_its_base(made):

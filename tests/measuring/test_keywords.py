@@ -11,7 +11,15 @@ from tiny_models import tiny_adapter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kleash
-from kleash.errors import KleashError, OptionError, RankError, RunFolderError, SourceError, UnknownNameError
+from kleash.errors import (
+    KleashError,
+    ModelError,
+    OptionError,
+    RankError,
+    RunFolderError,
+    SourceError,
+    UnknownNameError,
+)
 
 TEXTS = ["The sea was calm and the boat went out.", "A long road leads out of the town."]
 MESSAGES = [{"role": "user", "content": "Count the birds"}]
@@ -74,12 +82,21 @@ def test_the_reference_of_an_adapter_in_memory_is_its_base(pair, tokenizer, tmp_
     assert measured.per_token["kl_policy_reference"].value == pytest.approx(expected, rel=1e-5)
     paths = [model.path.split("in memory")[1] for model in measured.models.values()]
     assert paths == [", adapter default", ", without its adapters"]
+    with adapted.disable_adapter():
+        disabled = kleash.measure(policy=adapted, tokenizer=alone, text=TEXTS, out=tmp_path / "disabled")
+    assert disabled.models["policy"].path.endswith(paths[1]) and "one network" in disabled.warnings[0]
     networks = adapted, adapted.get_base_model()  # into which PEFT has put the adapter
     for policy, reference in (networks, networks[::-1]):
         with pytest.raises(OptionError, match="one network in memory"):
             kleash.measure(
                 policy=policy, reference=reference, tokenizer=alone, text=TEXTS, out=tmp_path / "one"
             )
+    adapted.add_adapter("other", adapted.peft_config["default"])
+    adapted.base_model.set_adapter(["default", "other"])
+    with pytest.raises(
+        ModelError, match=r"one adapter of the policy must act in all layers, .* default with other"
+    ):
+        kleash.measure(policy=adapted, tokenizer=alone, text=TEXTS, out=tmp_path / "two")
 
 
 def test_a_policy_by_name_is_loaded_beside_a_reference_in_memory_of_two_bytes(pair, tokenizer, tmp_path):
@@ -123,8 +140,8 @@ def test_a_folder_that_is_left_is_not_joined_by_other_weights_in_memory(policy, 
         ({"dtype": "bfloat16"}, OptionError, "dtype"),
         ({"reference_cache": "cache"}, OptionError, "reference_cache"),
         ({"engine": "ray"}, OptionError, "engine"),
-        ({"policy": 3}, OptionError, "transformers model"),
-        ({"policy": "no head"}, OptionError, "AutoModelForCausalLM loads; it is of type LlamaModel"),
+        ({"policy": 3}, ModelError, "transformers model"),
+        ({"policy": "no head"}, ModelError, "AutoModelForCausalLM loads; it is of type LlamaModel"),
         ({"reference": "http://127.0.0.1:1/v1"}, KleashError, "server"),
     ],
 )
@@ -170,7 +187,9 @@ def test_messages_and_responses_in_memory(pair, tmp_path):
         {"prompt": "Two", "response": " men"},
         {"prompt_token_ids": [5, 6], "response_token_ids": [7]},
     ]
-    with pytest.raises(SourceError, match="expected a field 'response'"):  # which leaves the folder to others
+    with pytest.raises(
+        SourceError, match=r"^responses, entry 1: expected a field 'response'"
+    ):  # which leaves the folder to others
         kleash.measure(policy=pair[0], reference=pair[1], responses=[{"prompt": "Two"}], out=tmp_path / "b")
     given = kleash.measure(policy=pair[0], reference=pair[1], responses=answered, out=tmp_path / "b")
     assert given.counts.sequences == 2

@@ -369,7 +369,7 @@ def test_reward_functions_see_the_columns_of_the_source(pair, write):
 
 def test_pairs_are_read_beside_a_question(write):
     name = write("a.jsonl", jsonl({"question": "Q", "chosen": "a", "rejected": "b"}))
-    assert read_pairs(name, limit=None) == [{"prompt": "Q", "chosen": "a", "rejected": "b"}]
+    assert read_pairs(name, limit=None)[0].items() >= {"prompt": "Q", "chosen": "a", "rejected": "b"}.items()
 
 
 def test_the_chat_template_renders_messages_all_prompts_or_nothing(pair, write):

@@ -285,15 +285,17 @@ def test_text_is_read_from_trl_formats(pair, write):
 
 def test_every_file_format_gives_the_same_preference_pairs(write):
     pairs = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
+    unrendered = {"tools": None, "chat_template_kwargs": {}}
     rows = [list(pairs[0]), list(pairs[0].values())]
     contents = {"a.jsonl": jsonl(*pairs), "a.json": pairs, "a.csv": rows, "a.parquet": pairs}
     for name, content in contents.items():
-        assert read_pairs(write(name, content), limit=None) == pairs
+        assert read_pairs(write(name, content), limit=None) == [{**pairs[0], **unrendered}]
     for row in ({"prompt": "a", "chosen": "b"}, {"prompt": "a", "chosen": "", "rejected": "c"}):
         with pytest.raises(SourceError, match="line 2: expected 'prompt'"):
             read_pairs(write("c.jsonl", jsonl(*pairs, row)), limit=None)
     implicit = write("b.jsonl", jsonl({"chosen": "The sea was", "rejected": "The sea is"}))
-    assert read_pairs(implicit, limit=1) == [{"prompt": "The sea", "chosen": " was", "rejected": " is"}]
+    (pair,) = read_pairs(implicit, limit=1)
+    assert pair == {"prompt": "The sea", "chosen": " was", "rejected": " is", **unrendered}
 
 
 def test_pairs_of_conversations_may_repeat_the_prompt_as_text(pair, write):

@@ -7,7 +7,7 @@ from trl_batches import TRL_MARKS, make, moved, whole_logp
 
 import kleash
 from kleash.cli import main
-from kleash.errors import NonFiniteError, OptionError, RunFolderError, UnknownNameError
+from kleash.errors import CannotRunError, NonFiniteError, OptionError, RunFolderError, UnknownNameError
 from kleash.integrations.trainer import BetaController, DriftMonitor
 from kleash.leash import FixedBeta, PIDBeta
 from kleash.models import Sampling
@@ -167,7 +167,7 @@ def test_reused_responses_show_the_kl_of_their_updates(trl, folder, tmp_path):
     first, second = read_steps(tmp_path / "run")
     assert second.metrics["kl/update"] == pytest.approx((ratio.exp() - 1 - ratio).mean().item(), rel=1e-3)
     assert "kl/update" not in first.metrics and "reward/score" not in second.metrics
-    assert log.step == 2
+    assert repr(log) == f"run log of grpo in {tmp_path / 'run'}, at step 2"
 
 
 def test_dpo_is_steered_by_the_monitor_and_its_time_is_apart(trl, folder, tmp_path):
@@ -334,6 +334,25 @@ def test_invalid_options_are_refused_before_anything_is_attached(folder, tmp_pat
         kleash.attach(trainer, out=tmp_path / "run", **asked)
     assert trainer.callback_handler.callbacks == before and not (tmp_path / "run").exists()
     kleash.attach(trainer, out=tmp_path / "run")
-    for given, reason in ((trainer, "has a run log already"), (trainer.model, "it is of type")):
+    taught = plain(folder, tmp_path)
+    taught.teacher_model = taught.model
+    reasons = {
+        trainer: "has a run log already",
+        trainer.model: "it is of type",
+        taught: "one network in memory",
+    }
+    for given, reason in reasons.items():
         with pytest.raises(OptionError, match=reason):
             kleash.attach(given, out=tmp_path / "other")
+
+
+def test_a_run_without_a_step_is_an_error(trl, folder, tmp_path):
+    few = plain(folder, tmp_path, per_device_train_batch_size=16, dataloader_drop_last=True)
+    with pytest.raises(OptionError, match="has 8 rows, and a batch of Trainer takes 16"):
+        kleash.attach(few, out=tmp_path / "run")
+    with pytest.raises(OptionError, match="has 16 rows, and a batch of LeashedGRPOTrainer takes 32"):
+        kleash.attach(grpo(trl, folder, tmp_path, generation_batch_size=64), out=tmp_path / "run")
+    trainer = plain(folder, tmp_path, max_steps=-1, num_train_epochs=0)
+    kleash.attach(trainer, out=tmp_path / "run")
+    with pytest.raises(CannotRunError, match="the trainer took no step"):
+        trainer.train()

@@ -283,6 +283,10 @@ def test_what_cannot_teach_is_refused(distill, root, tmp_path):
         run(distill, root, tmp_path / "b", responses=str(more))
     with pytest.raises(SourceError, match=r"responses.jsonl, line 1: expected .*'teacher_ids'"):
         run(distill, root, tmp_path / "c", teacher_cache=None)
+    first = json.loads(with_lists(root, 2).read_text().splitlines()[0])
+    more.write_text(json.dumps({**first, "teacher_logprobs": [[-0.1, -0.1] for _ in first["teacher_ids"]]}))
+    with pytest.raises(SourceError, match="line 1: the probabilities in the list of response token 1 sum to"):
+        run(distill, root, tmp_path / "d", responses=str(more), teacher_cache=None)
 
 
 @pytest.mark.parametrize(
@@ -307,7 +311,9 @@ def test_lists_that_would_train_something_else_are_refused(root, tmp_path, chang
     (read,) = read_responses(str(tmp_path / "good.jsonl"), pair, with_lists=True)
     assert read.columns["teacher_ids"].tolist() == good["teacher_ids"]
     (tmp_path / "bad.jsonl").write_text(json.dumps(record | change))
-    with pytest.raises(SourceError, match="different tokens, and their log-probabilities, for each of the 2"):
+    is_twice = change == {"teacher_ids": [[3, 3], [4, 5]]}
+    reason = "the token 3 twice in the list of response token 1" if is_twice else "for each of the 2 tokens"
+    with pytest.raises(SourceError, match=f"line 1: .*{reason}"):
         list(read_responses(str(tmp_path / "bad.jsonl"), pair, with_lists=True))
 
 

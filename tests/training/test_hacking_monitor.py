@@ -107,7 +107,8 @@ def test_entropy_that_falls_is_an_alert_unless_the_reward_rises(reward: float | 
     distillation, nothing is known."""
 
     def fall(at: int, now: Metrics) -> Metrics:
-        scores = {"reward/score": 0.3 if at < 21 else reward or 0.0, "reward/score_error": 0.05}
+        error = 0.0 if reward == 0.3 else 0.05  # of scores that are all equal
+        scores = {"reward/score": 0.3 if at < 21 else reward or 0.0, "reward/score_error": error}
         return {"policy/entropy": 2.0 if at < 21 else 0.5, **({} if reward is None else scores)}
 
     blank = [StepRecord(step=at, metrics={}) for at in range(1, 36)]
@@ -140,11 +141,11 @@ def test_what_looks_like_a_fault_and_is_none(
     assert kind not in {found for _, found in said(bent(healthy(60), after, change))}
 
 
-@pytest.mark.parametrize(("kl", "falls"), [(1.0, True), (0.5, False)])
+@pytest.mark.parametrize(("kl", "falls", "error"), [(1.0, True, 0.1), (1.0, True, 0.0), (0.5, False, 0.1)])
 def test_held_out_reward_that_falls_with_the_kl_and_the_training_reward_is_no_alert(
-    kl: float, falls: bool
+    kl: float, falls: bool, error: float
 ) -> None:
-    """A policy that overshot its target goes back, and pays for it; the paired error counts where it is logged."""
+    """A policy that overshot its target goes back, and pays for it; the paired error, 0 if all fall alike, counts."""
 
     def change(at: int, now: Metrics) -> Metrics:
         done = at >= 10
@@ -155,11 +156,13 @@ def test_held_out_reward_that_falls_with_the_kl_and_the_training_reward_is_no_al
             "eval/reward": 1.0 if done else 2.0,
             "eval/reward_error": 5.0,
             "eval/reward_change": -1.0 if done else 0.0,
-            "eval/reward_change_error": 0.1,
+            "eval/reward_change_error": error,
         }
 
     history = bent([StepRecord(step=at, metrics={}) for at in range(1, 21)], 0, change)
-    assert ("held_out_fell" in {kind for _, kind in said(history, HackingMonitor())}) is falls
+    alerts = [alert for record in played(history, HackingMonitor()) for alert in record.alerts]
+    fell = [alert.sentence for alert in alerts if alert.kind == "held_out_fell"]
+    assert bool(fell) is falls and all(("prompts alike" in sentence) is (error == 0) for sentence in fell)
 
 
 def test_large_updates_silence_the_advice_of_a_larger_beta() -> None:
@@ -245,23 +248,17 @@ def test_fallen_entropy_is_noticed_though_the_first_step_has_none() -> None:
     assert (33, "entropy_collapse") in said(bent(healthy(40), 0, fall))
 
 
-def test_repetition_is_share_of_repeated_trigrams() -> None:
+def test_repetition_and_distinct_are_shares_of_trigrams() -> None:
     assert repetition(["a b c d e"]) == 0
     assert repetition(["a a a a a a"]) == 0.75  # four runs, one of them new
-    assert repetition(["a b c a b c", "a b c"]) == pytest.approx(
-        1 / 5
-    )  # between responses nothing is repeated
+    assert repetition(["a b c a b c", "a b c"]) == pytest.approx(1 / 5), (
+        "between responses nothing is repeated"
+    )
     assert repetition(["a b", ""]) == 0  # as short as the answer to a sum
-
-
-def test_distinct_is_low_for_similar_responses() -> None:
     assert distinct(["a b c d", "e f g h"]) == 1
     assert distinct(["a b c d"] * 4) == 0.25
     assert distinct([]) == distinct(["42", "42"]) == 1
-
-
-def test_text_without_spaces_is_split_into_characters() -> None:
-    assert repetition(["啊" * 60]) > 0.9
+    assert repetition(["啊" * 60]) > 0.9, "without spaces, of characters"
     assert distinct(["天地玄黃宇宙洪荒日月盈昃辰宿列張寒來暑往秋收冬藏閏餘成歲律呂調陽雲騰致雨露"]) == 1
 
 

@@ -22,6 +22,7 @@ from kleash.training.library_fields import (
     OPTIONS,
     REFUSED,
     REFUSED_ONLINE,
+    refused_fields,
     set_fields,
 )
 from kleash.training.run_log import RunLog
@@ -42,27 +43,16 @@ DPO = DPOJob(pairs="p.jsonl")
         (GRPOJob(), 'lr_scheduler_kwargs={"num_cycles": 2}', {"num_cycles": 2}),
         (DPO, 'loss_type=["hinge", "sft"]', ["hinge", "sft"]),
         (DistillJob(), "top_k=50", 50),
+        (PPOJob(lora_rank=4), "lora.lora_alpha=16", 16),
+        (GRPOJob(lora_rank=4), 'lora.target_modules=["q_proj", "v_proj"]', ["q_proj", "v_proj"]),
+        (GRPOJob(lora_rank=4), "lora.use_rslora=true", True),
+        (GRPOJob(lora_rank=4), "lora.init_lora_weights=pissa", "pissa"),
+        (PPOJob(lora_rank=4), 'lora.rank_pattern={"q_proj": 4}', {"q_proj": 4}),
     ],
 )
 def test_a_value_has_the_type_of_its_field(job: Any, assignment: str, value: Any) -> None:
     (found,) = set_fields(replace(job, set=(assignment,))).values()
     assert found == value and type(found) is type(value)
-
-
-@pytest.mark.parametrize(
-    ("assignment", "value"),
-    [
-        ("lora_alpha=16", 16),
-        ('target_modules=["q_proj", "v_proj"]', ["q_proj", "v_proj"]),
-        ("use_rslora=true", True),
-        ("init_lora_weights=pissa", "pissa"),
-        ('rank_pattern={"q_proj": 4}', {"q_proj": 4}),
-    ],
-)
-def test_a_field_of_the_adapter_has_the_type_of_pefts(assignment: str, value: Any) -> None:
-    for job in (PPOJob(lora_rank=4), GRPOJob(lora_rank=4)):
-        (found,) = set_fields(replace(job, set=(LORA + assignment,))).values()
-        assert found == value and type(found) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -112,10 +102,9 @@ def test_each_argument_of_the_trainers_can_be_set_or_names_its_option(trl: Any) 
     }
     refused = {*OPTIONS, *REFUSED}
     job = GRPOJob(out="x", eval_prompts="held_out.jsonl")
-    prompts = [type("P", (), {"token_ids": (1, 2)})]
     shared = set(trl.online.shared_arguments(job, rows=16, row_tokens=8))
     assert shared - refused == defaults
-    assert set(trl.online._arguments(job, prompts)) - shared - refused == evaluation | {"scale_rewards"}
+    assert set(trl.online._arguments(job, 64)) - shared - refused == evaluation | {"scale_rewards"}
     known = {field.name for name in CONFIGURATIONS.values() for field in fields(getattr(trl.package, name))}
     listed = {name for name in refused | {*REFUSED_ONLINE} if not name.startswith(LORA)}
     assert listed <= known, "a field that TRL does not have"
@@ -187,7 +176,7 @@ def steps(trl: Any, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> A
         settings = {"learning_rate": 1e-2, "steps": 1, "reward": (f"{__name__}:vowels",), **ONE_GROUP}
         settings |= {"policy": str(folder), "prompts": str(folder / "p.jsonl"), "seed": 3, **more}
         job = GRPOJob(**settings, out=str(out), set=assignments)
-        trl.train_online(job, RunLog(out, job))
+        refused_fields(job)(trl.train_online)(job, RunLog(out, job))
         return [step.metrics for step in read_steps(out)]
 
     return run
@@ -293,16 +282,30 @@ def test_held_out_prompts_are_answered_and_measured(steps: Any, tmp_path: Path) 
     assert 0 < first["eval_kl/per_token"] < second["eval_kl/per_token"]
     assert trained[0]["kl/exact_per_token"] == 0, "evaluation is after the update, and changes no step"
     assert {sample.sample.prompt for sample in read_samples(steps.out)} == {"the sea was"}
-    with pytest.raises(OptionError, match=r"--set eval_strategy needs what is held out: --eval-prompts"):
+    with pytest.raises(
+        OptionError, match=r"transformers refuses the values of --set eval_strategy=steps: .*didn't"
+    ):
         steps("eval_strategy=steps")
     with pytest.raises(OptionError, match=r"--set eval_steps counts updates, and a step has 2 \(--epochs\)"):
         steps("eval_steps=3", epochs=2, **more)
 
 
 def test_what_trl_refuses_is_one_sentence(steps: Any) -> None:
-    with pytest.raises(OptionError, match=r"TRL refuses the values of --set: .*not a valid SchedulerType"):
-        steps("lr_scheduler_type=zigzag")
-    with pytest.raises(OptionError, match=r"PEFT refuses the values of --set lora\.…: .*loftq_config"):
-        steps("lora.init_lora_weights=loftq", lora_rank=2)
-    with pytest.raises(UnknownNameError, match="no loss type of TRL is called 'ppo'; there are grpo"):
-        steps("loss_type=ppo")
+    for assignment, library, reason in (
+        ("lr_scheduler_type=zigzag", "transformers", "not a valid SchedulerType"),
+        ("lr_scheduler_type=cosine_with_min_lr", "transformers", "One of min_lr"),  # not before training
+        ("scale_rewards=no", "TRL", "Invalid value for scale_rewards"),  # at the first batch
+        ("lora.init_lora_weights=loftq", "PEFT", "loftq_config"),
+        ("lora.trainable_token_indices=[9999]", "PEFT", "out of bounds"),  # where the adapter is made
+    ):
+        with pytest.raises(
+            OptionError, match=rf"^{library} refuses the values of --set {re.escape(assignment)}: .*{reason}"
+        ):
+            steps(assignment, lora_rank=2)
+    for assignment, reason in (
+        ("loss_type=ppo", "no loss type of TRL is called 'ppo'; there are grpo"),
+        ('lora.target_modules=["q_proj", "v_prj"]', "no module of the policy .* did you mean 'v_proj'"),
+        ("lora.target_modules=v_prj", "no module of the policy .* did you mean 'v_proj'"),
+    ):
+        with pytest.raises(UnknownNameError, match=reason):
+            steps(assignment, lora_rank=2)

@@ -85,10 +85,7 @@ class World:
         )
         shaped = learning_signals(said, job, BETA)
         past = PastTokens(
-            said.token_logp[mask],
-            said.values[mask],
-            shaped.advantages[mask],
-            shaped.returns[mask],
+            said.token_logp[mask], said.values[mask], shaped.advantages[mask], shaped.returns[mask]
         )
         whole = self.policy.next_logp(TOKENS[rows])
         terms = TokenTerms(*(x[mask] for x in (logp, logq, exact, entropy(whole))))

@@ -315,10 +315,7 @@ def test_bfloat16_policy_is_trained_in_float32_and_starts_at_kl_0(folder, rank):
     assert {weight.dtype for weight in policy.parameters() if weight.requires_grad} == {torch.float32}
     metrics = one_step(run, prompts, started(job), None).metrics
     assert metrics["kl/exact_per_token"] == 0.0 and metrics["policy/gradient_norm"] > 0.0
-    assert run.networks.dtypes == {
-        "policy": "bfloat16" if rank else "float32",
-        "reference": "bfloat16",
-    }
+    assert run.networks.dtypes == {"policy": "bfloat16" if rank else "float32", "reference": "bfloat16"}
     if not rank:
         assert {weight.dtype for weight in run.networks.reference.network.parameters()} == {torch.bfloat16}
     assert 0 < metrics["kl/update"] < 1.0

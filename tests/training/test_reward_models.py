@@ -1,5 +1,7 @@
 """Reward models out of folders: the numbers that transformers itself gives, one text at a time."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,41 +59,27 @@ def plain() -> list[Dialogue]:
     return [Dialogue(prompt=prompt, response=response) for response, prompt in TEXTS]
 
 
-@pytest.mark.parametrize("batch_tokens", [1, 4096])
-def test_scores_do_not_depend_on_the_batch(folder: Path, batch_tokens: int) -> None:
-    scores = load_reward_model(str(folder), batch_tokens=batch_tokens)(plain())
+@pytest.mark.parametrize("make", [saved, saved_encoder, partial(saved, pad_token_id=None)])
+def test_scores_do_not_depend_on_the_batch(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    """Padding is masked, and without a padding token texts are scored singly."""
+    folder = make(tmp_path / "judge")
     expected = [alone(folder, prompt + response) for response, prompt in TEXTS]
-    assert scores == pytest.approx(expected, rel=1e-4)
-    assert len({round(score, 3) for score in scores}) == 3, (
-        "scores that are all alike would hide a wrong order"
-    )
+    for batch_tokens in (1, 4096):
+        scores = load_reward_model(str(folder), batch_tokens=batch_tokens)(plain())
+        assert scores == pytest.approx(expected, rel=1e-4)
+    assert len({round(score, 3) for score in scores}) == 3, "or a wrong order would not be seen"
 
 
-def test_padding_is_masked(tmp_path: Path) -> None:
-    folder = saved_encoder(tmp_path / "encoder")
-    expected = [alone(folder, prompt + response) for response, prompt in TEXTS]
-    assert load_reward_model(str(folder))(plain()) == pytest.approx(expected, rel=1e-4)
-
-
-def test_messages_use_the_reward_models_chat_template(folder: Path) -> None:
-    messages = ({"role": "user", "content": "The sea?"},)
-    asked = Dialogue(prompt="<template of the policy>", response="It was calm.", messages=messages)
-    expected = alone(folder, "<s>user: The sea?\nassistant: It was calm.\n", special=False)
+@pytest.mark.parametrize(
+    ("chat", "text"), [(True, "<s>user: Sea?\nassistant: Calm.\n"), (False, "user: Sea?\nCalm.")]
+)
+def test_messages_use_the_reward_models_chat_template_or_are_joined(
+    tmp_path: Path, chat: bool, text: str
+) -> None:
+    folder, messages = saved(tmp_path / "judge", chat=chat), ({"role": "user", "content": "Sea?"},)
+    asked = Dialogue(prompt="user: Sea?\n", response="Calm.", messages=messages)
+    expected = alone(folder, text, special=not chat)
     assert load_reward_model(str(folder))([asked]) == pytest.approx([expected], rel=1e-4)
-
-
-def test_messages_are_joined_without_chat_template(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "plain", chat=False)
-    asked = Dialogue(prompt="user: Sea?\n", response="Calm.", messages=({"role": "user", "content": "Sea?"},))
-    assert load_reward_model(str(folder))([asked]) == pytest.approx(
-        [alone(folder, "user: Sea?\nCalm.")], rel=1e-4
-    )
-
-
-def test_texts_are_scored_singly_without_padding_token(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "unpadded", pad_token_id=None)
-    expected = [alone(folder, prompt + response) for response, prompt in TEXTS]
-    assert load_reward_model(str(folder))(plain()) == pytest.approx(expected, rel=1e-4)
 
 
 def test_reward_model_adds_to_other_rewards(folder: Path) -> None:

@@ -1,12 +1,10 @@
 """Rewards: functions, sums, and what is said about each way to get them wrong."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from scoring_cases import sequence_of
 from tiny_models import tiny_tokenizer
 
@@ -20,7 +18,6 @@ from kleash.errors import (
 )
 from kleash.models import TokenSequence
 from kleash.training import load_rewards
-from kleash.training.example_rewards import heroine, kind_words
 
 EXAMPLES = "kleash.training.example_rewards"
 MINE = """
@@ -31,7 +28,7 @@ def length(prompts, responses):
     assert isinstance(prompts, list) and isinstance(responses, list)
     return [float(len(response)) for response in responses]
 def as_tensor(prompts, responses):
-    return torch.arange(len(responses), dtype=torch.bfloat16)
+    return torch.arange(len(responses), dtype=torch.bfloat16, requires_grad=True)
 def as_array(prompts, responses):
     return numpy.arange(len(responses), dtype=numpy.float32)
 def as_bools(prompts, responses):
@@ -56,16 +53,12 @@ def one_number(prompts, responses):
     return torch.tensor(1.0)
 def as_dict(prompts, responses):
     return {0.5: 1.0, 0.25: 2.0, 0.75: 3.0}
-def as_set(prompts, responses):
-    return {0.5, 0.25, 0.75}
 def as_keys(prompts, responses):
     return as_dict(prompts, responses).keys()
 def as_values(prompts, responses):
     return as_dict(prompts, responses).values()
 def as_text(prompts, responses):
     return "123"
-def as_bytes(prompts, responses):
-    return b"abc"
 def as_fractions(prompts, responses):
     from decimal import Decimal
     from fractions import Fraction
@@ -173,9 +166,7 @@ def test_empty_reward_list_is_refused() -> None:
         ("words", CannotRunError, "my_rewards:words raises ValueError: could not convert string to float"),
         ("as_dict", CannotRunError,
             "my_rewards:as_dict returned a dict; it must return a sequence of numbers"),
-        ("as_set", CannotRunError, "my_rewards:as_set returned a set; it must return a sequence"),
         ("as_keys", CannotRunError, "my_rewards:as_keys returned a dict_keys; it must return a sequence"),
-        ("as_bytes", CannotRunError, "my_rewards:as_bytes returned a bytes; it must return a sequence"),
         ("as_text", CannotRunError, "my_rewards:as_text returned a str; it must return a sequence"),
         ("nested", ShapeError, "my_rewards:nested returned numbers of shape (3, 1) for 3 responses"),
         ("one_number", CannotRunError,
@@ -216,25 +207,11 @@ def sequence(text: str, prompt: str = "The sea", **more: Any) -> TokenSequence:
 
 def test_special_tokens_are_not_rewarded() -> None:
     answers = [sequence(" was calm"), sequence("")]
-    assert load_rewards(["my_rewards:length"], tokenizer=tiny_tokenizer()).of(answers).total.tolist() == [
-        9,
-        0,
-    ]
-    assert load_rewards(["my_rewards:length"]).of(answers).total.tolist() == [13, 4]
+    for tokenizer, lengths in ((tiny_tokenizer(), [9, 0]), (None, [13, 4])):
+        assert load_rewards(["my_rewards:length"], tokenizer=tokenizer).of(answers).total.tolist() == lengths
 
 
-@pytest.mark.parametrize("function", [heroine, kind_words])
-def test_example_rewards_count_words_and_not_letters(
-    function: Callable[[list[str], list[str]], list[float]],
-) -> None:
-    texts = ["She was happy; her heart was HERS", "sheer herbal unkindness", "", "she happy she"]
-    expected = {"heroine": [3, 0, 0, 2], "kind_words": [2, 0, 0, 1]}[function.__name__]
-    assert function([""] * 4, texts) == expected
-    assert totals(f"{EXAMPLES}:{function.__name__}", responses=tuple(texts)) == expected
-
-
-def test_reward_tensor_with_gradient_is_read() -> None:
-    import my_rewards
-
-    my_rewards.learnt = lambda prompts, responses: torch.ones(len(responses), requires_grad=True)
-    assert totals("my_rewards:learnt") == [1, 1, 1]
+@pytest.mark.parametrize(("name", "expected"), [("heroine", [3, 0, 0, 2]), ("kind_words", [2, 0, 0, 1])])
+def test_example_rewards_count_words_and_not_letters(name: str, expected: list[float]) -> None:
+    texts = "She was happy; her heart was HERS", "sheer herbal unkindness", "", "she happy she"
+    assert totals(f"{EXAMPLES}:{name}", responses=texts) == expected

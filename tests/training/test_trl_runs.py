@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_adapter
 from trl_batches import TRL_MARKS, make, moved, whole_logp
 
-from kleash.errors import CannotRunError, ModelError, OptionError, RunFolderError
+from kleash.errors import CannotRunError, ModelError, OptionError, RunFolderError, SourceError
+from kleash.integrations.trainer import DriftMonitor
 from kleash.models import load_pair
 from kleash.records import DistillJob, DPOJob, GRPOJob, RLOOJob, read_samples, read_steps
 from kleash.store.metrics import METRICS, PART
@@ -162,6 +163,37 @@ def test_dpo_evaluates_held_out_pairs_and_keeps_the_best_checkpoint(trl, tmp_pat
     assert config.precompute_ref_log_probs and "log probs" not in capfd.readouterr().err
 
 
+def test_dpo_renders_pairs_as_kleash_does(trl, tmp_path, monkeypatch):
+    """The chat template gets tools and variables of each pair, and the model no more tokens than it reads."""
+    from tiny_models import save_tiny
+    from transformers import AutoTokenizer
+
+    folder, pairs = save_tiny(tmp_path / "tiny"), tmp_path / "pairs.jsonl"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{{ mood }}{{ tools | map(attribute='name') | list }}" + tokenizer.chat_template
+    tokenizer.save_pretrained(folder)
+    said = [
+        [{"role": role, "content": text}]
+        for role, text in (("user", "Q"), ("assistant", "a"), ("assistant", "b"))
+    ]
+    pair = dict(
+        zip(("prompt", "chosen", "rejected"), said, strict=True), chat_template_kwargs={"mood": "calm"}
+    )
+    rows = [{**pair, "tools": []}, {**pair, "tools": [{"name": "sea"}]}]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr("kleash.training.with_trl.preferences.run_trainer", lambda trainer, *_: trainer)
+    job = DPOJob(policy=str(folder), pairs=str(pairs), out=str(tmp_path / "run"))
+    trainer = trl.train_dpo(job, None)
+    (monitor,) = [each for each in trainer.callback_handler.callbacks if isinstance(each, DriftMonitor)]
+    monitor.measure()
+    texts = [tokenizer.decode(ids) for ids in trainer.train_dataset["prompt_ids"]]
+    assert texts == [prompt.text.rstrip() for prompt in monitor._parsed_prompts] and "calm['sea']" in texts[1]
+    assert trainer.args.max_length == 128
+    pairs.write_text(json.dumps(pair) + "\n" + json.dumps({**pair, "chat_template_kwargs": {}}))
+    with pytest.raises(SourceError, match="line 2: 'chat_template_kwargs' has other variables than before"):
+        trl.train_dpo(job, None)
+
+
 @pytest.mark.parametrize(
     ("divergence", "beta"), [("policy_teacher", 1.0), ("teacher_policy", 0.0), ("jensen_shannon", 0.5)]
 )
@@ -295,6 +327,15 @@ def test_advice_after_an_alert_is_applied(trl, tmp_path, on_hacking):
 
 def test_unsupported_options_are_refused_before_training(trl, folder, tmp_path, monkeypatch):
     job = GRPOJob(reward=(HEROINE,), **SMALL)
+    long = {"policy": str(folder), "prompts": "shipped:prompts", "max_new_tokens": 200}
+    for train, asked in (
+        (trl.train_online, job),
+        (trl.train_distill, DistillJob(teacher=str(folder), **SMALL)),
+    ):
+        with pytest.raises(
+            SourceError, match="a response of --max-new-tokens 200 the models, which read at most 128"
+        ):
+            go(train, replace(asked, **long), tmp_path / "long")
     adapter = tiny_adapter(tmp_path / "adapter", folder)
     with pytest.raises(OptionError, match=r"the policy .* is an adapter, which is trained further"):
         own = {"policy": str(adapter), "prompts": "shipped:prompts", "lora_rank": 2}

@@ -35,7 +35,7 @@ from kleash.diagnosis.token_table import TokenTable, sample_rollouts, short_dtyp
 from kleash.jobs.options import job_of
 from kleash.jobs.reading_jobs import DoctorJob
 from kleash.models import Pair, load_pair
-from kleash.sources.in_memory import to_jsonl
+from kleash.sources.in_memory import naming_entries, to_jsonl
 from kleash.sources.sequences import is_padded, padding_length
 from kleash.store import Diagnosis
 from kleash.store.file_hashes import require_unchanged_files, watching_files
@@ -90,7 +90,8 @@ def diagnose(
     with TemporaryDirectory() as folder:
         path = Path(folder) / SOURCE
         path.write_bytes(to_jsonl(entries, "rollouts"))
-        diagnosis = diagnose_file(job_of(DoctorJob, {"rollouts": (str(path),), **options}))
+        with naming_entries(path, "rollouts"):
+            diagnosis = diagnose_file(job_of(DoctorJob, {"rollouts": (str(path),), **options}))
     return replace(diagnosis, file="rollouts in memory", files={})
 
 

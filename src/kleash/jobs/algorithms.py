@@ -132,7 +132,7 @@ class DPOJob(TrainJob, DatasetOptions):
     pairs_per_step: Count = 16
     """Pairs learned from in a step, by all processes together."""
     max_tokens: Count = 1024
-    """Longer pairs are cut off; those whose prompt alone is as long are left out."""
+    """Longer pairs, and those longer than the models read, are cut off; if the prompt alone is as long, left out."""
 
     def _refusals(self) -> Iterable[Refusal]:
         return (

@@ -13,8 +13,9 @@ from kleash.jobs.reading import SourceKind
 from kleash.launch_environment import require_one_process
 from kleash.measuring.live_pair import live_pair, load_beside_live
 from kleash.models import Model, Pair, at_rest
+from kleash.models.live_models import require_language_model
 from kleash.models.tokenizers import load_named_tokenizer
-from kleash.sources.in_memory import write_source
+from kleash.sources.in_memory import naming_entries, write_source
 from kleash.store.job_folder import SOURCE
 
 JobT = TypeVar("JobT", MeasureJob, SweepJob)
@@ -59,7 +60,8 @@ def job_of_keywords(
     folder = Path(str(made.out)).expanduser()
     is_new = [write_source(data, name, folder) for name, data in sources.items()]
     try:
-        yield made
+        with naming_entries(folder / SOURCE, " ".join(sources)):
+            yield made
     finally:
         if any(is_new) and [path.name for path in folder.iterdir()] == [SOURCE]:
             (folder / SOURCE).unlink()
@@ -88,14 +90,7 @@ def pair_in_memory(options: Mapping[str, Any]) -> Generator[tuple[dict[str, Any]
         return
     require_one_process("a measurement of a model in memory")
     for role, network in networks.items():
-        has_head = hasattr(network, "get_input_embeddings") and (
-            hasattr(network, "generate") or network.get_output_embeddings() is not None
-        )
-        if not has_head:
-            raise OptionError(
-                f"{role} is a name or a transformers model with a language-model head, as AutoModelForCausalLM loads; "
-                f"it is of type {type(network).__name__}"
-            )
+        require_language_model(network, role)
     for name in OF_FILES:
         if options.get(name) not in (None, False, "auto", "local"):
             raise OptionError(

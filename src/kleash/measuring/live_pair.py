@@ -6,6 +6,7 @@ from typing import Any
 
 from kleash.errors import OptionError
 from kleash.models import Loading, Model, Pair, live_model, pair_models
+from kleash.models.live_models import require_two_networks
 from kleash.models.pair_loading import load_reference
 from kleash.models.tokenizers import compare_tokenizers
 
@@ -41,11 +42,8 @@ def live_pair(networks: Mapping[str, Any], tokenizer: Any, load: Callable[[Model
             )
         adapter = REFERENCE_ADAPTER if REFERENCE_ADAPTER in policy.adapters.peft_config else None
         reference = _named(live_model(networks["policy"], tokenizer, role="reference", adapter=adapter))
-    elif policy.network is reference.network and policy.adapters is not reference.adapters:
-        raise OptionError(
-            "the policy and the reference are one network in memory: PEFT puts an adapter into the model that it is "
-            "given. Leave the reference out to have the policy compared with its base, or load the reference anew"
-        )
+    elif policy.adapters is not reference.adapters:
+        require_two_networks(networks["policy"], networks["reference"])
     return pair_models(policy, reference, ())
 
 

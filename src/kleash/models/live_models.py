@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kleash.errors import CannotRunError, KleashError, ModelError
+from kleash.errors import CannotRunError, KleashError, ModelError, OptionError
 from kleash.linear import Head
 from kleash.linear.zero3 import is_zero3, zero3_as_dtensor
 from kleash.models.adapters import find_rule, require_unchanged_base, trainable_base_parameters
@@ -51,8 +51,10 @@ def live_model(
 
     Raises:
         ModelError: if it is not a causal language model of text, is in training mode, or is sharded in a way that
-            is not supported; if an adapter has changed the base to be measured, or needs a forward pass of PEFT's.
+            is not supported; if an adapter has changed the base to be measured, or needs a forward pass of PEFT's; if
+            several adapters act at once, or not everywhere.
     """
+    require_language_model(network, role)
     storage = shard_storage(network, f"the {role}")
     adapters = network if hasattr(network, "get_base_model") else None
     error: KleashError | None = None
@@ -85,6 +87,37 @@ def live_model(
 def base_network(network: Any) -> Any:
     """The transformers model inside a PEFT model; any other network as it is."""
     return network.get_base_model() if hasattr(network, "get_base_model") else network
+
+
+def require_language_model(network: Any, role: str) -> None:
+    """Check that a network in memory is one of transformers with a head that gives logits of all tokens.
+
+    Raises:
+        ModelError: if it is not, such as a reward model or an encoder with a decoder.
+    """
+    base = base_network(network)
+    has_head = hasattr(base, "get_input_embeddings") and (
+        hasattr(base, "generate") or base.get_output_embeddings() is not None
+    )
+    if not has_head or base.config.is_encoder_decoder:
+        raise ModelError(
+            f"the {role} must be a name or a transformers model with a language-model head, as AutoModelForCausalLM "
+            f"loads; it is of type {type(base).__name__}"
+        )
+
+
+def require_two_networks(policy: Any, reference: Any) -> None:
+    """Check that policy and reference, or teacher, are not one network in memory.
+
+    Raises:
+        OptionError: if they are: their KL would be 0.
+    """
+    if base_network(policy) is base_network(reference):
+        raise OptionError(
+            "the policy and its reference or teacher are one network in memory, so that what changes it is in both: "
+            "training, or PEFT, which puts an adapter into the model that it is given. Load the other anew, or leave a "
+            "reference out to have a policy with an adapter compared with its base"
+        )
 
 
 def require_plain_head(network: Any, role: str) -> None:
@@ -166,17 +199,25 @@ def at_rest(*networks: Any) -> Iterator[None]:
 
 
 def _resolve_adapter(peft_model: Any, adapter: str | None, role: str) -> str | None:
-    """The name of the adapter to measure; None for the base."""
+    """The name of the adapter to measure: of the one in use, the one that acts in PEFT's layers; None for the base."""
     if peft_model is None and adapter not in (ACTIVE_ADAPTER, None):
         raise ModelError(
             f"the {role} has no adapter {adapter!r}: it is no PEFT model; leave the name of the adapter out"
         )
     if peft_model is None or adapter != ACTIVE_ADAPTER:
         return None if peft_model is None else adapter
-    active = peft_model.active_adapter
-    if not isinstance(active, str):
-        raise ModelError(f"the {role} has {len(active)} adapters active at once; name the one to be measured")
-    return active
+    acting = {
+        () if layer.disable_adapters else tuple(layer.merged_adapters or layer.active_adapters)
+        for layer in peft_model.modules()
+        if hasattr(layer, "merged_adapters")
+    } or {(peft_model.active_adapter,)}  # of prompts, which are refused by their kind
+    first = min(acting)
+    if len(acting) > 1 or len(first) > 1:
+        raise ModelError(
+            f"one adapter of the {role} must act in all layers, and in some act: "
+            f"{', '.join(' with '.join(names) or 'none' for names in sorted(acting))}; enable and activate one"
+        )
+    return first[0] if first else None
 
 
 def _check_adapters(peft_model: Any, adapter_name: str | None, role: str) -> None:

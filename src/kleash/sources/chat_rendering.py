@@ -169,7 +169,7 @@ def render_messages(
         tokenizer,
         add_generation_prompt=generate and not continues_last,
         continue_final_message=continues_last,
-        **_template_options(record),
+        **template_options(record),
     )
     try:
         text = _render_in_its_form(messages, render)
@@ -275,7 +275,7 @@ def _beginning_of_template(
     return (*beginnings, *filter(None, [bos])), tuple(token for token in special_tokens if token in before)
 
 
-def _template_options(record: SourceRecord) -> dict[str, Any]:
+def template_options(record: SourceRecord) -> dict[str, Any]:
     """The tools of a record, and the variables of its chat template: TRL's "tools" and "chat_template_kwargs".
 
     Raises:

@@ -1,11 +1,12 @@
 """Sources in memory: lists, data sets and data frames as records, and as the file of a run that holds them."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kleash.errors import RunFolderError, SourceError
+from kleash.errors import KleashError, RunFolderError, SourceError
 from kleash.extras import import_extra
 from kleash.jobs.reading import SourceKind
 from kleash.sources.records import is_message_list, show_value
@@ -68,6 +69,17 @@ def to_jsonl(data: Iterable[Any], kind: SourceKind) -> bytes:
     if not content:
         raise SourceError(f"there is no entry among the {kind} given; give at least one")
     return content
+
+
+@contextmanager
+def naming_entries(path: Path, kind: str) -> Generator[None]:
+    """Context whose errors name the entries of a source in memory, not the lines of its file; "" if it is a file."""
+    try:
+        yield
+    except KleashError as error:
+        if kind:
+            error.args = (str(error).replace(f"{path}, line ", f"{kind}, entry "),)
+        raise
 
 
 def write_source(data: Iterable[Any], kind: SourceKind, folder: Path) -> bool:

@@ -286,11 +286,16 @@ def _lists(record: SourceRecord, sequence: TokenSequence, pair: TokenLimits) -> 
     except ValueError:  # of lists of several lengths
         ids, logp = np.empty(0), np.empty(0)
     is_list = ids.dtype == np.int64 and ids.ndim == 2 and ids.shape == logp.shape and len(ids) == length
-    is_distinct = is_list and bool((np.diff(np.sort(ids)) > 0).all())
-    if not (is_distinct and ids.min() >= 0 and ids.max() < pair.vocab_size and (logp <= 0).all()):
+    if not (is_list and ids.min() >= 0 and ids.max() < pair.vocab_size and (logp <= 0).all()):
         raise record.error(
             f"expected {' and '.join(map(repr, LISTS))} with as many different tokens, and their log-probabilities, "
             f"for each of the {length} tokens of the response"
+        )
+    ids_in_order = np.sort(ids)
+    for row, column in np.argwhere(ids_in_order[:, 1:] == ids_in_order[:, :-1])[:1]:
+        raise record.error(
+            f"'teacher_ids' has the token {ids_in_order[row, column]} twice in the list of response token {row + 1}; "
+            "give different ones"
         )
     return dict(zip(LISTS, (ids, logp.astype(np.float32)), strict=True))
 

@@ -15,7 +15,7 @@ from kleash.models.threads import threads_for
 from kleash.store import TrainingFolder, TrainingResult
 from kleash.store.file_hashes import watching_files
 from kleash.training.header_and_result import finish, header_of, interrupted, models_of
-from kleash.training.library_fields import set_fields
+from kleash.training.library_fields import refused_fields, set_fields
 from kleash.training.run_log import Display, RunLog
 
 TRAINERS: Mapping[str, str] = MappingProxyType(
@@ -55,7 +55,7 @@ def train(job: TrainJob, display: Display | None = None) -> TrainingResult:
     """
     if not isinstance(job, OnlineJob | DPOJob):
         raise OptionError(f"nothing trains a {type(job).__name__}; give a job of {', '.join(TRAINERS)}")
-    trainer = resolve_name(f"kleash.training.{TRAINERS[job.algorithm]}")
+    trainer = refused_fields(job)(resolve_name(f"kleash.training.{TRAINERS[job.algorithm]}"))
     job = replace(job, out=job.out if job.out is not None else default_out())
     with watching_files(), threads_for([*models_of(job).values()], device=job.device) as note:
         if launched_rank() != 0:

@@ -88,7 +88,8 @@ def attach(
         The callback that writes the folder; its ``result_of_run`` is the result once training has ended.
 
     Raises:
-        OptionError, UnknownNameError: if an option is invalid, or the trainer's beta is no price of a KL.
+        OptionError, UnknownNameError: if an option is invalid, the trainer's beta is no price of a KL, its teacher is
+            the policy itself, or its data set fills no batch.
     """
     from kleash.training.step_logger import FolderLog
 
@@ -145,7 +146,9 @@ def _measure(
 
 
 def _check(trainer: Any, on_hacking: str, report_to: Sequence[str]) -> None:
-    """Refuse invalid options, and a trainer that has a run log."""
+    """Refuse invalid options, and a trainer that has a run log, or could not train."""
+    from kleash.integrations.trainer.compat import require_batch
+    from kleash.models.live_models import require_two_networks
     from kleash.training.step_logger import StepLogger
 
     for name, value in (("on_hacking", on_hacking), ("report_to", report_to)):
@@ -156,6 +159,10 @@ def _check(trainer: Any, on_hacking: str, report_to: Sequence[str]) -> None:
         )
     if any(isinstance(callback, StepLogger) for callback in trainer.callback_handler.callbacks):
         raise OptionError("this trainer has a run log already; attach to it once")
+    teacher = getattr(trainer, "teacher_model", None)
+    if teacher is not None:
+        require_two_networks(*map(trainer.accelerator.unwrap_model, (trainer.model, teacher)))
+    require_batch(trainer)
 
 
 def _algorithm(trainer: Any) -> str:
@@ -188,10 +195,7 @@ def _leash(trainer: Any, controller: str | Leash, target_nats: float | None, per
             raise OptionError(f"the controller {controller} steers to a target; give target_nats")
         return None
     beta = trainer.beta or 1.0  # BetaController refuses a beta of 0
-    bounds = {
-        "beta_max": max(PIDBeta.beta_max, beta),
-        "beta_min": min(PIDBeta.beta_min, beta),
-    }
+    bounds = {"beta_max": max(PIDBeta.beta_max, beta), "beta_min": min(PIDBeta.beta_min, beta)}
     return controller_of(controller, {"beta": beta, "target_nats": target_nats, "per": per, **bounds})
 
 

@@ -232,9 +232,12 @@ class HackingMonitor:
         is_beyond = beyond_training.value < -self.held_out_sure * beyond_training.error
         if kl_rise.value <= self.sure * kl_rise.error and not is_beyond:
             return None  # a policy that went back towards the reference, and lost as much on the training prompts
+        size = "of all prompts alike"
+        if change.error:
+            size = f"by {-change.value / change.error:.1f} standard errors of the difference"
         return (
             f"the held-out reward is {now.value:.3g}, and was {best.value:.3g} in step {history[best_at].step}, its "
-            f"best: a fall by {-change.value / change.error:.1f} standard errors of the difference; the policy is "
+            f"best: a fall {size}; the policy is "
             "over-optimised: take the checkpoint near that step, and for another run a smaller --target-nats or more "
             "--prompts"
         )
@@ -275,7 +278,7 @@ class HackingMonitor:
         before = level(history[max(0, start - max(self.window, period)) : start], "reward/score")
         after = level(history[-max(self.window, period // 3) :], "reward/score")
         rise = after.minus(before)
-        if not rise.value < self.no_rise * rise.error:
+        if not rise.value <= self.no_rise * rise.error:  # both 0 if all scores are equal
             return None
         return (
             f"the policy's entropy fell from {then:.3g} to {now:.3g} nats per token since step "
@@ -368,9 +371,9 @@ def level(records: History, name: str) -> Level:
     """The mean of a metric over some steps, with its logged errors, or the differences of successive steps."""
     values, errors = (_values(records, metric) for metric in (name, f"{name}_error"))
     squares, weight = [error**2 for error in errors], len(values)
-    if not sum(squares) > 0:  # none are logged, or the scores of each step are all equal
+    if len(values) > 1 and not sum(squares) > 0:  # none are logged, or the scores of each step are all equal
         squares, weight = [(after - before) ** 2 / 2 for before, after in pairwise(values)], len(values) - 1
-    return Level(fmean(values), math.sqrt(sum(squares) / weight / len(values)) if weight else math.nan)
+    return Level(fmean(values), math.sqrt(sum(squares) / weight / len(values)))
 
 
 def _values(records: History, name: str) -> list[float]:

@@ -1,13 +1,14 @@
 """Fields of TRL's and PEFT's configurations that a job sets by name: ``--set FIELD=VALUE``."""
 
 import json
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import traceback
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from kleash.errors import OptionError, summarise_error
+from kleash.errors import KleashError, OptionError, summarise_error
 from kleash.extras import import_extra
 from kleash.jobs import TrainJob
 from kleash.jobs.options import TYPE_NAMES, flag
@@ -17,6 +18,8 @@ CONFIGURATIONS: Mapping[str, str] = MappingProxyType(
     {"grpo": "GRPOConfig", "rloo": "RLOOConfig", "dpo": "DPOConfig", "distill": "DistillationConfig"}
 )
 """Algorithm -> the configuration class of TRL's trainer."""
+LIBRARIES = {"trl": "TRL", "peft": "PEFT", "transformers": "transformers", "accelerate": "Accelerate"}
+"""Package that has the fields, or reads them -> its name."""
 LORA = "lora."
 """Prefix of the fields of PEFT's LoraConfig."""
 OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -132,24 +135,42 @@ def trl_config(job: TrainJob, **arguments: Any) -> Any:
     """TRL's configuration of the job's algorithm: ``arguments``, and in their place what the job sets by name.
 
     Raises:
-        OptionError, UnknownNameError: as ``set_fields``; OptionError also if TRL refuses the values.
+        OptionError, UnknownNameError: as ``set_fields``.
     """
     values = {name: value for name, value in set_fields(job).items() if not name.startswith(LORA)}
     settings = {**arguments, **values}
-    held_out = [name for name in ("eval_prompts", "eval_pairs") if getattr(job, name, None) is not None]
-    if settings.get("eval_strategy", "no") != "no" and not held_out:
-        raise OptionError(
-            "--set eval_strategy needs what is held out: --eval-prompts (grpo and rloo) or --eval-pairs (dpo)"
-        )
     updates = settings.get("num_iterations", 1)
     if updates > 1 and (settings.get("eval_steps") or 0) % updates:
         raise OptionError(
             f"--set eval_steps counts updates, and a step has {updates} (--epochs); give a multiple"
         )
+    return getattr(import_extra("trl", "trl"), CONFIGURATIONS[job.algorithm])(**settings)
+
+
+@contextmanager
+def refused_fields(job: TrainJob) -> Generator[None]:
+    """Context in which an error that a library raises about fields that the job sets is one sentence.
+
+    Libraries check a field where they read it: in a configuration, in a trainer, with the first batch. Errors are taken
+    for those if the job sets fields, and kleash had called the library that raised.
+
+    Raises:
+        OptionError: with the library's error.
+    """
     try:
-        return getattr(import_extra("trl", "trl"), CONFIGURATIONS[job.algorithm])(**settings)
-    except (ValueError, TypeError, ImportError) as error:
-        raise OptionError(f"TRL refuses the values of --set: {summarise_error(error)}") from error
+        yield
+    except (ValueError, TypeError, ImportError, LookupError) as error:
+        packages = [
+            str(frame.f_globals.get("__name__")).partition(".")[0]
+            for frame, _ in traceback.walk_tb(error.__traceback__)
+        ]
+        called = packages[len(packages) - packages[::-1].index("kleash") :]
+        if isinstance(error, KleashError) or not job.set or not LIBRARIES.keys() & called[:1]:
+            raise
+        library = [LIBRARIES[package] for package in called if package in LIBRARIES][-1]
+        raise OptionError(
+            f"{library} refuses the values of --set {', '.join(job.set)}: {summarise_error(error)}"
+        ) from error
 
 
 def _configuration(job: TrainJob, name: str) -> Any:

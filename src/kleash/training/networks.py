@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.checkpoints.resolution import Checkpoint, find_checkpoint
-from kleash.errors import ModelError, OptionError, summarise_error
+from kleash.errors import ModelError, OptionError
 from kleash.extras import import_extra, suppress_library_output
 from kleash.jobs import TrainJob
 from kleash.linear import Head
@@ -19,10 +19,13 @@ from kleash.models import Loading, Pair, StoredReference, load_beside, load_pair
 from kleash.models.adapters import attach_adapter, check_adapter, find_rule
 from kleash.models.compat import find_backbone
 from kleash.models.live_models import current_head, require_plain_head
+from kleash.registry import look_up
 from kleash.training.library_fields import LORA, set_fields
 
 TAKES_ADAPTERS = ("grpo", "rloo", "dpo")
 """Algorithms whose policy and reference may be adapters."""
+TARGETS = ("target_modules", "modules_to_save")
+"""Fields of LoraConfig with names of modules, of which PEFT leaves out those that it does not find."""
 LORA_SCALE = 2
 """Alpha divided by rank: the scale of the adapter's product."""
 
@@ -166,7 +169,8 @@ def lora_settings(job: TrainJob, network: Any) -> Any:
         network: the policy.
 
     Raises:
-        OptionError: if a field is refused, by kleash or by PEFT.
+        OptionError: if a field is refused.
+        UnknownNameError: if a list of modules names one that the policy does not have.
     """
     # PEFT cannot run an adapter on a layer that returns more than its product, such as the router of Llama 4.
     routers = [
@@ -182,12 +186,22 @@ def lora_settings(job: TrainJob, network: Any) -> Any:
         "exclude_modules": routers or None,
     }
     values = {name.removeprefix(LORA): x for name, x in set_fields(job).items() if name.startswith(LORA)}
-    try:
-        return import_extra("peft", "models").LoraConfig(
-            r=job.lora_rank, lora_dropout=0.0, task_type="CAUSAL_LM", **{**chosen, **values}
-        )
-    except (ValueError, TypeError, ImportError) as error:
-        raise OptionError(f"PEFT refuses the values of --set lora.…: {summarise_error(error)}") from error
+    if isinstance(target := values.get("target_modules"), str) and target.isidentifier():
+        values["target_modules"] = [target]  # PEFT reads a text as a pattern of whole paths
+    paths = [f".{path}" for path, _ in network.named_modules()]
+    linear = {
+        path.rpartition(".")[2]: path
+        for path, module in network.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    for name in (
+        name for field in TARGETS for name in values.get(field) or () if isinstance(values[field], list)
+    ):
+        if not any(path.endswith(f".{name}") for path in paths):
+            look_up(linear, name, "module of the policy")
+    return import_extra("peft", "models").LoraConfig(
+        r=job.lora_rank, lora_dropout=0.0, task_type="CAUSAL_LM", **{**chosen, **values}
+    )
 
 
 def disable_dropout(network: Any) -> Any:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kleash.errors import NonFiniteError, RunFolderError
+from kleash.errors import CannotRunError, NonFiniteError, RunFolderError
 from kleash.integrations.trainer import BetaController, DriftMonitor
 from kleash.integrations.trainer.callback import AttachedCallback
 from kleash.integrations.trainer.compat import halve_learning_rate
@@ -263,6 +263,10 @@ class FolderLog(StepLogger):
         self.folder, self.algorithm = TrainingFolder(folder), algorithm
         self._open = ExitStack()
 
+    def __repr__(self) -> str:
+        """What is trained, the folder, and how far the run is."""
+        return f"run log of {self.algorithm} in {self.folder.root}, at step {self.step}"
+
     def attach(self, trainer: Any) -> "FolderLog":
         """Add this callback to the trainer, whose ``train`` closes the folder at its end, also by an error."""
         super().attach(trainer)
@@ -298,7 +302,15 @@ class FolderLog(StepLogger):
         """Leave the trainer's checkpoint as it is."""
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Write the result and the report, on rank 0."""
+        """Write the result and the report, on rank 0.
+
+        Raises:
+            CannotRunError: if no step was taken.
+        """
+        if state.global_step == 0:
+            raise CannotRunError(
+                "the trainer took no step: its data fill no batch, or max_steps or num_train_epochs is 0"
+            )
         if self.run_log is not None and self.run_log.history:
             checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             policy = str(checkpoint) if checkpoint.is_dir() else ""

@@ -23,6 +23,7 @@ from kleash.models import (
     tokenise_prompts,
     turns_of,
 )
+from kleash.models.live_models import require_two_networks
 from kleash.registry import options_given, require_above, require_at_least, require_choice
 
 LOG = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class DriftMonitor(AttachedCallback):
         """Measure the drift of the current policy.
 
         Raises:
-            OptionError: if the callback is not attached, or there is no reference.
+            OptionError: if the callback is not attached, there is no reference, or it is the policy's own network.
             ModelError: if the two models cannot be compared, or the weights are sharded in a way that is not supported.
             NonFiniteError: if a model gives NaN or infinities.
         """
@@ -107,6 +108,8 @@ class DriftMonitor(AttachedCallback):
         networks = self._networks()
         load = self._load if isinstance(self.reference, str) else None
         with at_rest(*networks.values()):
+            if len(networks) > 1:
+                require_two_networks(**networks)
             pair = in_lockstep(live_pair(networks, _tokenizer(self.trainer), load))
             if self._parsed_prompts is None:
                 self._parsed_prompts = (
@@ -154,8 +157,11 @@ class DriftMonitor(AttachedCallback):
         """The networks in memory by role: the policy, and the reference if it is a network of its own."""
         reference = getattr(self.trainer, "ref_model", None) if self.reference is None else self.reference
         networks = {"policy": self.trainer.model, "reference": reference}
-        unwrap = self.trainer.accelerator.unwrap_model
-        return {role: unwrap(x) for role, x in networks.items() if x is not None and not isinstance(x, str)}
+        return {
+            role: self.trainer.accelerator.unwrap_model(network)
+            for role, network in networks.items()
+            if not isinstance(network, str | None)
+        }
 
     def _load(self, policy: Model) -> Pair:
         """The policy beside the reference of that name, which is loaded once."""

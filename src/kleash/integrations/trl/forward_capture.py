@@ -24,7 +24,7 @@ from kleash.linear import Head
 from kleash.models import at_rest, live_model
 from kleash.models.adapters import require_unchanged_base
 from kleash.models.compat import find_backbone
-from kleash.models.live_models import base_network, current_head, require_plain_head
+from kleash.models.live_models import base_network, current_head, require_plain_head, require_two_networks
 
 IMAGE_INPUTS = (
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
@@ -51,7 +51,7 @@ class ForwardCapture(MIXIN):
 
         Raises:
             OptionError: if the configuration is not passed by keyword; or if ``reference`` is given, and TRL is to move
-                the reference.
+                the reference, or it is the policy's network.
             ModelError: if an adapter has changed the base that is to be the reference.
         """
         self._passes: list[ForwardPass] | None = None
@@ -84,6 +84,7 @@ class ForwardCapture(MIXIN):
                     network, "reference", instead="give reference=, a separate model in memory"
                 )
             return
+        require_two_networks(self.accelerator.unwrap_model(self.model), reference)
         reference.requires_grad_(False)
         in_float32 = getattr(self.args, "cast_lm_head_to_fp32", False)  # an option of GRPO, not of RLOO
         add_fused_lm_head(reference, temperature=self.temperature, cast_lm_head_to_fp32=in_float32)

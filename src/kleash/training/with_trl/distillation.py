@@ -28,7 +28,7 @@ from kleash.linear import (
     log_probabilities,
     token_statistics,
 )
-from kleash.losses import top_k_distillation_loss
+from kleash.losses import top_k_distillation_loss, top_k_from
 from kleash.models import (
     Prompt,
     StoredReference,
@@ -45,7 +45,7 @@ from kleash.training.library_fields import trl_config
 from kleash.training.networks import Networks, load_networks
 from kleash.training.response_metrics import gather_object
 from kleash.training.run_log import RunLog
-from kleash.training.with_trl.online import TokenPromptsMixin, in_step_order, prompt_rows
+from kleash.training.with_trl.online import TokenPromptsMixin, in_step_order, longest_row, prompt_rows
 from kleash.training.with_trl.runs import PROMPT_COLUMN, run_trainer, shared_arguments, suppress_output
 from kleash.uncertainty.ratios import mean_per_token
 
@@ -216,7 +216,8 @@ def read_given(job: DistillJob, networks: Networks, stored: StoredReference | No
     """The responses of a job that draws none.
 
     Raises:
-        SourceError: if they cannot be read, or lack what the teacher's lists need.
+        SourceError: if they cannot be read, lack what the teacher's lists need, or have lists of more than
+            probability 1.
         ModelError: if the teacher's cache lacks some of them.
     """
     responses = list(
@@ -228,8 +229,17 @@ def read_given(job: DistillJob, networks: Networks, stored: StoredReference | No
             f"{job.teacher_cache} lacks {missing} of the {total} responses of {job.source}, the first being {first}; "
             "make another with kleash cache"
         )
-    for response in responses if job.tail == "sampled" else ():
-        if response.logp_sampled is None or response.temperature not in (None, job.temperature):
+    for response in responses if job.reads_lists else ():
+        is_wrong = top_k_from(*(torch.from_numpy(response.columns[name]) for name in LISTS)).log_rest.isnan()
+        if is_wrong.any():
+            raise SourceError(
+                f"{response.location}: the probabilities in the list of response token "
+                f"{int(is_wrong.int().argmax()) + 1} sum to more than 1; give natural logarithms with all "
+                "digits"
+            )
+        if job.tail == "sampled" and (
+            response.logp_sampled is None or response.temperature not in (None, job.temperature)
+        ):
             raise SourceError(
                 f"{response.location}: expected 'logprobs', with which the teacher drew the response at temperature "
                 f"{job.temperature}; give them, or --tail bucket"
@@ -262,7 +272,7 @@ def train_distill(job: DistillJob, run_log: RunLog | None) -> TrainingResult:
         items = read_prompts(job.source, networks.pair, limit=job.limit, reading=job)
         rows = in_step_order(prompt_rows(items), job, copies=job.samples_per_prompt)
         mixin = DistillationMixin
-        longest = max(len(prompt.token_ids) for prompt in items) + job.max_new_tokens
+        longest = longest_row(items, job, networks.pair)
     else:
         items, mixin = read_given(job, networks, stored), GivenResponsesMixin
         rows = [{"prompt": "", PROMPT_COLUMN: number} for number in range(len(items))]

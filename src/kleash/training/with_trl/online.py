@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 
+from kleash.errors import SourceError
 from kleash.extras import import_extra
 from kleash.integrations.trainer import BetaController
 from kleash.integrations.trl.compat import MIXIN
 from kleash.jobs import GRPOJob, RLOOJob
 from kleash.jobs.train import OnlineJob
-from kleash.models import Prompt, TokenSequence, read_prompts
+from kleash.models import Pair, Prompt, TokenSequence, read_prompts
 from kleash.store import TrainingResult
 from kleash.training.job_schedule import leash_of, prompt_indices
 from kleash.training.library_fields import trl_config
@@ -91,7 +92,7 @@ def train_online(job: GRPOJob | RLOOJob, run_log: RunLog | None) -> TrainingResu
         reward_funcs=[_reward_function(reward, items) for reward in rewards.rewards],
         args=trl_config(
             job,
-            **_arguments(job, items),
+            **_arguments(job, longest_row(items, job, networks.pair)),
             reward_weights=[reward.weight for reward in rewards.rewards],
         ),
         train_dataset=in_step_order(prompt_rows(prompts), job),
@@ -110,9 +111,25 @@ def train_online(job: GRPOJob | RLOOJob, run_log: RunLog | None) -> TrainingResu
     return run_trainer(trainer, job, run_log, networks, trl_steps_per_step=job.epochs, recorder=recorder)
 
 
-def _arguments(job: GRPOJob | RLOOJob, prompts: list[Prompt]) -> dict[str, Any]:
-    """The fields of TRL's configuration that the job decides."""
-    longest = max(len(prompt.token_ids) for prompt in prompts) + job.max_new_tokens
+def longest_row(prompts: Sequence[Prompt], job: OnlineJob, pair: Pair) -> int:
+    """Tokens of the longest prompt with its response.
+
+    Raises:
+        SourceError: if the models do not read as many: TRL generates beyond their context.
+    """
+    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+    tokens = len(longest.token_ids) + job.max_new_tokens
+    if pair.context_length is not None and tokens - 1 > pair.context_length:  # the last token is not read
+        raise SourceError(
+            f"{longest.location}: the prompt is {len(longest.token_ids)} tokens long, and with a response of "
+            f"--max-new-tokens {job.max_new_tokens} the models, which read at most {pair.context_length}, would read "
+            f"{tokens - 1}; leave the prompt out, or take fewer new tokens"
+        )
+    return tokens
+
+
+def _arguments(job: GRPOJob | RLOOJob, longest: int) -> dict[str, Any]:
+    """The fields of TRL's configuration that the job decides, for rows of at most ``longest`` tokens."""
     arguments = {
         **shared_arguments(job, rows=job.responses_per_step, row_tokens=longest, updates=job.epochs),
         "shuffle_dataset": False,

@@ -1,5 +1,6 @@
 """DPO by TRL's trainer, with the exact KL to the reference measured during training."""
 
+import json
 from contextlib import redirect_stderr
 from io import StringIO
 from itertools import islice
@@ -11,6 +12,7 @@ from kleash.integrations.trainer import DriftMonitor
 from kleash.jobs import DPOJob
 from kleash.jobs.reading import DatasetOptions
 from kleash.models import Sampling, find_source
+from kleash.sources.chat_rendering import template_options
 from kleash.sources.dataset_formats import parse_preference
 from kleash.store import TrainingResult
 from kleash.training.library_fields import trl_config
@@ -46,6 +48,7 @@ def train_dpo(job: DPOJob, run_log: RunLog | None) -> TrainingResult:
     held_out = None if job.eval_pairs is None else read_pairs(job.eval_pairs, limit=None, options=job)
     networks = load_networks(job, job.reference_name, device=job.device)
     arguments = shared_arguments(job, rows=job.pairs_per_step, row_tokens=2 * job.max_tokens)
+    longest = min(job.max_tokens, networks.pair.context_length or job.max_tokens)
     if held_out is not None:
         arguments |= held_out_arguments(job, rows=arguments["per_device_train_batch_size"], best="eval_loss")
     # the reference does not change, so that its pass over each pair is made once where pairs are read again
@@ -55,13 +58,14 @@ def train_dpo(job: DPOJob, run_log: RunLog | None) -> TrainingResult:
         trainer = trl.DPOTrainer(
             model=networks.policy,
             ref_model=networks.frozen,
-            args=trl_config(job, **arguments, beta=job.beta, max_length=job.max_tokens),
+            args=trl_config(job, **arguments, beta=job.beta, max_length=longest),
             train_dataset=datasets.Dataset.from_list(rows),
             eval_dataset=None if held_out is None else datasets.Dataset.from_list(held_out),
             processing_class=networks.pair.tokenizer,
             peft_config=networks.lora,
         )
-    prompts: dict[str, Any] = {str(row["prompt"]): row["prompt"] for row in rows}
+    questions = [{name: row[name] for name in row if name not in ("chosen", "rejected")} for row in rows]
+    prompts: dict[str, Any] = {str(question): question for question in questions}
     DriftMonitor(
         prompts=list(prompts.values()),
         limit=DRIFT_PROMPTS,
@@ -77,7 +81,8 @@ def read_pairs(
 ) -> list[dict[str, Any]]:
     """The records of a file with "prompt", "chosen" and "rejected", all texts or all lists of messages.
 
-    Without "prompt", it is the common beginning of the two responses.
+    Without "prompt", it is the common beginning of the two responses. The columns "tools", as JSON, and
+    "chat_template_kwargs" are kept for messages, to whose chat template TRL gives them.
 
     Raises:
         SourceError: naming the line, if a field is missing or of the other kind.
@@ -87,7 +92,15 @@ def read_pairs(
         row = parse_preference(record)._asdict()
         if rows and type(row["prompt"]) is not type(rows[0]["prompt"]):
             raise record.error("texts and lists of messages in one file; split it")
-        rows.append(row)
+        variables = template_options(record) if isinstance(row["prompt"], list) else {}
+        tools = variables.pop("tools", None)
+        if (
+            rows and variables.keys() != rows[0]["chat_template_kwargs"].keys()
+        ):  # Arrow would add those of others
+            raise record.error(
+                "'chat_template_kwargs' has other variables than before; split the file by them"
+            )
+        rows.append({**row, "tools": tools and json.dumps(tools), "chat_template_kwargs": variables})
     if not rows:
         raise SourceError(f"{name} holds no pair; give a file with at least one")
     return rows

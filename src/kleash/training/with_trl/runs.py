@@ -11,6 +11,7 @@ import torch
 
 from kleash.errors import OptionError
 from kleash.extras import import_extra, suppress_library_output
+from kleash.integrations.trainer.compat import require_batch
 from kleash.jobs import TrainJob
 from kleash.models.pair_loading import resolve_device, resolve_dtype
 from kleash.sandbox.process import sandboxed_templates
@@ -57,6 +58,7 @@ def run_trainer(
         networks: those of the trainer.
         options: further arguments of the ``StepLogger`` that writes to the run log.
     """
+    require_batch(trainer)
     step_logger = StepLogger(job, run_log, notes=networks.pair.notes, **options)
     step_logger.attach(trainer)
     trainer.remove_callback(import_extra("transformers.trainer_callback", "trl").PrinterCallback)
