@@ -159,16 +159,15 @@ def _check(trainer: Any, on_hacking: str, report_to: Sequence[str]) -> None:
         )
     if any(isinstance(callback, StepLogger) for callback in trainer.callback_handler.callbacks):
         raise OptionError("this trainer has a run log already; attach to it once")
-    teacher = getattr(trainer, "teacher_model", None)
-    if teacher is not None:
+    if (teacher := getattr(trainer, "teacher_model", None)) is not None:
         require_two_networks(*map(trainer.accelerator.unwrap_model, (trainer.model, teacher)))
     require_batch(trainer)
 
 
 def _algorithm(trainer: Any) -> str:
     """The name of what the trainer trains by; TRL's classes are known by name, without importing it."""
-    known = [ALGORITHMS[base.__name__] for base in type(trainer).__mro__ if base.__name__ in ALGORITHMS]
-    return known[0] if known else type(trainer).__name__.removesuffix("Trainer").lower() or "trainer"
+    known = (ALGORITHMS[base.__name__] for base in type(trainer).__mro__ if base.__name__ in ALGORITHMS)
+    return next(known, type(trainer).__name__.removesuffix("Trainer").lower() or "trainer")
 
 
 def _drift_monitor(monitor: Any, reference: Any) -> "DriftMonitor | None":
@@ -195,8 +194,8 @@ def _leash(trainer: Any, controller: str | Leash, target_nats: float | None, per
             raise OptionError(f"the controller {controller} steers to a target; give target_nats")
         return None
     beta = trainer.beta or 1.0  # BetaController refuses a beta of 0
-    bounds = {"beta_max": max(PIDBeta.beta_max, beta), "beta_min": min(PIDBeta.beta_min, beta)}
-    return controller_of(controller, {"beta": beta, "target_nats": target_nats, "per": per, **bounds})
+    options = {"beta": beta, "beta_max": max(PIDBeta.beta_max, beta), "beta_min": min(PIDBeta.beta_min, beta)}
+    return controller_of(controller, {**options, "target_nats": target_nats, "per": per})
 
 
 def _require_price(trainer: Any, algorithm: str, monitor: "DriftMonitor | None") -> None:

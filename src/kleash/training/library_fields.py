@@ -137,8 +137,9 @@ def trl_config(job: TrainJob, **arguments: Any) -> Any:
     Raises:
         OptionError, UnknownNameError: as ``set_fields``.
     """
-    values = {name: value for name, value in set_fields(job).items() if not name.startswith(LORA)}
-    settings = {**arguments, **values}
+    settings = arguments | {
+        name: value for name, value in set_fields(job).items() if not name.startswith(LORA)
+    }
     updates = settings.get("num_iterations", 1)
     if updates > 1 and (settings.get("eval_steps") or 0) % updates:
         raise OptionError(
@@ -167,9 +168,9 @@ def refused_fields(job: TrainJob) -> Generator[None]:
         called = packages[len(packages) - packages[::-1].index("kleash") :]
         if isinstance(error, KleashError) or not job.set or not LIBRARIES.keys() & called[:1]:
             raise
-        library = [LIBRARIES[package] for package in called if package in LIBRARIES][-1]
         raise OptionError(
-            f"{library} refuses the values of --set {', '.join(job.set)}: {summarise_error(error)}"
+            f"{[LIBRARIES[package] for package in called if package in LIBRARIES][-1]} refuses the values of --set "
+            f"{', '.join(job.set)}: {summarise_error(error)}"
         ) from error
 
 

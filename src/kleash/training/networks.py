@@ -24,8 +24,6 @@ from kleash.training.library_fields import LORA, set_fields
 
 TAKES_ADAPTERS = ("grpo", "rloo", "dpo")
 """Algorithms whose policy and reference may be adapters."""
-TARGETS = ("target_modules", "modules_to_save")
-"""Fields of LoraConfig with names of modules, of which PEFT leaves out those that it does not find."""
 LORA_SCALE = 2
 """Alpha divided by rank: the scale of the adapter's product."""
 
@@ -188,16 +186,17 @@ def lora_settings(job: TrainJob, network: Any) -> Any:
     values = {name.removeprefix(LORA): x for name, x in set_fields(job).items() if name.startswith(LORA)}
     if isinstance(target := values.get("target_modules"), str) and target.isidentifier():
         values["target_modules"] = [target]  # PEFT reads a text as a pattern of whole paths
-    paths = [f".{path}" for path, _ in network.named_modules()]
+    modules = dict(network.named_modules())
     linear = {
         path.rpartition(".")[2]: path
-        for path, module in network.named_modules()
+        for path, module in modules.items()
         if isinstance(module, torch.nn.Linear)
     }
-    for name in (
-        name for field in TARGETS for name in values.get(field) or () if isinstance(values[field], list)
-    ):
-        if not any(path.endswith(f".{name}") for path in paths):
+    listed = [values.get("target_modules"), values.get("modules_to_save")]
+    for name in (name for names in listed if isinstance(names, list) for name in names):
+        if not any(
+            f".{path}".endswith(f".{name}") for path in modules
+        ):  # PEFT leaves it out without an error
             look_up(linear, name, "module of the policy")
     return import_extra("peft", "models").LoraConfig(
         r=job.lora_rank, lora_dropout=0.0, task_type="CAUSAL_LM", **{**chosen, **values}

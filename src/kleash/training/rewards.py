@@ -290,8 +290,11 @@ def check_rewards(
         OptionError, UnknownNameError, MissingExtraError, CannotRunError, SourceError: as ``load_rewards`` and
             ``RewardFunction.require_columns``.
     """
-    paths = [what for _, what in map(weight_of, specs) if is_function(what)]
-    functions = {path: RewardFunction(resolve_function(path, "a reward")) for path in paths}
+    functions = {
+        what: RewardFunction(resolve_function(what, "a reward"))
+        for _, what in map(weight_of, specs)
+        if is_function(what)
+    }
     columns = list(count_columns(source, limit, reading)) if functions else []
     for path, function in functions.items():
         function.require_columns(path, columns, source)

@@ -46,7 +46,7 @@ class DriftMonitor(AttachedCallback):
     def __init__(
         self,
         *,
-        prompts: str | Sequence[str | list[dict[str, Any]]],
+        prompts: str | Sequence[Any],
         reference: Any = None,
         every: int = 100,
         sampling: Sampling | None = None,
@@ -59,7 +59,8 @@ class DriftMonitor(AttachedCallback):
         """Create the callback; ``attach`` adds it to a trainer.
 
         Args:
-            prompts: a file in a format of ``kleash measure --prompts``, "shipped:prompts", texts, or lists of messages.
+            prompts: a file in a format of ``kleash measure --prompts``, "shipped:prompts", or texts, lists of messages or
+                records.
             reference: a folder, hub id or "shipped:…"; a model in memory; or None for the trainer's reference: the base
                 with adapters disabled, the adapter "ref", or its ``ref_model``.
             every: steps between measurements. The KL is also measured before the first step and after the last.
@@ -106,10 +107,10 @@ class DriftMonitor(AttachedCallback):
         """
         self.require_trainer()
         networks = self._networks()
-        load = self._load if isinstance(self.reference, str) else None
         with at_rest(*networks.values()):
             if len(networks) > 1:
                 require_two_networks(**networks)
+            load = self._load if isinstance(self.reference, str) else None
             pair = in_lockstep(live_pair(networks, _tokenizer(self.trainer), load))
             if self._parsed_prompts is None:
                 self._parsed_prompts = (

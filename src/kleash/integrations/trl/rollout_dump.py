@@ -12,7 +12,7 @@ from kleash.diagnosis import write_rollouts
 from kleash.errors import CannotRunError, OptionError
 from kleash.integrations.trainer.callback import AttachedCallback
 from kleash.integrations.trl.compat import GRPOTrainer, RLOOTrainer
-from kleash.integrations.trl.forward_capture import whole_rows
+from kleash.integrations.trl.forward_capture import replaced, whole_rows
 from kleash.integrations.trl.kl_mixin import ENGINE_LOGP, OLD_LOGP, REFERENCE_LOGP, KLMixin
 from kleash.models.live_models import base_network
 from kleash.precision import normalised
@@ -77,10 +77,11 @@ class RolloutDump(AttachedCallback):
         if ENGINE_LOGP not in batch:
             batch[ENGINE_LOGP] = _engine_column(batch["completion_ids"], columns)
         self._add_columns(batch)
-        is_known = ~batch[ENGINE_LOGP].isnan()  # vLLM leaves some out
-        batch["completion_mask"] = batch["completion_mask"] * is_known
-        rank = self.trainer.accelerator.process_index
-        write_rollouts(self.folder / f"step-{step:06d}-rank-{rank}.jsonl", batch, version=step)
+        batch["completion_mask"] = (
+            batch["completion_mask"] * ~batch[ENGINE_LOGP].isnan()
+        )  # vLLM leaves some out
+        name = f"step-{step:06d}-rank-{self.trainer.accelerator.process_index}.jsonl"
+        write_rollouts(self.folder / name, batch, version=step)
 
     def _add_columns(self, batch: dict[str, Any]) -> None:
         """Add the trainer's column, in the mode in which it trains, and with kleash's KL the reference's."""
@@ -137,11 +138,8 @@ def _generation_columns(trainer: Any) -> Iterator[list[GenerationLogprobs]]:
         processors.append(columns[-1])
         return processors
 
-    network._get_logits_processor = with_column
-    try:
+    with replaced(network, "_get_logits_processor", with_column):
         yield columns
-    finally:
-        del network._get_logits_processor
 
 
 def _engine_column(completion_ids: Tensor, columns: list[GenerationLogprobs]) -> Tensor:

@@ -159,8 +159,9 @@ def in_step_order(rows: Any, job: OnlineJob, *, copies: int = 1) -> Any:
 
 def prompt_rows(prompts: list[Prompt], *, first: int = 0) -> Any:
     """A data set with a row for each prompt: its text, and its number, from ``first``, in ``PROMPT_COLUMN``."""
-    rows = [{"prompt": prompt.text, PROMPT_COLUMN: number} for number, prompt in enumerate(prompts, first)]
-    return import_extra("datasets", "trl").Dataset.from_list(rows)
+    return import_extra("datasets", "trl").Dataset.from_list(
+        [{"prompt": prompt.text, PROMPT_COLUMN: number} for number, prompt in enumerate(prompts, first)]
+    )
 
 
 def _reward_function(reward: Reward, prompts: list[Prompt]) -> Any:

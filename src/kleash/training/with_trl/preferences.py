@@ -48,7 +48,6 @@ def train_dpo(job: DPOJob, run_log: RunLog | None) -> TrainingResult:
     held_out = None if job.eval_pairs is None else read_pairs(job.eval_pairs, limit=None, options=job)
     networks = load_networks(job, job.reference_name, device=job.device)
     arguments = shared_arguments(job, rows=job.pairs_per_step, row_tokens=2 * job.max_tokens)
-    longest = min(job.max_tokens, networks.pair.context_length or job.max_tokens)
     if held_out is not None:
         arguments |= held_out_arguments(job, rows=arguments["per_device_train_batch_size"], best="eval_loss")
     # the reference does not change, so that its pass over each pair is made once where pairs are read again
@@ -58,16 +57,20 @@ def train_dpo(job: DPOJob, run_log: RunLog | None) -> TrainingResult:
         trainer = trl.DPOTrainer(
             model=networks.policy,
             ref_model=networks.frozen,
-            args=trl_config(job, **arguments, beta=job.beta, max_length=longest),
+            args=trl_config(
+                job,
+                **arguments,
+                beta=job.beta,
+                max_length=min(job.max_tokens, networks.pair.context_length or job.max_tokens),
+            ),
             train_dataset=datasets.Dataset.from_list(rows),
             eval_dataset=None if held_out is None else datasets.Dataset.from_list(held_out),
             processing_class=networks.pair.tokenizer,
             peft_config=networks.lora,
         )
     questions = [{name: row[name] for name in row if name not in ("chosen", "rejected")} for row in rows]
-    prompts: dict[str, Any] = {str(question): question for question in questions}
     DriftMonitor(
-        prompts=list(prompts.values()),
+        prompts=list({str(question): question for question in questions}.values()),
         limit=DRIFT_PROMPTS,
         every=job.checkpoint_every,
         sampling=Sampling(max_new_tokens=DRIFT_TOKENS, seed=job.seed),
