@@ -53,8 +53,6 @@ def one_number(prompts, responses):
     return torch.tensor(1.0)
 def as_dict(prompts, responses):
     return {0.5: 1.0, 0.25: 2.0, 0.75: 3.0}
-def as_keys(prompts, responses):
-    return as_dict(prompts, responses).keys()
 def as_values(prompts, responses):
     return as_dict(prompts, responses).values()
 def as_text(prompts, responses):
@@ -67,10 +65,6 @@ def of_tensors(prompts, responses):
     return [torch.tensor(0.5, dtype=torch.float16), numpy.float64(0.25), numpy.int8(1)]
 def nested(prompts, responses):
     return [[1.0] for _ in responses]
-def deep(prompts, responses):
-    return deep(prompts, responses)
-def hungry(prompts, responses):
-    raise MemoryError
 def interrupts(prompts, responses):
     raise KeyboardInterrupt
 def sometimes(prompts, responses):
@@ -166,13 +160,10 @@ def test_empty_reward_list_is_refused() -> None:
         ("words", CannotRunError, "my_rewards:words raises ValueError: could not convert string to float"),
         ("as_dict", CannotRunError,
             "my_rewards:as_dict returned a dict; it must return a sequence of numbers"),
-        ("as_keys", CannotRunError, "my_rewards:as_keys returned a dict_keys; it must return a sequence"),
         ("as_text", CannotRunError, "my_rewards:as_text returned a str; it must return a sequence"),
         ("nested", ShapeError, "my_rewards:nested returned numbers of shape (3, 1) for 3 responses"),
         ("one_number", CannotRunError,
             "my_rewards:one_number raises TypeError: 'float' object is not iterable"),
-        ("deep", CannotRunError, "the reward my_rewards:deep raises RecursionError: maximum recursion depth"),
-        ("hungry", CannotRunError, "the reward my_rewards:hungry raises MemoryError"),
         ("sometimes", CannotRunError,
             "the reward sometimes returned None for response 0 and 2 of 3 responses"),
     ],

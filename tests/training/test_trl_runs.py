@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_adapter
+from tiny_models import save_tiny, tiny_adapter
+from transformers import AutoTokenizer
 from trl_batches import TRL_MARKS, make, moved, whole_logp
 
 from kleash.errors import CannotRunError, ModelError, OptionError, RunFolderError, SourceError
@@ -165,9 +166,6 @@ def test_dpo_evaluates_held_out_pairs_and_keeps_the_best_checkpoint(trl, tmp_pat
 
 def test_dpo_renders_pairs_as_kleash_does(trl, tmp_path, monkeypatch):
     """The chat template gets tools and variables of each pair, and the model no more tokens than it reads."""
-    from tiny_models import save_tiny
-    from transformers import AutoTokenizer
-
     folder, pairs = save_tiny(tmp_path / "tiny"), tmp_path / "pairs.jsonl"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = "{{ mood }}{{ tools | map(attribute='name') | list }}" + tokenizer.chat_template
@@ -328,13 +326,9 @@ def test_advice_after_an_alert_is_applied(trl, tmp_path, on_hacking):
 def test_unsupported_options_are_refused_before_training(trl, folder, tmp_path, monkeypatch):
     job = GRPOJob(reward=(HEROINE,), **SMALL)
     long = {"policy": str(folder), "prompts": "shipped:prompts", "max_new_tokens": 200}
-    for train, asked in (
-        (trl.train_online, job),
-        (trl.train_distill, DistillJob(teacher=str(folder), **SMALL)),
-    ):
-        with pytest.raises(
-            SourceError, match="a response of --max-new-tokens 200 the models, which read at most 128"
-        ):
+    distillation = DistillJob(teacher=str(folder), **SMALL)
+    for train, asked in ((trl.train_online, job), (trl.train_distill, distillation)):
+        with pytest.raises(SourceError, match="--max-new-tokens 200 the models, which read at most 128"):
             go(train, replace(asked, **long), tmp_path / "long")
     adapter = tiny_adapter(tmp_path / "adapter", folder)
     with pytest.raises(OptionError, match=r"the policy .* is an adapter, which is trained further"):

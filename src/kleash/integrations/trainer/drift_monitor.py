@@ -59,8 +59,8 @@ class DriftMonitor(AttachedCallback):
         """Create the callback; ``attach`` adds it to a trainer.
 
         Args:
-            prompts: a file in a format of ``kleash measure --prompts``, "shipped:prompts", or texts, lists of messages or
-                records.
+            prompts: a file in a format of ``kleash measure --prompts``, "shipped:prompts", or texts, lists of messages
+                or records.
             reference: a folder, hub id or "shipped:…"; a model in memory; or None for the trainer's reference: the base
                 with adapters disabled, the adapter "ref", or its ``ref_model``.
             every: steps between measurements. The KL is also measured before the first step and after the last.
