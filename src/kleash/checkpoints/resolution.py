@@ -215,8 +215,7 @@ def list_input_files(folder: Path) -> list[Path]:
 def hash_tokenizer_files(folder: Path) -> list[tuple[str, str]]:
     """Name and hash of each file of a tokenizer's folder."""
     paths = [path for path in list_input_files(folder) if not NETWORK_FILES.fullmatch(path.name)]
-    names = [str(path.relative_to(folder)) for path in paths]
-    return list(zip(names, hash_files(paths), strict=True))
+    return list(zip([str(path.relative_to(folder)) for path in paths], hash_files(paths), strict=True))
 
 
 def find_checkpoint(name: str, revision: str | None = None, role: str = "model") -> Checkpoint:

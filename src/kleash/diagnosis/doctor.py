@@ -270,8 +270,10 @@ def _findings(
     if is_faulty is not None:
         prefix = f"in {is_faulty.sum()} of {table.num_sequences} responses, the others are healthy: "
         faulty = [rollouts[number] for number in np.unique(table.sequence)[is_faulty]]
-        of_faulty = _findings(faulty, tabulate(faulty), pair, limit, batch_tokens)
-        return [replace(finding, evidence=prefix + finding.evidence) for finding in of_faulty]
+        return [
+            replace(finding, evidence=prefix + finding.evidence)
+            for finding in _findings(faulty, tabulate(faulty), pair, limit, batch_tokens)
+        ]
     if pair is None:
         return _ranked(table, _hypotheses(table, None, limit), has_models=False)
     scores = common_temperature(ModelScores.of(pair, rollouts, table, batch_tokens))

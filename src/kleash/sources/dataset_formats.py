@@ -99,8 +99,10 @@ def _checked_message(record: SourceRecord, name: str, message: Any) -> dict[str,
                 f"a message of {name!r} holds {str(kind)[:40]!r}, and kleash measures models on text alone; leave the "
                 "record out, or give its text"
             )
-    parts = [{key: value for key, value in part.items() if value is not None} for part in content]
-    return {**message, "content": parts}
+    return {
+        **message,
+        "content": [{key: value for key, value in part.items() if value is not None} for part in content],
+    }
 
 
 def check_text_only(record: SourceRecord) -> None:
@@ -277,8 +279,9 @@ def _with_response(
     replaced = ["messages", "completion", "chosen", "rejected"]
     replaced += ["prompt_token_ids"] if first_prompt is not None else []
     fields = {name: value for name, value in record.fields.items() if name not in replaced}
-    response = record.with_fields({**fields, "prompt": prompt, "response": answer})
-    return replace(response, first_prompt=first_prompt)
+    return replace(
+        record.with_fields({**fields, "prompt": prompt, "response": answer}), first_prompt=first_prompt
+    )
 
 
 def text_or_conversation(record: SourceRecord) -> TextOrMessages | None:

@@ -87,8 +87,9 @@ def count_documents(
     Raises:
         SourceError: if a line cannot be read as a document.
     """
-    documents = _documents(find_source(name, "text", reading), tokenizer)
-    return Counter(form for _, form, _ in islice(documents, limit))
+    return Counter(
+        form for _, form, _ in islice(_documents(find_source(name, "text", reading), tokenizer), limit)
+    )
 
 
 def _windows(

@@ -201,8 +201,11 @@ def show_value(value: Any) -> str:
 
 def is_list_of(value: Any, kind: type[Entry]) -> TypeGuard[list[Entry]]:
     """Whether a value is a list with at least one entry, all of type ``kind``; True and False are no numbers."""
-    is_list = isinstance(value, list) and bool(value)
-    return is_list and all(isinstance(entry, kind) and not isinstance(entry, bool) for entry in value)
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(entry, kind) and not isinstance(entry, bool) for entry in value)
+    )
 
 
 def is_message_list(value: Any) -> bool:
@@ -212,8 +215,7 @@ def is_message_list(value: Any) -> bool:
 
 def is_finite_number(value: Any) -> bool:
     """Whether a value is a finite number that fits a float; integers in JSON can be too large for one."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and abs(value) <= sys.float_info.max
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def without_nulls(value: Any) -> Any:

@@ -158,8 +158,9 @@ def group_for_padding(lengths: Sequence[int], max_padded_length: int | None) -> 
         length.
     """
     longest = inf if max_padded_length is None else max_padded_length
-    groups = grouped((0 if length <= longest else length, index) for index, length in enumerate(lengths))
-    return list(groups.values())
+    return list(
+        grouped((0 if length <= longest else length, index) for index, length in enumerate(lengths)).values()
+    )
 
 
 def padding_length(token_ids: Sequence[int], columns: Sequence[np.ndarray]) -> int:

@@ -309,8 +309,9 @@ def reading(path: Path, advice: str) -> Generator[None]:
 
 def _line(root: Path, path: Path, checksum: FileChecksum) -> str:
     """The line of a file, without its line break."""
-    name = path.relative_to(root).as_posix()
-    return json.dumps({"file": name, "bytes": checksum.size, "sha256": checksum.sha256})
+    return json.dumps(
+        {"file": path.relative_to(root).as_posix(), "bytes": checksum.size, "sha256": checksum.sha256}
+    )
 
 
 def _append(root: Path, *lines: str, writer: str = "") -> None:

@@ -85,8 +85,9 @@ def probe_change(first: Sequence[float], second: Sequence[float]) -> float:
     """The median difference of two answers to one probe, in nats; infinite if they are of different lengths."""
     if len(first) != len(second):
         return inf
-    pairs = zip(first, second, strict=True)
-    return median(0.0 if before == after else abs(before - after) for before, after in pairs)
+    return median(
+        0.0 if before == after else abs(before - after) for before, after in zip(first, second, strict=True)
+    )
 
 
 def require_same(root: Path, stored: RunHeader, header: RunHeader) -> None:

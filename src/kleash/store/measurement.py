@@ -347,5 +347,6 @@ class Measurement(MeasuredResult):
         folder = Path(folder).expanduser()
         advice = "run again with --resume to make it anew"
         missing = "is it a run folder? A run that has not finished is finished by --resume"
-        measurement = read_result(cls, folder / "measurement.json", "a measurement", missing, advice)
-        return replace(measurement, folder=folder)
+        return replace(
+            read_result(cls, folder / "measurement.json", "a measurement", missing, advice), folder=folder
+        )

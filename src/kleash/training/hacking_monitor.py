@@ -232,14 +232,15 @@ class HackingMonitor:
         is_beyond = beyond_training.value < -self.held_out_sure * beyond_training.error
         if kl_rise.value <= self.sure * kl_rise.error and not is_beyond:
             return None  # a policy that went back towards the reference, and lost as much on the training prompts
-        errors = (
-            f"by {-change.value / change.error:.1f} standard errors of the difference" if change.error else ""
+        certainty = (
+            f"by {-change.value / change.error:.1f} standard errors of the difference"
+            if change.error
+            else "of all prompts alike"
         )
         return (
             f"the held-out reward is {now.value:.3g}, and was {best.value:.3g} in step {history[best_at].step}, its "
-            f"best: a fall {errors or 'of all prompts alike'}; the policy is "
-            "over-optimised: take the checkpoint near that step, and for another run a smaller --target-nats or more "
-            "--prompts"
+            f"best: a fall {certainty}; the policy is over-optimised: take the checkpoint near that step, and for "
+            "another run a smaller --target-nats or more --prompts"
         )
 
     def _no_signal(self, history: History) -> str | None:

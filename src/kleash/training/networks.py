@@ -129,8 +129,9 @@ def _load_pair(policy: str, frozen: str | None, stored: StoredReference | None, 
     """The policy beside the frozen model, beside its cache, or beside itself."""
     if stored is None:
         return load_pair(policy, frozen or policy, **vars(loading))
-    name = str(stored.folder)
-    return load_beside(stored, policy, name, revision_policy=None, revision_reference=None, loading=loading)
+    return load_beside(
+        stored, policy, str(stored.folder), revision_policy=None, revision_reference=None, loading=loading
+    )
 
 
 def _changes_base(lora: Any) -> bool:
@@ -194,9 +195,8 @@ def lora_settings(job: TrainJob, network: Any) -> Any:
     }
     listed = [values.get("target_modules"), values.get("modules_to_save")]
     for name in (name for names in listed if isinstance(names, list) for name in names):
-        if not any(
-            f".{path}".endswith(f".{name}") for path in modules
-        ):  # PEFT leaves it out without an error
+        # PEFT leaves one that does not exist out without an error
+        if not any(f".{path}".endswith(f".{name}") for path in modules):
             look_up(linear, name, "module of the policy")
     return import_extra("peft", "models").LoraConfig(
         r=job.lora_rank, lora_dropout=0.0, task_type="CAUSAL_LM", **{**chosen, **values}

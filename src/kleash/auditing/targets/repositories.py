@@ -21,8 +21,7 @@ def with_ratio(keyword: str, *, of_behaviour: bool = True) -> Convention:
 
     def call(function: Callable[..., Any], inputs: AuditInputs) -> Any:
         below = inputs.behaviour_logp if of_behaviour else inputs.token_logp.detach()
-        ratio = (inputs.token_logp - below).exp()
-        return function(inputs.token_logp, inputs.token_logq, **{keyword: ratio})
+        return function(inputs.token_logp, inputs.token_logq, **{keyword: (inputs.token_logp - below).exp()})
 
     return Convention(
         name=f"loss_with_{'behaviour' if of_behaviour else 'attached'}_ratio",

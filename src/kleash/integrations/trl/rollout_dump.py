@@ -77,9 +77,8 @@ class RolloutDump(AttachedCallback):
         if ENGINE_LOGP not in batch:
             batch[ENGINE_LOGP] = _engine_column(batch["completion_ids"], columns)
         self._add_columns(batch)
-        batch["completion_mask"] = (
-            batch["completion_mask"] * ~batch[ENGINE_LOGP].isnan()
-        )  # vLLM leaves some out
+        is_known = ~batch[ENGINE_LOGP].isnan()  # vLLM leaves some out
+        batch["completion_mask"] = batch["completion_mask"] * is_known
         name = f"step-{step:06d}-rank-{self.trainer.accelerator.process_index}.jsonl"
         write_rollouts(self.folder / name, batch, version=step)
 

@@ -97,9 +97,8 @@ def read_pairs(
             raise record.error("texts and lists of messages in one file; split it")
         variables = template_options(record) if isinstance(row["prompt"], list) else {}
         tools = variables.pop("tools", None)
-        if (
-            rows and variables.keys() != rows[0]["chat_template_kwargs"].keys()
-        ):  # Arrow would add those of others
+        # Arrow would add the variables of others
+        if rows and variables.keys() != rows[0]["chat_template_kwargs"].keys():
             raise record.error(
                 "'chat_template_kwargs' has other variables than before; split the file by them"
             )
