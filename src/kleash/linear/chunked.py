@@ -230,10 +230,24 @@ def compute_rows(
         columns: further arguments of both functions, with an entry for each row.
     """
     results = fast(zp, zq, *columns, pair.vocab_shards)
+    compute_not_finite_(pair, results, len(zp), general, zp, zq, *columns)
+    return results
+
+
+def compute_not_finite_(
+    pair: HeadPair,
+    results: tuple[Any, ...],
+    block: int,
+    general: RowFunction,
+    zp: Tensor,
+    zq: Tensor,
+    *columns: Columns,
+) -> None:
+    """Put the results of ``general`` into rows where one is not finite; ``block``: rows for which there is memory."""
     sums = [x for x in results if x is not None and x.shape[1] == 1]
     not_finite = (~torch.cat(sums, -1).isfinite().all(-1)).nonzero()[:, 0]
     # Ranks that share the words have different numbers of them, and must take as many rows together.
-    size = max(1, len(zp) // 4 if pair.is_sharded else SMALL_BLOCK // zp.shape[1])
+    size = max(1, block // 4 if pair.is_sharded else SMALL_BLOCK // zp.shape[1])
     for start in range(0, len(not_finite), size):
         some = not_finite[start : start + size]
         known = (select_rows(x, some) for x in columns)
@@ -241,7 +255,6 @@ def compute_rows(
         for result, replacement in zip(results, replacements, strict=True):
             if result is not None:
                 result[some] = replacement.to(result.dtype)
-    return results
 
 
 def row_function(name: str, is_compiled: bool, device: str) -> RowFunction:
@@ -413,9 +426,12 @@ def statistics(
 ) -> StatisticsAndTop:
     """The statistics of each token, and the ``top`` likeliest tokens of both models, from the same logits."""
     is_compiled = should_compile(pair, options)
-    fast = row_function("statistics_rows", is_compiled, pair.device.type)
-    top = min(top, pair.vocab_shards.vocab_size)
-    exchanged = pair.vocab_shards.largest_number(top)
+    name = "statistics_rows" if is_compiled else "statistics_sums"
+    fast = row_function(name, is_compiled, pair.device.type)
+    finished = row_functions.StatisticRows if is_compiled else row_functions.finished_statistics
+    shards = pair.vocab_shards
+    top = min(top, shards.vocab_size)
+    exchanged = shards.largest_number(top)
     columns = TokenStatistics(
         *(
             torch.zeros(
@@ -430,14 +446,15 @@ def statistics(
     ]
     for chunk in chunks(pair, options, is_compiled):
         ids = chunk.spread(tokens[chunk.index])
-        blocks: list[tuple[Tensor, ...]] = []
-        ranks: list[Tensor] = []
-        for rows, zp, zq in chunk.logit_blocks():
-            blocks.append(compute_rows(pair, fast, row_functions.any_statistics_rows, zp, zq, ids[rows]))
-            ranks.append(row_functions.ranks_of(zq, ids[rows], pair.vocab_shards))
-        sums = row_functions.StatisticRows(*(torch.cat(parts) for parts in zip(*blocks, strict=True)))
-        log_sums = sums.log_sum_p, sums.log_sum_q
-        listed = chunk.likeliest(max(1, exchanged), *log_sums)
+        # A block leaves one small tensor: several among large ones that are freed leave no room for those of the next.
+        blocks = [
+            torch.cat([*fast(zp, zq, ids[rows], shards), row_functions.ranks_of(zq, ids[rows], shards)], -1)
+            for rows, zp, zq in chunk.logit_blocks()
+        ]
+        *parts, ranks = torch.cat(blocks).T.contiguous()[..., None]
+        sums, general = finished(*parts), row_functions.any_statistics_rows
+        compute_not_finite_(pair, sums, chunk.plan.block_rows, general, chunk.zp, chunk.zq, ids)
+        listed = chunk.likeliest(max(1, exchanged), sums.log_sum_p, sums.log_sum_q)
         (id_p, probability_p), (id_q, probability_q) = listed
         computed = {
             **sums._asdict(),
@@ -445,7 +462,7 @@ def statistics(
             "top1_q": id_q,
             "top1_probability_p": probability_p,
             "top1_probability_q": probability_q,
-            "rank_q": torch.cat(ranks),
+            "rank_q": ranks,
         }
         for name, column in columns._asdict().items():
             column[chunk.index] = computed[name][chunk.local, 0].to(column.dtype)

@@ -310,13 +310,10 @@ def entropy(logp: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows 1"]:
     return (logp.exp() * torch.where(logp == -torch.inf, 0.0, logp)).sum(-1, keepdim=True).neg()
 
 
-def statistics_rows(
+def statistics_sums(
     zp: Tensor, zq: Tensor, tokens: Int[Tensor, " rows"], vocab_shards: VocabShards
 ) -> tuple[Tensor, ...]:
-    """The fields of StatisticRows for rows of finite logits.
-
-    Divergences are below 0 only by rounding, which is cut off.
-    """
+    """What ``finished_statistics`` makes the fields of StatisticRows of, as columns, for rows of finite logits."""
     x = masses_of(zp, zq, vocab_shards)
     picked = [vocab_shards.gather_local(below, tokens) for below in (x.below_p, x.below_q)]
     entropies = dot(x.mass_p, x.below_p), dot(x.mass_q, x.below_q)
@@ -327,25 +324,30 @@ def statistics_rows(
     both = x.mass_p.add_(mass_q)
     # The logarithm of a positive float64 is above -746, and that of 0 is multiplied by 0.
     mixture = dot(both, torch.log(both, out=ratio).clamp_(min=-800))
-    token_p, token_q, sum_p, sum_q, ratio_p, ratio_q, distance, mixture = vocab_shards.all_reduce_sum(
-        *picked, *entropies, *kls, distance, mixture
-    )
-    log_p, log_q = x.total_p.log(), x.total_q.log()
-    entropy_p, entropy_q = log_p - sum_p / x.total_p, log_q - sum_q / x.total_q
-    mixture = mixture / x.total_p - 2 * (log_p + log(2))
-    return tuple(
-        StatisticRows(
-            token_logp=token_p - log_p,
-            token_logq=token_q - log_q,
-            kl_pq=(ratio_p / x.total_p + log_q - log_p).clamp(min=0),
-            kl_qp=(log_p - log_q - ratio_q / x.total_q).clamp(min=0),
-            jensen_shannon=cut_rounding((entropy_p + entropy_q + mixture) / -2, distance),
-            total_variation=distance / x.total_p / 2,
-            entropy_p=entropy_p,
-            entropy_q=entropy_q,
-            log_sum_p=x.top_p + log_p,
-            log_sum_q=x.top_q + log_q,
-        )
+    sums = vocab_shards.all_reduce_sum(*picked, *entropies, *kls, distance, mixture)
+    return *sums, x.top_p, x.top_q, x.total_p, x.total_q
+
+
+def finished_statistics(*sums: Float[Tensor, "rows 1"]) -> StatisticRows:
+    """The statistics of rows of finite logits, for many rows at once, from the columns of ``statistics_sums``.
+
+    Divergences are below 0 only by rounding, which is cut off.
+    """
+    token_p, token_q, sum_p, sum_q, ratio_p, ratio_q, distance, mixture, top_p, top_q, total_p, total_q = sums
+    log_p, log_q = total_p.log(), total_q.log()
+    entropy_p, entropy_q = log_p - sum_p / total_p, log_q - sum_q / total_q
+    mixture = mixture / total_p - 2 * (log_p + log(2))
+    return StatisticRows(
+        token_logp=token_p - log_p,
+        token_logq=token_q - log_q,
+        kl_pq=(ratio_p / total_p + log_q - log_p).clamp(min=0),
+        kl_qp=(log_p - log_q - ratio_q / total_q).clamp(min=0),
+        jensen_shannon=cut_rounding((entropy_p + entropy_q + mixture) / -2, distance),
+        total_variation=distance / total_p / 2,
+        entropy_p=entropy_p,
+        entropy_q=entropy_q,
+        log_sum_p=top_p + log_p,
+        log_sum_q=top_q + log_q,
     )
 
 
