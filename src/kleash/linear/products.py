@@ -16,7 +16,7 @@ from kleash.linear.head import Head
 from kleash.linear.pair import HeadInputs
 
 CPUINFO = Path("/proc/cpuinfo")
-TILE_SHARE = 8
+TILE_SHARE = 4
 """A tile of a weight, and the product with it, take at most this part of the memory for a chunk."""
 
 
