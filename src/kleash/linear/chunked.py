@@ -426,8 +426,9 @@ def statistics(
 ) -> StatisticsAndTop:
     """The statistics of each token, and the ``top`` likeliest tokens of both models, from the same logits."""
     is_compiled = should_compile(pair, options)
-    name = "statistics_rows" if is_compiled else "statistics_sums"
-    fast = row_function(name, is_compiled, pair.device.type)
+    fast = row_function(
+        "statistics_rows" if is_compiled else "statistics_sums", is_compiled, pair.device.type
+    )
     finished = row_functions.StatisticRows if is_compiled else row_functions.finished_statistics
     shards = pair.vocab_shards
     top = min(top, shards.vocab_size)

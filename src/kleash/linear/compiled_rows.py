@@ -261,7 +261,7 @@ def objective_gradient_rows(
 def statistics_rows(
     zp: Tensor, zq: Tensor, tokens: Int[Tensor, " rows"], vocab_shards: VocabShards
 ) -> tuple[Tensor, ...]:
-    """The fields of StatisticRows; ``rows.statistics_rows``."""
+    """The fields of StatisticRows; ``rows.statistics_sums`` with ``rows.finished_statistics``."""
     p, q = exponentials(zp), exponentials(zq)
     x, y = moments(p, q), moments(q, p)
     sum_of_both = p.masses / x.total.to(zp.dtype) + q.masses / y.total.to(zp.dtype)
