@@ -107,8 +107,7 @@ def test_entropy_that_falls_is_an_alert_unless_the_reward_rises(reward: float | 
     distillation, nothing is known."""
 
     def fall(at: int, now: Metrics) -> Metrics:
-        error = 0.0 if reward == 0.3 else 0.05  # of scores that are all equal
-        scores = {"reward/score": 0.3 if at < 21 else reward or 0.0, "reward/score_error": error}
+        scores = {"reward/score": 0.3 if at < 21 else reward or 0.0, "reward/score_error": 0.05}
         return {"policy/entropy": 2.0 if at < 21 else 0.5, **({} if reward is None else scores)}
 
     blank = [StepRecord(step=at, metrics={}) for at in range(1, 36)]

@@ -279,7 +279,7 @@ class HackingMonitor:
         before = level(history[max(0, start - max(self.window, period)) : start], "reward/score")
         after = level(history[-max(self.window, period // 3) :], "reward/score")
         rise = after.minus(before)
-        if not rise.value <= self.no_rise * rise.error:  # both 0 if all scores are equal
+        if not rise.value < self.no_rise * rise.error:  # both are 0 once a task is solved
             return None
         return (
             f"the policy's entropy fell from {then:.3g} to {now:.3g} nats per token since step "
