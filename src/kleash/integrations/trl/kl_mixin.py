@@ -158,10 +158,8 @@ class KLMixin(ForwardCapture):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """TRL's generated batch with what the KL needs; logs the mismatch of trainer and engine."""
-        with (
-            replaced(self, "beta", 0.0),
-            self._record_passes(hidden=False) as passes,
-        ):  # TRL's code reads the beta
+        # TRL's code reads the beta
+        with replaced(self, "beta", 0.0), self._record_passes(hidden=False) as passes:
             output = super()._generate_and_score_completions(inputs)
         self._keep_reference(output)
         engine_logp, in_reward = output.get(ENGINE_LOGP), self._term.place == "reward"
