@@ -170,6 +170,22 @@ def test_reused_responses_show_the_kl_of_their_updates(trl, folder, tmp_path):
     assert repr(log) == f"run log of grpo in {tmp_path / 'run'}, at step 2"
 
 
+@pytest.mark.parametrize("leashed", [False, True])
+@pytest.mark.parametrize("prompts", [None, PROMPTS], ids=["prompts of the training", "prompts given"])
+def test_kl_to_the_start_is_beside_that_to_a_reference_that_moves(trl, folder, tmp_path, leashed, prompts):
+    """The reference becomes the policy after each step, so that the KL to it is 0 before each update."""
+    moves = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
+    trainer = grpo(trl, folder, tmp_path, leashed=leashed, max_steps=2, learning_rate=1e-2, **moves)
+    kleash.attach(trainer, monitor=prompts, out=tmp_path / "run")
+    trainer.train()
+    first, last = (step.metrics for step in read_steps(tmp_path / "run"))
+    assert first["kl/k3"] == last["kl/k3"] == first["drift/kl_per_sequence"] == 0
+    start = AutoModelForCausalLM.from_pretrained(folder)
+    of_start = DriftMonitor(prompts=prompts or trainer.train_dataset["prompt"][:32], reference=start)
+    drift = of_start.attach(trainer).measure()
+    assert last["drift/kl_per_sequence"] == pytest.approx(drift.per_sequence.value, rel=1e-5) != 0
+
+
 def test_dpo_is_steered_by_the_monitor_and_its_time_is_apart(trl, folder, tmp_path):
     from datasets import Dataset
 

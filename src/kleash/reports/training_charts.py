@@ -37,7 +37,7 @@ CHARTS: tuple[tuple[str, str, str, Curves], ...] = (
         "kl-sequence",
         "KL(policy ‖ reference) per sequence",
         "nats per sequence",
-        {"kl/exact_per_sequence": "exact"},
+        {"kl/exact_per_sequence": "exact", "drift/kl_per_sequence": "of the monitor's prompts"},
     ),
     (
         "kl-token",

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ ALGORITHMS = {"GRPOTrainer": "grpo", "RLOOTrainer": "rloo", "DPOTrainer": "dpo",
 """Class of TRL -> algorithm."""
 GENERATING = ("grpo", "rloo")
 """Algorithms that reward responses of the policy."""
+PROMPTS_OF_START = 32
+"""Prompts for the KL to the reference as it was, where TRL moves it."""
 NOT_DESCRIBED = (
     "output",
     "save",
@@ -78,7 +81,9 @@ def attach(
             follows the exact KL of a leashed trainer, k3 of TRL's GRPO and RLOO, and the monitor's KL in DPO.
         reference: what the monitor compares with; None for the trainer's own reference.
         out: the folder of the run, which is made when training begins.
-        monitor: prompts, as those of ``DriftMonitor``, whose KL is measured every 100 steps; or a ``DriftMonitor``.
+        monitor: prompts, as those of ``DriftMonitor``, whose KL is measured every 100 steps; or a ``DriftMonitor``. None
+            for none, but in GRPO and RLOO with ``sync_ref_model``, where the loss's KL is to a reference that moves:
+            the first 32 prompts of the training, and the reference as it was.
         on_hacking: the response to alerts, which are logged: "warn", "stop", "halve-lr" or "tighten".
         report_to: trackers of the steps by kleash's names, beside those of the trainer.
         rollouts_every: steps between the batches of GRPO and RLOO that are written to ``out/rollouts`` with the columns
@@ -96,8 +101,10 @@ def attach(
     _check(trainer, on_hacking, report_to)
     if target_nats is not None and getattr(controller, "target_nats", None) is not None:
         raise OptionError(f"a {type(controller).__name__} has a target of its own; leave target_nats out")
-    drift_monitor = _drift_monitor(monitor, reference)
     algorithm = _algorithm(trainer)
+    if monitor is None and algorithm in GENERATING and trainer.args.sync_ref_model:
+        monitor = list(islice(trainer.train_dataset, PROMPTS_OF_START))
+    drift_monitor = _drift_monitor(monitor, reference)
     if target_nats is not None or not isinstance(controller, str):
         _require_price(trainer, algorithm, drift_monitor)
     leash = _leash(trainer, controller, target_nats, per)

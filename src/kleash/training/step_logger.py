@@ -88,8 +88,10 @@ class StepLogger(AttachedCallback):
         trainer.args.logging_nan_inf_filter = False  # which logs the mean loss so far in place of a NaN
         monitor = self._callback(DriftMonitor)
         if monitor is not None:
-            is_exact = self.recorder is not None and self.recorder.is_exact
-            self.metric_names |= drift_names(monitor.name, "drift/kl" if is_exact else "kl/exact")
+            is_other = self.recorder is not None and (
+                self.recorder.is_exact or trainer.args.sync_ref_model
+            )  # than the KL of the step, which is in the run log as well
+            self.metric_names |= drift_names(monitor.name, "drift/kl" if is_other else "kl/exact")
             if self.recorder is None:
                 self.metric_names[f"{monitor.name}/tokens_per_sequence"] = "response/length"
                 self.metric_names[f"{monitor.name}/prompts"] = "response/prompts"
@@ -285,6 +287,11 @@ class FolderLog(StepLogger):
         """
         if state.is_world_process_zero:
             resume = state.global_step > 0
+            if resume and getattr(args, "sync_ref_model", False):
+                logging.getLogger(__name__).warning(
+                    "sync_ref_model: TRL's checkpoints lack the reference; until it moves again it is the one that "
+                    "this run began with"
+                )
             if self.folder.begun and not resume:
                 raise RunFolderError(
                     f"{self.folder.root} holds a run already; go on with it with "

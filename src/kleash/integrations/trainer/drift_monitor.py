@@ -62,7 +62,8 @@ class DriftMonitor(AttachedCallback):
             prompts: a file in a format of ``kleash measure --prompts``, "shipped:prompts", or texts, lists of messages
                 or records.
             reference: a folder, hub id or "shipped:…"; a model in memory; or None for the trainer's reference: the base
-                with adapters disabled, the adapter "ref", or its ``ref_model``.
+                with adapters disabled, the adapter "ref", or its ``ref_model``; if TRL moves that one
+                (``sync_ref_model``), the checkpoint that it was loaded from.
             every: steps between measurements. The KL is also measured before the first step and after the last.
             sampling: sampling of the responses; by default 64 new tokens at temperature 1.
             limit: largest number of prompts.
@@ -85,6 +86,13 @@ class DriftMonitor(AttachedCallback):
         self.stopped: str | None = None
         self._loaded_pair: Pair | None = None
         self._parsed_prompts: list[Prompt] | None = None
+
+    def attach(self, trainer: Any) -> "DriftMonitor":
+        """Add this callback to the trainer; returns itself."""
+        super().attach(trainer)
+        if self.reference is None and getattr(trainer.args, "sync_ref_model", False):
+            self.reference = trainer.accelerator.unwrap_model(trainer.ref_model).config.name_or_path
+        return self
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Measure before the first step, unless training resumes."""
