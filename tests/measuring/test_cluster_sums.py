@@ -120,7 +120,7 @@ def test_log_ratio_and_exact_sums_have_the_sequence_kl_as_their_mean(weighting):
             | {"prompt_id": np.zeros(steps)}
         )
 
-    exact = sums = terms = weights = 0.0
+    exact = sums = terms = weights = largest = expected_largest = 0.0
     for response in product(range(vocab), repeat=steps):
         rows = rows_of(response)
         rows["sample_id"] = np.zeros(steps)
@@ -129,10 +129,12 @@ def test_log_ratio_and_exact_sums_have_the_sequence_kl_as_their_mean(weighting):
         sums += chance * response_terms.log_ratio[0]
         terms += chance * response_terms.exact[0]
         weights += chance * response_terms.weight[0]
+        largest += chance * response_terms.weight[0] * response_terms.largest[0]
         exact += wanted * (rows["logp_policy"] - rows["logp_reference"]).sum()
+        expected_largest += wanted * max(rows["kl_policy_reference"])
     assert sums == pytest.approx(exact, rel=1e-12)
     assert terms == pytest.approx(exact, rel=1e-12)
-    assert weights == pytest.approx(1.0)
+    assert weights == pytest.approx(1.0) and largest == pytest.approx(expected_largest, rel=1e-12)
 
 
 def test_an_exact_term_is_weighted_by_the_ratio_of_its_prefix():

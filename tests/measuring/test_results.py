@@ -64,6 +64,9 @@ def test_exact_and_sampled_estimates_agree_on_policy(own):
     bias = measured["estimators"]["abs"]["bias"]
     assert bias["value"] > 10 * bias["standard_error"]
     assert total["exact_terms"]["value"] == pytest.approx(12 * exact["value"], rel=0.05)
+    by_response = Measurement.read(own).to_pandas().tokens.groupby(["prompt_id", "sample_id"])
+    largest = by_response["kl_policy_reference"].max().mean()
+    assert total["largest_token"]["value"] == pytest.approx(largest, rel=1e-6)
     errors = [total[name]["standard_error"] for name in ("monte_carlo", "exact_terms")]
     assert total["kl_policy_reference"]["standard_error"] <= 1.05 * min(errors)
     assert all("rows of a head that are no tokens" in warning for warning in measured["warnings"])

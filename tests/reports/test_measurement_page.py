@@ -188,9 +188,8 @@ def test_warnings_are_listed_once_before_the_table_of_means_and_in_the_row_of_th
     warning = "one prompt carries 31 % of the variance"
     number = Number(value=0.1, unit="nats", standard_error=0.01, ci95=(0.08, 0.12), warnings=(warning,))
     total = replace(number, warnings=(warning, "another"))
-    whole = SequenceTotal(
-        kl_policy_reference=total, control_variate_weight=1.0, monte_carlo=total, exact_terms=total
-    )
+    parts = dict.fromkeys(("monte_carlo", "exact_terms", "largest_token"), total)
+    whole = SequenceTotal(kl_policy_reference=total, control_variate_weight=1.0, **parts)
     per_token = {"kl_policy_reference": number, "jensen_shannon": replace(number, warnings=("3 clusters",))}
     page = changed(tmp_path, per_token=per_token, per_sequence=whole, warnings=(warning, "other"))
     before = page.text.partition("All means KL")[0]

@@ -176,19 +176,21 @@ class ClusterSums:
 
 
 class SequenceTerms(NamedTuple):
-    """For each sequence the two sums whose means are the KL between responses, and its importance weight."""
+    """For each sequence the two sums whose means are the KL between responses, its largest KL and importance weight."""
 
     log_ratio: Floats
     """Sum of the log ratios, in nats."""
     exact: Floats
     """Sum of the exact KLs, in nats."""
+    largest: Floats
+    """The largest exact KL of a token, in nats."""
     weight: Floats
 
 
 def sequence_terms(
     tokens: Mapping[str, NDArray[np.generic]], exact: Floats, weighting: Weighting
 ) -> SequenceTerms:
-    """For each sequence of a shard the sum of its log ratios, the sum of its exact KLs, and its weight.
+    """For each sequence of a shard the sum of its log ratios, the sum and the largest of its exact KLs, and its weight.
 
     The mean of both sums is the KL between responses. If another distribution drew the tokens, the log ratio at t is
     weighted by the ratio of the response up to t, and the exact KL by the ratio up to t - 1.
@@ -200,6 +202,7 @@ def sequence_terms(
     """
     starts = sequence_starts(tokens["prompt_id"], tokens["sample_id"])
     log_ratios, weights = token_log_ratio(tokens), np.ones(len(starts))
+    largest = np.maximum.reduceat(exact, starts)
     if weighting == "importance":
         through, before = np.ones_like(exact), np.ones_like(exact)
         for index, (begin, end) in enumerate(zip(starts, [*starts[1:], len(exact)], strict=True)):
@@ -213,5 +216,6 @@ def sequence_terms(
         return SequenceTerms(
             log_ratio=np.add.reduceat(log_ratios, starts),
             exact=np.add.reduceat(exact, starts),
+            largest=largest,
             weight=weights,
         )

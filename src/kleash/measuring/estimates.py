@@ -116,19 +116,24 @@ def share(part: float, total: float) -> float:
 
 
 def sequence_total(terms: SequenceTerms, clusters: Clusters, *, is_one_model: bool = False) -> SequenceTotal:
-    """The KL between whole responses: the combination of its two estimates with the smallest variance."""
-    total = controlled_total(
-        terms.log_ratio,
-        terms.exact,
-        clusters.labels,
-        unit="nats",
-        known_value=0.0 if is_one_model else None,
-    )
+    """The KL between whole responses, the combination of its two estimates with the smallest variance.
+
+    The largest KL of a token is a mean over responses by importance weight, which is 1 for the policy's own.
+    """
+    known = 0.0 if is_one_model else None
+    total = controlled_total(terms.log_ratio, terms.exact, clusters.labels, unit="nats", known_value=known)
     return SequenceTotal(
         kl_policy_reference=total.estimate,
         control_variate_weight=total.weight,
         monte_carlo=total.monte_carlo,
         exact_terms=total.exact_sum,
+        largest_token=ratio_of_sums(
+            clusters.sum(terms.weight * terms.largest),
+            clusters.sum(terms.weight),
+            unit="nats",
+            lower=0.0,
+            known_value=known,
+        ),
     )
 
 

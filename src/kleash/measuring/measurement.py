@@ -279,7 +279,7 @@ def sum_tokens(
     clusters = counts.clusters
     sums = ClusterSums(clusters.count, is_one_model=run.pair.is_one_model)
     largest = LargestDrift(column=run.job.headline)
-    terms = [SequenceTerms(*np.zeros((3, 0)))]
+    terms = [SequenceTerms(*np.zeros((4, 0)))]
     for part, labels in labelled_parts(run.folder, clusters, [*columns_to_read(statistics), "text"]):
         quantities = token_quantities(part, estimand.weighting, statistics, run.job.headline)
         sums.add(labels, quantities)

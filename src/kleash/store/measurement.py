@@ -13,7 +13,7 @@ from kleash.store.codec import NOT_WRITTEN
 from kleash.store.statistics import KL_DIRECTIONS, KL_POLICY_REFERENCE, STATISTICS, from_fields
 from kleash.store.summary import MeasuredResult
 
-SCHEMA = 3
+SCHEMA = 4
 """Raised when a field of a run folder is renamed or means something else; others are refused."""
 
 
@@ -179,6 +179,8 @@ class SequenceTotal:
     """U: the mean of the summed log ratios."""
     exact_terms: Estimate
     """C: the mean of the summed exact per-token KLs."""
+    largest_token: Estimate
+    """The mean over responses of the largest KL(policy || reference) of a token (arXiv 2512.23075)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,6 +71,7 @@ def measurement_rows(measurement: Measurement) -> Iterator[NumberRow]:
         "sequence_kl_policy_reference": total.kl_policy_reference,
         "sequence_monte_carlo": total.monte_carlo,
         "sequence_exact_terms": total.exact_terms,
+        "sequence_largest_token": total.largest_token,
     }
     of_estimators = {
         name: number

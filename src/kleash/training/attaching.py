@@ -81,8 +81,8 @@ def attach(
             follows the exact KL of a leashed trainer, k3 of TRL's GRPO and RLOO, and the monitor's KL in DPO.
         reference: what the monitor compares with; None for the trainer's own reference.
         out: the folder of the run, which is made when training begins.
-        monitor: prompts, as those of ``DriftMonitor``, whose KL is measured every 100 steps; or a ``DriftMonitor``. None
-            for none, but in GRPO and RLOO with ``sync_ref_model``, where the loss's KL is to a reference that moves:
+        monitor: prompts, as those of ``DriftMonitor``, whose KL is measured every 100 steps; or a ``DriftMonitor``. In
+            GRPO and RLOO with ``sync_ref_model``, where the loss's KL is to a reference that moves, None stands for
             the first 32 prompts of the training, and the reference as it was.
         on_hacking: the response to alerts, which are logged: "warn", "stop", "halve-lr" or "tighten".
         report_to: trackers of the steps by kleash's names, beside those of the trainer.
