@@ -87,13 +87,6 @@ class DriftMonitor(AttachedCallback):
         self._loaded_pair: Pair | None = None
         self._parsed_prompts: list[Prompt] | None = None
 
-    def attach(self, trainer: Any) -> "DriftMonitor":
-        """Add this callback to the trainer; returns itself."""
-        super().attach(trainer)
-        if self.reference is None and getattr(trainer.args, "sync_ref_model", False):
-            self.reference = trainer.accelerator.unwrap_model(trainer.ref_model).config.name_or_path
-        return self
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Measure before the first step, unless training resumes."""
         super().on_train_begin(args, state, control, **more)
@@ -114,6 +107,8 @@ class DriftMonitor(AttachedCallback):
             NonFiniteError: if a model gives NaN or infinities.
         """
         self.require_trainer()
+        if self.reference is None and getattr(self.trainer.args, "sync_ref_model", False):
+            self.reference = self.trainer.accelerator.unwrap_model(self.trainer.ref_model).config.name_or_path
         networks = self._networks()
         with at_rest(*networks.values()):
             if len(networks) > 1:
