@@ -214,9 +214,11 @@ class IncrementalDecoder:
         self.network = model.network if model.head.weight is None else model.backbone
         parameters = inspect.signature(self.network.forward).parameters
         self.takes_position_ids = "position_ids" in parameters
-        self.uses_cache = "past_key_values" in parameters
+        # The name since transformers 5.24, and that before it, which networks outside transformers keep.
+        self.cache_name = next((name for name in ("cache", "past_key_values") if name in parameters), "")
+        self.uses_cache = bool(self.cache_name)
         self.steps = 0
-        self.past_key_values: Any = None
+        self.cache: Any = None
         self.token_ids = [list(prompt) for prompt in prompts]
 
     def start(self) -> Float[Tensor, "rows dim"]:
@@ -254,17 +256,17 @@ class IncrementalDecoder:
         if self.uses_cache:
             indices = torch.tensor(rows, device=self.model.device)
             self.mask = self.mask[indices]
-            self.past_key_values.reorder_cache(indices)
+            self.cache.reorder_cache(indices)
 
     def _run(self, ids: Int[Tensor, "rows new"], *, check: bool) -> Float[Tensor, "rows dim"]:
         """Hidden states after new tokens, with the cache unless it fails, or changes them and that is checked."""
         try:
             hidden = self._run_with_cache(ids)
-            if self.uses_cache and (not check or self._is_as_without_cache(hidden)):
+            if self.cache is not None and (not check or self._is_as_without_cache(hidden)):
                 return hidden
         except CACHE_ERRORS:  # a network that makes no cache that fits it
             pass
-        self.uses_cache, self.past_key_values = False, None
+        self.uses_cache, self.cache = False, None
         return self._run_without_cache(self.token_ids)
 
     def _run_with_cache(self, ids: Int[Tensor, "rows new"]) -> Float[Tensor, "rows dim"]:
@@ -275,12 +277,10 @@ class IncrementalDecoder:
             output = self.network(
                 input_ids=ids,
                 attention_mask=self.mask,
-                past_key_values=self.past_key_values,
                 use_cache=True,
-                **(positions if self.takes_position_ids else {}),
+                **{self.cache_name: self.cache, **(positions if self.takes_position_ids else {})},
             )
-        self.past_key_values = getattr(output, "past_key_values", None)
-        self.uses_cache = self.past_key_values is not None
+        self.cache = getattr(output, self.cache_name, None)
         if self.model.head.weight is None:
             return output.logits[:, -1, : self.model.vocab_size]
         return output.last_hidden_state[:, -1]
