@@ -104,10 +104,10 @@ def _draw_rows(
         if engine.window is not None and step:
             seen = is_token * (places > places[:, -1:] - engine.window)
         hidden = engine.network.model(
-            input_ids=inputs,
-            attention_mask=seen,
-            position_ids=positions if engine.position is None else engine.position(positions),
-            past_key_values=past,
+            inputs,
+            seen,
+            positions if engine.position is None else engine.position(positions),
+            past,  # by place: its name differs between versions of transformers
             use_cache=True,
         ).last_hidden_state[:, -1]
         if engine.change_hidden is not None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from rectangular_rollouts import rollouts_of
 from torch import Tensor
+from transformers import DynamicCache
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, TopPLogitsWarper
 
 from kleash.diagnosis import RolloutRecord, diagnose
@@ -42,12 +43,11 @@ class Rollouts:
         self.pair, draw = pair, torch.Generator().manual_seed(0)
         read = read_prompts("shipped:prompts", pair, limit=responses)
         self.prompts = [prompt.token_ids[:PROMPT_TOKENS] for prompt in read]
-        ids, cache, values = torch.tensor(self.prompts), None, list[Tensor]()
+        ids, cache, values = torch.tensor(self.prompts), DynamicCache(), list[Tensor]()
         for _ in range(tokens):
             with torch.inference_mode():
-                new = ids if cache is None else ids[:, -1:]
-                output = pair.policy.network(input_ids=new, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
+                # By place: the name of the cache differs between versions of transformers.
+                output = pair.policy.network(ids[:, cache.get_seq_length() :], None, None, cache)
             logp = process(ids, output.logits[:, -1].float().clone()).log_softmax(-1)
             token = torch.multinomial(logp.exp(), 1, generator=draw)
             values.append(logp.gather(-1, token))

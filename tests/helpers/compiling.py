@@ -2,10 +2,10 @@
 
 import pytest
 
-# What torch 2.13 deprecates in its own compiler: it is raised there, and is no caller's doing.
+# What torch deprecates in its own compiler: it is raised there, and is no caller's doing.
 OF_TORCH_ITSELF = (
     "ignore:.*should not be instantiated. Methods on autograd functions:DeprecationWarning",
-    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
+    "ignore:`torch.jit.script_method` is deprecated",
     r"ignore:\s*Online softmax is disabled:UserWarning",
 )
 

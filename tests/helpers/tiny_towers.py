@@ -41,6 +41,8 @@ def load_composite(folder: Path) -> Any:
         network = composite_class(config).from_pretrained(folder, dtype=torch.float64).eval()
     if network._can_set_experts_implementation():
         network.set_experts_implementation("eager")
+    if config.model_type == "llama4":  # transformers 5.24 asks its text model's output for it, which lacks it
+        network.language_model.register_forward_hook(lambda *io: setattr(io[2], "image_outputs", None))
     return network
 
 
