@@ -127,6 +127,7 @@ class Ranks:
         processes = {"process_index": rank, "num_processes": count}
         monitor.trainer = SimpleNamespace(
             accelerator=SimpleNamespace(unwrap_model=lambda x: x, **processes),
+            args=None,
             model=policy,
             processing_class=self.tokenizer(f"{kind}-policy"),
         )
