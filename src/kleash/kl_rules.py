@@ -335,7 +335,8 @@ RULES: tuple[Rule, ...] = (
         applies=lambda t: t.scope == "sequence" and not t.sums_sequences,
         reason=lambda t, say: (
             f"{say('scope', 'sequence')} under {t.aggregation!r} divides each response by its own length, which its "
-            "tokens decide too; take 'sequence_sum' or 'constant'"
+            "tokens decide too; take 'sequence_sum' or 'constant' (in TRL a loss_type such as 'dapo' or 'dr_grpo'), or "
+            + say("scope", "token")
         ),
     ),
 )

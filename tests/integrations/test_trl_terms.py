@@ -291,7 +291,7 @@ HOT = {"temperature": 2.0, "top_k": -1, "generation_kwargs": {"temperature": 2.0
     [
         ({"kl": "k1", "kl_place": "reward", "kl_scope": "token"}, {}, "take kl_scope='sequence'"),
         ({"kl": "k3", "kl_gradient": "backpropagated"}, {}, r"follows KL\(q ‖ p\)"),
-        ({"kl_scope": "sequence"}, {"loss_type": "grpo"}, "divides each response by its own length"),
+        ({"kl_scope": "sequence"}, {"loss_type": "grpo"}, "under 'grpo' divides each .* 'dr_grpo'"),
         (K1_REWARD, {"scale_rewards": "group"}, "scale_rewards is 'group'"),
         ({"kl_cap": 2.0}, {"num_iterations": 2}, "cap is 2.0 and there is no ratio"),
         (K1_REWARD, {"multi_objective_aggregation": "normalize_then_sum"}, "multi_objective_aggregation"),

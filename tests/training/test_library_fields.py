@@ -46,7 +46,8 @@ DPO = DPOJob(pairs="p.jsonl")
         (PPOJob(lora_rank=4), "lora.lora_alpha=16", 16),
         (GRPOJob(lora_rank=4), 'lora.target_modules=["q_proj", "v_proj"]', ["q_proj", "v_proj"]),
         (GRPOJob(lora_rank=4), "lora.use_rslora=true", True),
-        (GRPOJob(lora_rank=4), "lora.init_lora_weights=pissa", "pissa"),
+        (GRPOJob(lora_rank=4), "lora.init_lora_weights=pissa_niter_4", "pissa_niter_4"),
+        (GRPOJob(lora_rank=4), 'lora.kasa_config={"beta": 0.1}', {"beta": 0.1}),
         (PPOJob(lora_rank=4), 'lora.rank_pattern={"q_proj": 4}', {"q_proj": 4}),
     ],
 )
@@ -64,7 +65,7 @@ def test_a_value_has_the_type_of_its_field(job: Any, assignment: str, value: Any
         (GRPOJob(), "epsilon=wide", OptionError, "--set epsilon takes a number; it is 'wide'"),
         (GRPOJob(), "log_completions=2", OptionError, "takes True or False; it is '2'"),
         (DPO, "loss_type=hinge", OptionError, "takes a list as JSON, such as [\"a\"]; it is 'hinge'"),
-        (GRPOJob(), "beta=1", OptionError, "--set beta: --beta decides this; give that"),
+        (GRPOJob(), "beta=1", OptionError, "--set beta=1: --beta decides this; give that"),
         (GRPOJob(), "num_iterations=2", OptionError, "--epochs decides this"),
         (GRPOJob(), "sync_ref_model=true", OptionError, "it moves the reference"),
         (GRPOJob(), "logging_first_step=true", OptionError, "a step of the run log is one log of the trainer"),
@@ -72,10 +73,15 @@ def test_a_value_has_the_type_of_its_field(job: Any, assignment: str, value: Any
         (RLOOJob(), "top_p=.9", OptionError, "would not be samples of the policy"),
         (PPOJob(), "epsilon=1", OptionError, "a field of TRL, and ppo is kleash's own; it takes fields of its LoRA"),
         (GRPOJob(), "lora.lora_alpha=1", OptionError, "--set lora.lora_alpha needs an adapter: give --lora-rank"),
-        (GRPOJob(lora_rank=4), "lora.r=1", OptionError, "--set lora.r: --lora-rank decides this"),
+        (GRPOJob(lora_rank=4), "lora.r=1", OptionError, "--set lora.r=1: --lora-rank decides this"),
         (GRPOJob(lora_rank=4), "lora.alpha=1", UnknownNameError, "'alpha'; did you mean 'lora_alpha'?"),
         (GRPOJob(lora_rank=4), "lora.lora_dropout=.1", OptionError, "with dropout, the policy that is trained is not"),
         (GRPOJob(lora_rank=4), "lora.bias=some", OptionError, "takes none, all, lora_only; it is 'some'"),
+        (GRPOJob(lora_rank=4), "lora.use_bdlora=1", OptionError, "takes an object as JSON; it is '1'"),
+        (GRPOJob(lora_rank=4), "lora.init_lora_weights=eva", OptionError, "eva: PEFT takes its directions from data"),
+        (GRPOJob(lora_rank=4), "lora.inference_mode=true", OptionError, "true: the adapter would not be trained"),
+        (DPO, "neftune_noise_alpha=5", OptionError, "with noise, the policy that is trained is not the one that"),
+        (DPO, "disable_dropout=false", OptionError, "--set disable_dropout=false: with dropout, the policy that is"),
     ],
 )  # fmt: skip
 def test_what_is_refused_says_what_to_use(
@@ -96,17 +102,15 @@ def test_a_field_is_given_once() -> None:
 def test_each_argument_of_the_trainers_can_be_set_or_names_its_option(trl: Any) -> None:
     """A field that kleash passes is a default, which --set replaces, or refused; no third."""
     defaults = {"lr_scheduler_type", "save_total_limit", "gradient_checkpointing"}
-    evaluation = {"eval_strategy", "eval_steps", "per_device_eval_batch_size"} | {
-        "metric_for_best_model",
-        "greater_is_better",
-    }
+    evaluation = {"eval_strategy", "eval_steps", "per_device_eval_batch_size"}
+    evaluation |= {"metric_for_best_model", "greater_is_better"}
     refused = {*OPTIONS, *REFUSED}
     job = GRPOJob(out="x", eval_prompts="held_out.jsonl")
     shared = set(trl.online.shared_arguments(job, rows=16, row_tokens=8))
     assert shared - refused == defaults
     assert set(trl.online._arguments(job, 64)) - shared - refused == evaluation | {"scale_rewards"}
     known = {field.name for name in CONFIGURATIONS.values() for field in fields(getattr(trl.package, name))}
-    listed = {name for name in refused | {*REFUSED_ONLINE} if not name.startswith(LORA)}
+    listed = {name.partition("=")[0] for name in refused | {*REFUSED_ONLINE} if not name.startswith(LORA)}
     assert listed <= known, "a field that TRL does not have"
     kinds = (PPOJob(), GRPOJob(), RLOOJob(), DPO, DistillJob())
     assert all(any(hasattr(kind, option) for kind in kinds) for names in OPTIONS.values() for option in names)
@@ -211,9 +215,8 @@ def test_gspo_clips_whole_responses(steps: Any) -> None:
     (token,) = steps("epsilon=1e-6", epochs=2)
     (whole,) = steps("importance_sampling_level=sequence", "loss_type=grpo", "epsilon=1e-6", epochs=2)
     (entry,) = logged(steps.out, "loss")
-    shares = [
-        2 * entry[f"clip_ratio/{side}_mean"] for side in ("low", "high")
-    ]  # the mean of two updates, one on-policy
+    # the mean of two updates, one on-policy
+    shares = [2 * entry[f"clip_ratio/{side}_mean"] for side in ("low", "high")]
     assert sum(shares) > 0 and all(4 * share == pytest.approx(round(4 * share)) for share in shares)
     assert 0 < token["policy/clip_share"] != whole["policy/clip_share"]
 
@@ -306,6 +309,12 @@ def test_what_trl_refuses_is_one_sentence(steps: Any) -> None:
         ("loss_type=ppo", "no loss type of TRL is called 'ppo'; there are grpo"),
         ('lora.target_modules=["q_proj", "v_prj"]', "no module of the policy .* did you mean 'v_proj'"),
         ("lora.target_modules=v_prj", "no module of the policy .* did you mean 'v_proj'"),
+        ('lora.exclude_modules=["v_prj"]', "no module of the policy .* did you mean 'v_proj'"),
+        (
+            'lora.rank_pattern={"layers.*.v_proj": 4, "v_prj": 1}',
+            "no module of the policy .* did you mean 'v_proj'",
+        ),
+        ('lora.target_parameters=["experts.down_proj"]', "no module of the policy .* 'experts.down_proj'"),
     ):
         with pytest.raises(UnknownNameError, match=reason):
             steps(assignment, lora_rank=2)

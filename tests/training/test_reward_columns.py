@@ -4,14 +4,12 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kleash.cli import main
-from kleash.errors import CannotRunError, KleashError, NonFiniteError, OptionError
-from kleash.training import load_rewards
+from kleash.errors import OptionError
 from kleash.training.reward_models import Dialogue
 from kleash.training.rewards import RewardFunction, reward_values
 
@@ -232,23 +230,18 @@ def test_missing_column_is_refused_before_models_are_loaded(
 
 @pytest.mark.peers("trl")
 @pytest.mark.parametrize(
-    ("returned", "error", "said"),
+    ("returned", "said"),
     [
-        ("[1.0, float('nan')]", NonFiniteError, "graded:bad is nan for prompt 2 (p.jsonl, line 7) and 1 of 2"),
-        ("[1 / 0]", CannotRunError, "by zero (given 2 responses, the first to prompt 1 (p.jsonl, line 4))"),
+        ("float('nan') if 'Emma' in p else 1.0", "graded:bad is nan for prompt 1 (p.jsonl, line 2) and 8 of 24"),
+        ("1 / ('Emma' not in p)", "by zero (given 24 responses, the first to prompt "),
+        ("None if 'sea' in p else 1.0", "bad returned None for prompt 2 (p.jsonl, line 3) and 8 of 24 responses"),
     ],
 )  # fmt: skip
 def test_an_error_in_a_trainer_of_trl_names_the_row_and_the_line(
-    here: Path, returned: str, error: type[KleashError], said: str
+    here: Path, returned: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from kleash.training.with_trl.online import PROMPT_COLUMN, _reward_function
-
-    (here / "graded.py").write_text(f"def bad(prompts, responses):\n    return {returned}\n")
-    prompts: Any = [
-        SimpleNamespace(text="a", location=f"p.jsonl, line {line}", messages=None, columns={})
-        for line in (1, 4, 7)
-    ]
-    function = _reward_function(load_rewards(["graded:bad"]).rewards[0], prompts)
-    with pytest.raises(error) as caught:
-        function(completions=["x", "y"], completion_ids=[[1], [2]], **{PROMPT_COLUMN: [1, 2]})
-    assert said in str(caught.value)
+    code = f"def bad(prompts, responses):\n    return [{returned} for p in prompts]\n"
+    (here / "graded.py").write_text(code)
+    words = ["train", "grpo", *SHORT[:9], *SHORT[-2:], "--reward", "graded:bad", "--out", "run"]
+    assert main(words) == 2
+    assert said in capsys.readouterr().err

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -52,16 +53,9 @@ def same(one, other):
     return np.array_equal(a, b, equal_nan=True)
 
 
-def test_resumed_run_equals_uninterrupted_run(trl, tmp_path):
-    job = GRPOJob(
-        steps=4,
-        checkpoint_every=2,
-        batch_tokens=64,
-        controller="pid",
-        target_nats=0.2,
-        reward=(HEROINE,),
-        **SMALL,
-    )
+def test_resumed_run_equals_uninterrupted_run(trl, tmp_path, monkeypatch):
+    pid = {"controller": "pid", "target_nats": 0.2, "reward": (HEROINE,)}
+    job = GRPOJob(steps=4, checkpoint_every=2, batch_tokens=64, **pid, **SMALL)
     result, whole = go(trl.train_online, job, tmp_path / "whole")
     go(trl.train_online, replace(job, steps=2), tmp_path / "parts")
     again, parts = go(trl.train_online, job, tmp_path / "parts", resume=True)
@@ -77,6 +71,11 @@ def test_resumed_run_equals_uninterrupted_run(trl, tmp_path):
     assert len(read_samples(tmp_path / "whole")) == 16
     newest = last_checkpoint(tmp_path / "parts")
     assert newest.name == "checkpoint-4"
+    with monkeypatch.context() as full, pytest.raises(RunFolderError, match=r"written: .*is its disk full\?"):
+        full.setattr(
+            torch, "save", Mock(side_effect=RuntimeError("[enforce fail at inline_container.cc:672]"))
+        )
+        go(trl.train_online, job, tmp_path / "parts", steps=5, resume=True)
     damaged = newest / "optimizer.pt"
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 4
@@ -98,17 +97,8 @@ def test_reused_response_updates_beta_once(trl, tmp_path, caplog):
 
 
 def test_rloo_with_adapter_and_kl_in_reward(trl, tmp_path):
-    settings = {**SMALL, "learning_rate": 3e-2}
-    job = RLOOJob(
-        steps=2,
-        epochs=2,
-        lora_rank=4,
-        kl="k1",
-        kl_place="reward",
-        reward=(HEROINE, f"0.5*{HEROINE}"),
-        seed=2,
-        **settings,
-    )
+    settings = {**SMALL, "learning_rate": 3e-2, "kl": "k1", "kl_place": "reward", "seed": 2}
+    job = RLOOJob(steps=2, epochs=2, lora_rank=4, reward=(HEROINE, f"0.5*{HEROINE}"), **settings)
     result, steps = go(trl.train_online, job, tmp_path / "run")
     first, second = (step.metrics for step in steps)
     assert first["kl/exact_per_sequence"] == 0 < second["kl/exact_per_sequence"]
@@ -291,22 +281,10 @@ def passes_of(trainer):
 
 @pytest.mark.parametrize("on_hacking", ["stop", "halve-lr", "tighten"])
 def test_advice_after_an_alert_is_applied(trl, tmp_path, on_hacking):
-    job = GRPOJob(
-        steps=3,
-        on_hacking=on_hacking,
-        controller="dual",
-        target_nats=1e-6,
-        beta=0.1,
-        reward=(HEROINE,),
-        seed=2,
-        **SMALL,
-    )
-    result, steps = go(
-        trl.train_online,
-        job,
-        tmp_path / "run",
-        monitor=HackingMonitor(steps=1, sure=0.0, update_share=math.inf),
-    )
+    dual = {"controller": "dual", "target_nats": 1e-6, "beta": 0.1}
+    job = GRPOJob(steps=3, on_hacking=on_hacking, reward=(HEROINE,), seed=2, **dual, **SMALL)
+    monitor = HackingMonitor(steps=1, sure=0.0, update_share=math.inf)
+    result, steps = go(trl.train_online, job, tmp_path / "run", monitor=monitor)
     said = [step.step for step in steps if step.alerts]
     assert said == [2] and "times its target" in steps[1].alerts[0].sentence
     rates = [step.metrics["policy/learning_rate"] for step in steps]

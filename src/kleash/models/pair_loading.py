@@ -290,8 +290,8 @@ def load_beside(
     policy: str,
     reference: str,
     *,
-    revision_policy: str | None,
-    revision_reference: str | None,
+    revision_policy: str | None = None,
+    revision_reference: str | None = None,
     loading: Loading | ScoringOptions,
 ) -> Pair:
     """Load a policy and pair it with a reference that is read from its cache.

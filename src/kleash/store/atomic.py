@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 
-from kleash.errors import RunFolderError
+from kleash.errors import RunFolderError, summarise_error
 
 TEMPORARY = ".writing-"
 """How the names of unfinished files begin."""
@@ -133,20 +133,22 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(leaving, ignore_errors=True)
 
 
-def cannot_write(path: Path, error: OSError) -> RunFolderError:
+def cannot_write(path: Path, error: Exception) -> RunFolderError:
     """Why ``path`` was not written, as a sentence."""
-    reason = error.strerror or error
+    reason = getattr(error, "strerror", None) or summarise_error(error)
     if is_disk_full(error):
         return RunFolderError(
             f"no space is left to write {path} ({reason}); what was finished is kept: free some space and run the "
             "command again, a measurement, sweep or training with --resume"
         )
-    return RunFolderError(f"{path} cannot be written: {reason}")
+    return RunFolderError(
+        f"{path} cannot be written: {reason}{'' if isinstance(error, OSError) else '; is its disk full?'}"
+    )
 
 
 def is_disk_full(error: BaseException | None) -> bool:
     """Whether an error says that no space is left, or that a quota is used up."""
-    return isinstance(error, OSError) and error.errno in NO_SPACE
+    return getattr(error, "errno", None) in NO_SPACE or os.strerror(errno.ENOSPC) in str(error)
 
 
 def sync_folder(folder: Path) -> None:

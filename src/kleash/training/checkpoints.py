@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kleash.errors import RunFolderError
+from kleash.errors import KleashError, RunFolderError
+from kleash.extras import import_extra
 from kleash.store.atomic import cannot_write, remove_folder, remove_leftovers, sync_folder, temporary_name
 from kleash.store.checksums import Checksums, seal_folder
 from kleash.store.codec import to_json
@@ -65,20 +66,33 @@ def replaced_folder(final: Path, accelerator: Any) -> Iterator[Path]:
         RunFolderError: if it cannot be written.
     """
     unfinished = final.with_name(of_first_process(temporary_name()))
+    with writing_by_libraries(final):
+        try:
+            unfinished.mkdir(parents=True, exist_ok=True)
+            yield unfinished
+            if accelerator.is_main_process:
+                for path in unfinished.rglob("*"):
+                    sync_folder(path)
+                if final.exists():
+                    remove_folder(final)
+                unfinished.rename(final)
+                sync_folder(final.parent)
+            accelerator.wait_for_everyone()
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@contextmanager
+def writing_by_libraries(path: Path) -> Iterator[None]:
+    """Context or decorator in which libraries write ``path``, of which safetensors and torch have errors of their own.
+
+    Raises:
+        RunFolderError: if it cannot be written.
+    """
     try:
-        unfinished.mkdir(parents=True, exist_ok=True)
-        yield unfinished
-        if accelerator.is_main_process:
-            for path in unfinished.rglob("*"):
-                sync_folder(path)
-            if final.exists():
-                remove_folder(final)
-            unfinished.rename(final)
-            sync_folder(final.parent)
-        accelerator.wait_for_everyone()
-    except OSError as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise error if isinstance(error, RunFolderError) else cannot_write(final, error) from error
+        yield
+    except (OSError, RuntimeError, import_extra("safetensors", "models").SafetensorError) as error:
+        raise error if isinstance(error, KleashError) else cannot_write(path, error) from error
 
 
 def restore_last(folder: Path, accelerator: Any) -> TrainingState | None:

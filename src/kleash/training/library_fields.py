@@ -1,10 +1,12 @@
 """Fields of TRL's and PEFT's configurations that a job sets by name: ``--set FIELD=VALUE``."""
 
 import json
+import re
 import traceback
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
+from fnmatch import fnmatchcase
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -77,16 +79,20 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "chat_template_kwargs": "the prompts have a column of this name, an object, which kleash measure reads too",
         "save_only_model": _RESUMED,
         "ignore_data_skip": _RESUMED,
+        "neftune_noise_alpha": "with noise, the policy that is trained is not the one that is measured",
+        "disable_dropout=False": "with dropout, the policy that is trained is not the one that is measured",
         "lora.lora_dropout": "with dropout, the policy that is trained is not the one that generated",
+        "lora.inference_mode=True": "the adapter would not be trained",
+        "lora.init_lora_weights=eva": "PEFT takes its directions from data in a call of its own, without which it is "
+        "a plain LoRA",
         "lora.task_type": "a policy is a causal language model",
     }
 )
-"""Field -> why it cannot be set."""
+"""Field, or field=value, -> why it cannot be set."""
 REFUSED_ONLINE: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs"), _TRUNCATED),
         "vllm_structured_outputs_regex": _TRUNCATED,
-        "neftune_noise_alpha": "with noise, the policy that is trained is not the one that generated",
     }
 )
 """Field -> why it cannot be set in an algorithm whose KL is estimated from the responses of the policy."""
@@ -125,9 +131,11 @@ def set_fields(job: TrainJob) -> dict[str, Any]:
         known = {field.name: hints[field.name] for field in fields(configuration) if field.init}
         hint = look_up(known, name.removeprefix(LORA), f"field of {configuration.__name__}")
         reason = _refusal(job, name)
+        if reason is None:
+            values[name] = _value(name, text, hint)
+            reason = REFUSED.get(f"{name}={values[name]}")
         if reason is not None:
-            raise OptionError(f"--set {name}: {reason}")
-        values[name] = _value(name, text, hint)
+            raise OptionError(f"--set {entry}: {reason}")
     return values
 
 
@@ -160,7 +168,7 @@ def refused_fields(job: TrainJob) -> Generator[None]:
     """
     try:
         yield
-    except (ValueError, TypeError, ImportError, LookupError) as error:
+    except (ValueError, TypeError, ImportError, LookupError, AttributeError) as error:
         packages = [
             str(frame.f_globals.get("__name__")).partition(".")[0]
             for frame, _ in traceback.walk_tb(error.__traceback__)
@@ -207,7 +215,7 @@ def _value(name: str, text: str, hint: Any) -> Any:
         OptionError: if none does.
     """
     members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    kinds = [get_origin(member) or member for member in members]
+    kinds: list[Any] = [dict if is_dataclass(each) else get_origin(each) or each for each in members]
     if text == "None" and NoneType in kinds:
         return None
     for kind, read in READERS.items():
@@ -217,7 +225,8 @@ def _value(name: str, text: str, hint: Any) -> Any:
                 if isinstance(value, list if kind is tuple else kind):
                     return kind(value)
     words = [word for member in members if get_origin(member) is Literal for word in get_args(member)]
-    if str in kinds or text in words:
+    # pissa_niter_[number of iters]
+    if str in kinds or any(fnmatchcase(text, re.sub(r"\[.*]", "[0-9]*", str(word))) for word in words):
         return text
     names = [JSON_NAMES.get(kind, TYPE_NAMES.get(kind, "")) for kind in kinds]
     expected = " or ".join(filter(None, [*dict.fromkeys(names), ", ".join(map(str, words))]))

@@ -1,6 +1,7 @@
 """The networks that a job trains with: the policy, its LoRA configuration, and the frozen reference or teacher."""
 
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,15 @@ from kleash.training.library_fields import LORA, set_fields
 
 TAKES_ADAPTERS = ("grpo", "rloo", "dpo")
 """Algorithms whose policy and reference may be adapters."""
+NAMING = (
+    "target_modules",
+    "exclude_modules",
+    "modules_to_save",
+    "target_parameters",
+    "rank_pattern",
+    "alpha_pattern",
+)
+"""Fields of PEFT's LoraConfig that name modules or parameters, or have patterns of such names as keys."""
 LORA_SCALE = 2
 """Alpha divided by rank: the scale of the adapter's product."""
 
@@ -78,9 +88,15 @@ def load_networks(
         who: each.name if each.adapter is None else str(each.folder) for who, each in checkpoints.items()
     }
     loading = Loading(dtype=job.dtype, device=device, trust_remote_code=job.trust_remote_code)
-    pair = _load_pair(bases["policy"], bases.get(role), stored, loading)
+    if stored is None:
+        pair = load_pair(bases["policy"], bases.get(role, bases["policy"]), **vars(loading))
+    else:
+        pair = load_beside(stored, bases["policy"], str(stored.folder), loading=loading)
     lora = lora_settings(job, pair.policy.network) if job.lora_rank else None
-    has_whole_base = lora is not None and not _changes_base(lora)
+    rule = None if lora is None else find_rule(lora.to_dict())
+    if rule is not None and rule.treatment == "refused":
+        raise OptionError(f"the adapter of --set lora.… {rule.reason}; {rule.advice}")
+    has_whole_base = lora is not None and not (rule is not None and rule.changes_base)
     is_same = pair.policy.is_same_as(pair.reference)
     shares_network = is_same and role == "reference" and has_whole_base and not has_adapters
     second = None
@@ -125,27 +141,6 @@ def _check_adapters(job: TrainJob, checkpoints: Mapping[str, Checkpoint]) -> boo
     return bool(adapters)
 
 
-def _load_pair(policy: str, frozen: str | None, stored: StoredReference | None, loading: Loading) -> Pair:
-    """The policy beside the frozen model, beside its cache, or beside itself."""
-    if stored is None:
-        return load_pair(policy, frozen or policy, **vars(loading))
-    return load_beside(
-        stored, policy, str(stored.folder), revision_policy=None, revision_reference=None, loading=loading
-    )
-
-
-def _changes_base(lora: Any) -> bool:
-    """Whether an adapter of this configuration changes the weights that it is put on.
-
-    Raises:
-        OptionError: if such an adapter is refused.
-    """
-    rule = find_rule(lora.to_dict())
-    if rule is not None and rule.treatment == "refused":
-        raise OptionError(f"the adapter of --set lora.… {rule.reason}; {rule.advice}")
-    return rule is not None and rule.changes_base
-
-
 def with_adapter(network: Any, checkpoint: Checkpoint, *, is_trainable: bool = False) -> Any:
     """The network of a checkpoint's base with its adapter, if it has one: PEFT's model to train, its network otherwise.
 
@@ -172,11 +167,11 @@ def lora_settings(job: TrainJob, network: Any) -> Any:
         UnknownNameError: if a list of modules names one that the policy does not have.
     """
     # PEFT cannot run an adapter on a layer that returns more than its product, such as the router of Llama 4.
+    linear = {name: each for name, each in network.named_modules() if isinstance(each, torch.nn.Linear)}
     routers = [
         name
-        for name, module in network.named_modules()
-        if isinstance(module, torch.nn.Linear)
-        and type(module).forward is not torch.nn.Linear.forward
+        for name, module in linear.items()
+        if type(module).forward is not torch.nn.Linear.forward
         and type(module).__module__.startswith("transformers.models.")
     ]
     chosen = {
@@ -187,17 +182,13 @@ def lora_settings(job: TrainJob, network: Any) -> Any:
     values = {name.removeprefix(LORA): x for name, x in set_fields(job).items() if name.startswith(LORA)}
     if isinstance(target := values.get("target_modules"), str) and target.isidentifier():
         values["target_modules"] = [target]  # PEFT reads a text as a pattern of whole paths
-    modules = dict(network.named_modules())
-    linear = {
-        path.rpartition(".")[2]: path
-        for path, module in modules.items()
-        if isinstance(module, torch.nn.Linear)
-    }
-    listed = [values.get("target_modules"), values.get("modules_to_save")]
-    for name in (name for names in listed if isinstance(names, list) for name in names):
+    paths = [path for path, _ in (*network.named_modules(), *network.named_parameters())]
+    for pattern in (
+        name for field in NAMING if not isinstance(values.get(field), str | None) for name in values[field]
+    ):
         # PEFT leaves one that does not exist out without an error
-        if not any(f".{path}".endswith(f".{name}") for path in modules):
-            look_up(linear, name, "module of the policy")
+        if not any(re.search(rf"(^|\.)({pattern})$", path) for path in paths):
+            look_up({path.rpartition(".")[2]: path for path in linear}, pattern, "module of the policy")
     return import_extra("peft", "models").LoraConfig(
         r=job.lora_rank, lora_dropout=0.0, task_type="CAUSAL_LM", **{**chosen, **values}
     )
@@ -210,10 +201,9 @@ def disable_dropout(network: Any) -> Any:
     from a reference with equal weights. The configuration that is saved is not changed.
     """
     for module in network.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
         for name, value in list(vars(module).items()):
-            if "dropout" in name and isinstance(value, float):  # attention dropout is an attribute
+            # attention dropout is an attribute
+            if isinstance(value, float) and (isinstance(module, torch.nn.Dropout) or "dropout" in name):
                 setattr(module, name, 0.0)
     return network
 

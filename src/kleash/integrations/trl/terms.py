@@ -115,7 +115,7 @@ def kl_term(
         gradient=gradient,
         ratio=ratio,
         cap=cap,
-        aggregation=aggregation,
+        aggregation=loss_type,
         sums_sequences=AGGREGATIONS[aggregation].sums_sequences,
         credit="response",
     )

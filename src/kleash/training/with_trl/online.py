@@ -80,6 +80,7 @@ def train_online(job: GRPOJob | RLOOJob, run_log: RunLog | None) -> TrainingResu
         else read_prompts(job.eval_prompts, networks.pair, columns=True, reading=job)
     )
     items = [*prompts, *held_out]
+    names = [f"prompt {number} ({prompt.location})" for number, prompt in enumerate(items)]
     rewards = load_rewards(
         job.rewards,
         tokenizer=networks.pair.tokenizer,
@@ -89,7 +90,7 @@ def train_online(job: GRPOJob | RLOOJob, run_log: RunLog | None) -> TrainingResu
     )
     trainer = trainer_class(
         model=networks.policy,
-        reward_funcs=[_reward_function(reward, items) for reward in rewards.rewards],
+        reward_funcs=[_reward_function(reward, items, names) for reward in rewards.rewards],
         args=trl_config(
             job,
             **_arguments(job, longest_row(items, job, networks.pair)),
@@ -105,7 +106,7 @@ def train_online(job: GRPOJob | RLOOJob, run_log: RunLog | None) -> TrainingResu
         kl_scope=job.kl_scope,
     )
     trainer.items = items
-    recorder = ResponseRecorder(trainer, requires_rewards=True)
+    recorder = ResponseRecorder(trainer, name_of=lambda row: names[row[PROMPT_COLUMN]])
     if job.beta > 0:
         BetaController(leash_of(job), metric=recorder.kl_metric(job.target_per)).attach(trainer)
     return run_trainer(trainer, job, run_log, networks, trl_steps_per_step=job.epochs, recorder=recorder)
@@ -164,8 +165,8 @@ def prompt_rows(prompts: list[Prompt], *, first: int = 0) -> Any:
     )
 
 
-def _reward_function(reward: Reward, prompts: list[Prompt]) -> Any:
-    """The reward as a function that TRL can call, with the reward's name.
+def _reward_function(reward: Reward, prompts: Sequence[Prompt], names: Sequence[str]) -> Any:
+    """The reward as a function that TRL can call, with the reward's name; errors call prompts by ``names``.
 
     It gets the index of each prompt (``PROMPT_COLUMN``) and takes the columns from the prompts, since Arrow would
     convert all values of a column to one type.
@@ -178,7 +179,7 @@ def _reward_function(reward: Reward, prompts: list[Prompt]) -> Any:
                 prompt=prompts[which].text,
                 response=completion,
                 messages=prompts[which].messages,
-                name=f"prompt {which} ({prompts[which].location})",
+                name=names[which],
                 columns=prompts[which].columns,
                 token_ids=tuple(ids),
             )

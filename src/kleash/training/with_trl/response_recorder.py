@@ -1,6 +1,6 @@
 """The responses that TRL's GRPO and RLOO learn from, measured in the passes of the trainer's own loss."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -46,14 +46,15 @@ class ResponseRecorder:
     kept for ``pop_evaluation``.
     """
 
-    def __init__(self, trainer: Any, *, requires_rewards: bool = False) -> None:
+    def __init__(self, trainer: Any, *, name_of: Callable[[Mapping[str, Any]], str] | None = None) -> None:
         """Create the recorder; ``attach`` puts it in front of methods of the trainer.
 
         Args:
             trainer: TRL's GRPO or RLOO trainer.
-            requires_rewards: raise CannotRunError in training if no reward applies to a response.
+            name_of: the name of a row of the data set, by which a CannotRunError in training says to which prompt a
+                response is to which no reward applies; None to let such responses be.
         """
-        self.trainer, self.requires_rewards = trainer, requires_rewards
+        self.trainer, self.name_of = trainer, name_of
         self.names = trainer.reward_func_names
         self.note: str | None = None
         """Why the exact KL, or any, is not measured, where it could have been."""
@@ -120,13 +121,14 @@ class ResponseRecorder:
         totals.apply_(lambda x: float(f"{x:.7g}"))  # of float32, in which 0.1 + 0.2 is not 0.3
         scores = torch.where(columns.isnan().all(-1), torch.nan, totals)
         if self._mode == "train":
-            if self.requires_rewards:
-                by_name = dict(zip(self.names, columns.numpy().T, strict=True))
-                require_scored(by_name, [f"response {at}" for at in range(len(columns))])
+            if self.name_of is not None:
+                require_scored(
+                    dict(zip(self.names, columns.numpy().T, strict=True)),
+                    gather_object([self.name_of(row) for row in inputs]),
+                )
             groups = totals.view(-1, self.trainer.num_generations)
             same = (groups == groups[:, :1]).all(-1).double()  # in RLOO, TRL's rewards may contain the KL
             self.trainer._metrics["train"]["reward/zero_std_share"].append(same.mean().item())
-        first = self.trainer.accelerator.process_index * len(prompts)
         self._rewarded = [
             {
                 "score": scores[row].item(),
@@ -134,7 +136,9 @@ class ResponseRecorder:
                 "prompt": _text(prompt),
                 "response": _text(completion),
             }
-            for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True), first)
+            for row, (prompt, completion) in enumerate(
+                zip(prompts, completions, strict=True), self.trainer.accelerator.process_index * len(prompts)
+            )
         ]
         return rewards
 
