@@ -95,7 +95,10 @@ def load_networks(
     lora = lora_settings(job, pair.policy.network) if job.lora_rank else None
     rule = None if lora is None else find_rule(lora.to_dict())
     if rule is not None and rule.treatment == "refused":
-        raise OptionError(f"the adapter of --set lora.… {rule.reason}; {rule.advice}")
+        raise OptionError(
+            f"--set {' '.join(entry for entry in job.set if entry.startswith(LORA))}: kleash measure would refuse the "
+            f"adapter, as one that {rule.reason}"
+        )
     has_whole_base = lora is not None and not (rule is not None and rule.changes_base)
     is_same = pair.policy.is_same_as(pair.reference)
     shares_network = is_same and role == "reference" and has_whole_base and not has_adapters

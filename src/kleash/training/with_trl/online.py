@@ -14,7 +14,7 @@ from kleash.jobs.train import OnlineJob
 from kleash.models import Pair, Prompt, TokenSequence, read_prompts
 from kleash.store import TrainingResult
 from kleash.training.job_schedule import leash_of, prompt_indices
-from kleash.training.library_fields import trl_config
+from kleash.training.library_fields import set_fields, trl_config
 from kleash.training.networks import load_networks
 from kleash.training.reward_models import Dialogue
 from kleash.training.rewards import Reward, check_rewards, load_rewards, reward_values
@@ -144,7 +144,10 @@ def _arguments(job: GRPOJob | RLOOJob, longest: int) -> dict[str, Any]:
         arguments["scale_rewards"] = "none" if job.kl_place == "reward" else "group"
     if job.eval_prompts is not None:
         arguments |= held_out_arguments(
-            job, rows=job.samples_per_prompt, updates=job.epochs, best="eval_reward"
+            job,
+            rows=set_fields(job).get("num_generations_eval") or job.samples_per_prompt,
+            updates=job.epochs,
+            best="eval_reward",
         )
     return arguments
 
