@@ -257,7 +257,7 @@ def test_reference_of_a_trained_adapter_is_its_initial_state(made, folder, tmp_p
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"init_lora_weights": "pissa"}, "takes its initial matrices out of the weights of its base"),
+        ({"init_lora_weights": "pissa"}, "takes a part out of the weights of its base"),
         ({"layer_replication": [[0, 2], [0, 2]]}, "repeats layers of its base"),
         ({"bias": "lora_only"}, "has trained biases"),
     ],

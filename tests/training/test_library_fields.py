@@ -79,6 +79,7 @@ def test_a_value_has_the_type_of_its_field(job: Any, assignment: str, value: Any
         (GRPOJob(lora_rank=4), "lora.bias=some", OptionError, "takes none, all, lora_only; it is 'some'"),
         (GRPOJob(lora_rank=4), "lora.use_bdlora=1", OptionError, "takes an object as JSON; it is '1'"),
         (GRPOJob(lora_rank=4), "lora.init_lora_weights=eva", OptionError, "eva: PEFT takes its directions from data"),
+        (GRPOJob(lora_rank=4), "lora.monteclora_config={}", OptionError, "with its draws, the policy that is trained"),
         (GRPOJob(lora_rank=4), "lora.inference_mode=true", OptionError, "true: the adapter would not be trained"),
         (DPO, "neftune_noise_alpha=5", OptionError, "with noise, the policy that is trained is not the one that"),
         (DPO, "disable_dropout=false", OptionError, "--set disable_dropout=false: with dropout, the policy that is"),
@@ -267,6 +268,10 @@ def test_lora_targets_and_alpha(steps: Any) -> None:
 
 def test_an_initialisation_out_of_the_base_has_another_reference(steps: Any) -> None:
     """PiSSA takes its matrices out of the base: the reference is the base before, from which a policy starts at 0."""
+    (truncated,) = steps("lora.kasa_config={}", lora_rank=2)
+    assert truncated["kl/exact_per_token"] > 1e-6, (
+        "KaSA leaves out of its base what it does not put into the policy"
+    )
     first, second = steps("lora.init_lora_weights=pissa", lora_rank=2, steps=2)
     assert first["kl/exact_per_token"] == pytest.approx(0, abs=1e-8) and second["kl/exact_per_token"] > 1e-6
     with pytest.raises(

@@ -100,8 +100,10 @@ RULES: tuple[AdapterRule, ...] = (
     ),
     AdapterRule(
         treatment="separate",
-        reason="takes its initial matrices out of the weights of its base",
-        applies=lambda settings: initialisation(settings).startswith(REPRODUCIBLE_INITS),
+        reason="takes a part out of the weights of its base when it is made",
+        applies=lambda settings: (
+            initialisation(settings).startswith(REPRODUCIBLE_INITS) or settings.get("kasa_config") is not None
+        ),
     ),
     AdapterRule(
         treatment="separate",

@@ -82,6 +82,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "neftune_noise_alpha": "with noise, the policy that is trained is not the one that is measured",
         "disable_dropout=False": "with dropout, the policy that is trained is not the one that is measured",
         "lora.lora_dropout": "with dropout, the policy that is trained is not the one that generated",
+        "lora.monteclora_config": "with its draws, the policy that is trained is not the one that is measured",
         "lora.inference_mode=True": "the adapter would not be trained",
         "lora.init_lora_weights=eva": "PEFT takes its directions from data in a call of its own, without which it is "
         "a plain LoRA",
