@@ -314,7 +314,7 @@ def test_what_trl_refuses_is_one_sentence(steps: Any) -> None:
         ("loss_type=ppo", "no loss type of TRL is called 'ppo'; there are grpo"),
         ('lora.target_modules=["q_proj", "v_prj"]', "no module of the policy .* did you mean 'v_proj'"),
         ("lora.target_modules=v_prj", "no module of the policy .* did you mean 'v_proj'"),
-        ('lora.exclude_modules=["v_prj"]', "no module of the policy .* did you mean 'v_proj'"),
+        ('lora.exclude_modules=["*.v_prj"]', "no module of the policy .* there are q_proj"),
         (
             'lora.rank_pattern={"layers.*.v_proj": 4, "v_prj": 1}',
             "no module of the policy .* did you mean 'v_proj'",

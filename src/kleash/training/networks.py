@@ -186,12 +186,15 @@ def lora_settings(job: TrainJob, network: Any) -> Any:
     if isinstance(target := values.get("target_modules"), str) and target.isidentifier():
         values["target_modules"] = [target]  # PEFT reads a text as a pattern of whole paths
     paths = [path for path, _ in (*network.named_modules(), *network.named_parameters())]
-    for pattern in (
-        name for field in NAMING if not isinstance(values.get(field), str | None) for name in values[field]
+    for name, is_pattern in (
+        (name, isinstance(values[field], dict))
+        for field in NAMING
+        if not isinstance(values.get(field), str | None)
+        for name in values[field]
     ):
         # PEFT leaves one that does not exist out without an error
-        if not any(re.search(rf"(^|\.)({pattern})$", path) for path in paths):
-            look_up({path.rpartition(".")[2]: path for path in linear}, pattern, "module of the policy")
+        if not any(re.search(rf"(^|\.)({name if is_pattern else re.escape(name)})$", path) for path in paths):
+            look_up({path.rpartition(".")[2]: path for path in linear}, name, "module of the policy")
     return import_extra("peft", "models").LoraConfig(
         r=job.lora_rank, lora_dropout=0.0, task_type="CAUSAL_LM", **{**chosen, **values}
     )
