@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from ppo_cases import tiny_job
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from kleash.errors import RunFolderError
@@ -117,21 +116,7 @@ def test_resuming_with_an_edited_reward_function_is_refused(folder, tmp_path, mo
     assert len(read_steps(tmp_path / "run")) == 2
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (OSError(28, "No space left on device"), "no space is left to write .*checkpoint-2"),
-        (
-            SafetensorError("I/O error: No space left on device (os error 28)"),
-            "no space is left to write .*-2",
-        ),
-        (
-            RuntimeError("[enforce fail] unexpected pos 64 vs 0"),
-            "checkpoint-2 cannot be written: .*enf.*disk full",
-        ),
-    ],
-)
-def test_full_disk_keeps_the_previous_checkpoint(folder, tmp_path, monkeypatch, error, said):
+def test_full_disk_keeps_the_previous_checkpoint(folder, tmp_path, monkeypatch):
     job = tiny_job(folder, out=str(tmp_path), steps=2, checkpoint_every=1)
     genuine, sealed = checkpoints.seal_folder, []
 
@@ -139,10 +124,10 @@ def test_full_disk_keeps_the_previous_checkpoint(folder, tmp_path, monkeypatch, 
         genuine(unfinished)
         sealed.append(unfinished)
         if len(sealed) == 2:
-            raise error
+            raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoints, "seal_folder", full)
-    with pytest.raises(RunFolderError, match=said):
+    with pytest.raises(RunFolderError, match=r"no space is left to write .*checkpoint-2"):
         train(job)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint-1"]
 

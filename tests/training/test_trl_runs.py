@@ -5,7 +5,6 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -53,7 +52,7 @@ def same(one, other):
     return np.array_equal(a, b, equal_nan=True)
 
 
-def test_resumed_run_equals_uninterrupted_run(trl, tmp_path, monkeypatch):
+def test_resumed_run_equals_uninterrupted_run(trl, tmp_path):
     pid = {"controller": "pid", "target_nats": 0.2, "reward": (HEROINE,)}
     job = GRPOJob(steps=4, checkpoint_every=2, batch_tokens=64, **pid, **SMALL)
     result, whole = go(trl.train_online, job, tmp_path / "whole")
@@ -71,11 +70,6 @@ def test_resumed_run_equals_uninterrupted_run(trl, tmp_path, monkeypatch):
     assert len(read_samples(tmp_path / "whole")) == 16
     newest = last_checkpoint(tmp_path / "parts")
     assert newest.name == "checkpoint-4"
-    with monkeypatch.context() as full, pytest.raises(RunFolderError, match=r"written: .*is its disk full\?"):
-        full.setattr(
-            torch, "save", Mock(side_effect=RuntimeError("[enforce fail at inline_container.cc:672]"))
-        )
-        go(trl.train_online, job, tmp_path / "parts", steps=5, resume=True)
     damaged = newest / "optimizer.pt"
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 4

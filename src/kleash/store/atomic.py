@@ -3,8 +3,8 @@
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
 
@@ -14,6 +14,8 @@ TEMPORARY = ".writing-"
 """How the names of unfinished files begin."""
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT} if hasattr(errno, "EDQUOT") else {errno.ENOSPC})
 """Numbers of the errors of a full disk: that of the machine, or a user's quota on a shared one."""
+FULL_DISK_WORDS = (*map(os.strerror, NO_SPACE), "PytorchStreamWriter failed writing", "unexpected pos")
+"""Words in the errors that safetensors and torch raise there: no OSError, and torch gives no reason."""
 
 
 def write_atomically(
@@ -36,29 +38,28 @@ def write_atomically(
         RunFolderError: if the disk is full, the folder cannot be written, or ``path`` is a folder.
     """
     unfinished = path.parent / temporary_name()
-    try:
-        if path.is_dir():
-            raise RunFolderError(f"{path} is a folder; give the name of a file")
-        with unfinished.open("xb") as file:
-            if not callable(content):
-                # Half of a surrogate pair (in a path that is not UTF-8) becomes an escape that JSON understands.
-                file.write(
-                    content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
-                )
-        if callable(content):
-            content(unfinished)
-        with unfinished.open("rb+") as file:
-            os.fsync(file.fileno())
-        if before_rename is not None:
-            before_rename(unfinished)
-        unfinished.replace(path)
-        sync_folder(path.parent)
-    except BaseException as error:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
-        if isinstance(error, OSError) and not isinstance(error, RunFolderError):
-            raise cannot_write(path, error) from error
-        raise
+    with writing(path):
+        try:
+            if path.is_dir():
+                raise RunFolderError(f"{path} is a folder; give the name of a file")
+            with unfinished.open("xb") as file:
+                if not callable(content):
+                    # Half of a surrogate pair (in a path that is not UTF-8) becomes an escape that JSON understands.
+                    file.write(
+                        content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
+                    )
+            if callable(content):
+                content(unfinished)
+            with unfinished.open("rb+") as file:
+                os.fsync(file.fileno())
+            if before_rename is not None:
+                before_rename(unfinished)
+            unfinished.replace(path)
+            sync_folder(path.parent)
+        except BaseException:
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            raise
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:
@@ -84,10 +85,8 @@ def remove_file(path: Path) -> None:
     Raises:
         RunFolderError: if it cannot be taken away.
     """
-    try:
+    with writing(path):
         path.unlink(missing_ok=True)
-    except OSError as error:
-        raise cannot_write(path, error) from error
 
 
 def require_utf8(folder: Path) -> None:
@@ -133,6 +132,21 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(leaving, ignore_errors=True)
 
 
+@contextmanager
+def writing(path: Path) -> Generator[None]:
+    """Context in which an error of the disk is raised as the sentence that ``path`` cannot be written.
+
+    Raises:
+        RunFolderError: in place of an OSError, and of the error of another library if the disk is full.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, RunFolderError) or not (isinstance(error, OSError) or is_disk_full(error)):
+            raise
+        raise cannot_write(path, error) from error
+
+
 def cannot_write(path: Path, error: Exception) -> RunFolderError:
     """Why ``path`` was not written, as a sentence."""
     reason = getattr(error, "strerror", None) or summarise_error(error)
@@ -141,14 +155,13 @@ def cannot_write(path: Path, error: Exception) -> RunFolderError:
             f"no space is left to write {path} ({reason}); what was finished is kept: free some space and run the "
             "command again, a measurement, sweep or training with --resume"
         )
-    return RunFolderError(
-        f"{path} cannot be written: {reason}{'' if isinstance(error, OSError) else '; is its disk full?'}"
-    )
+    return RunFolderError(f"{path} cannot be written: {reason}")
 
 
 def is_disk_full(error: BaseException | None) -> bool:
     """Whether an error says that no space is left, or that a quota is used up."""
-    return getattr(error, "errno", None) in NO_SPACE or os.strerror(errno.ENOSPC) in str(error)
+    is_numbered = isinstance(error, OSError) and error.errno in NO_SPACE
+    return is_numbered or any(words in str(error) for words in FULL_DISK_WORDS)
 
 
 def sync_folder(folder: Path) -> None:

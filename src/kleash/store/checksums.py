@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kleash.errors import RunFolderError
-from kleash.store.atomic import append_lines, cannot_write, remove_file, sync_folder, write_atomically
+from kleash.store.atomic import append_lines, remove_file, sync_folder, write_atomically, writing
 from kleash.store.codec import decode, parse_json
 
 T = TypeVar("T")
@@ -317,13 +317,11 @@ def _line(root: Path, path: Path, checksum: FileChecksum) -> str:
 def _append(root: Path, *lines: str, writer: str = "") -> None:
     """Append lines to a writer's checksums, in place of one that was half written."""
     path = root / (OTHER_CHECKSUMS.replace("*", writer) if writer else CHECKSUMS)
-    try:
+    with writing(path):
         is_new = not path.exists()
         append_lines(path, lines)
         if is_new:
             sync_folder(root)
-    except OSError as error:
-        raise cannot_write(path, error) from error
 
 
 def check_of(record: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any, ClassVar, TypeVar
 
 from kleash.errors import RunFolderError
-from kleash.store.atomic import TEMPORARY, cannot_write, remove_leftovers
+from kleash.store.atomic import TEMPORARY, remove_leftovers, writing
 from kleash.store.checksums import Checksums, begin_checksums, write_checked
 from kleash.store.codec import to_json
 from kleash.store.locks import folder_lock
@@ -119,11 +119,9 @@ def holds_job(root: Path, what: str, marks: Set[str], leftovers: Iterable[str]) 
     Raises:
         RunFolderError: if it is a file, cannot be read, or holds other files.
     """
-    try:
+    with writing(root):  # a name that is too long, a folder that may not be read
         is_file = root.exists() and not root.is_dir()
         names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
-    except OSError as error:  # a name that is too long, a folder that may not be read
-        raise cannot_write(root, error) from error
     if is_file:
         raise RunFolderError(f"{root} is a file, and a {what} is a folder; give another name")
     if not marks.isdisjoint(names):

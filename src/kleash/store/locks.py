@@ -10,7 +10,7 @@ from pathlib import Path
 from secrets import token_hex
 
 from kleash.errors import RunFolderError
-from kleash.store.atomic import cannot_write
+from kleash.store.atomic import writing
 
 try:
     import fcntl
@@ -181,11 +181,9 @@ def _open_lock(folder: Path, name: str) -> int:
     """
     if folder.is_file():
         raise RunFolderError(f"{folder} is a file; give the name of a folder")
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         return os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
 
 
 def _try_lock(descriptor: int) -> bool | None:

@@ -9,7 +9,7 @@ from secrets import token_hex
 from typing import Any, ClassVar
 
 from kleash.errors import RunFolderError
-from kleash.store.atomic import cannot_write, remove_leftovers
+from kleash.store.atomic import remove_leftovers, writing
 from kleash.store.checksums import CHECKSUMS, OTHER_CHECKSUMS, Checksums, write_checked
 from kleash.store.codec import to_json
 from kleash.store.job_folder import (
@@ -123,13 +123,11 @@ class RunFolder(JobFolder):
             self.header()  # raises where nothing can be trusted, before anything is taken away
             not_whole = sorted(self.on_disk() - set(self._whole_shards()))
             lost = [self._part("sequences", index) for index in not_whole]
-        try:
+        with writing(self.root):
             for folder in (self.root, *(self.root / kind for kind in KINDS)):
                 remove_leftovers(folder)
             for path in lost:
                 path.unlink(missing_ok=True)
-        except OSError as error:
-            raise cannot_write(self.root, error) from error
 
     def begin(self, header: RunHeader, on_wait: Callable[[], None]) -> None:
         """Write the header of the run, or see that it is the one that others have written.
@@ -143,11 +141,9 @@ class RunFolder(JobFolder):
                 written.
         """
         with self.making_result(on_wait):
-            try:
+            with writing(self.root):
                 for kind in KINDS:
                     (self.root / kind).mkdir(exist_ok=True)
-            except OSError as error:
-                raise cannot_write(self.root, error) from error
             if (self.root / HEADER).exists() or self.begun:
                 require_same(self.root, self.header(), header)
             else:

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from kleash.errors import RunFolderError
 from kleash.registry import grouped
-from kleash.store.atomic import append_lines, cannot_write
+from kleash.store.atomic import append_lines, writing
 from kleash.store.checksums import Checksums, reading, record_checksums, write_checked
 from kleash.store.codec import decode, encode, parse_json
 
@@ -167,14 +167,12 @@ def append_step(
         STEPS: [record],  # last: with its line the step is there
     }
     files = {folder / name: each for name, each in records.items() if each}
-    try:
+    with writing(folder / STEPS):
         for path, lines in files.items():
             append_lines(
                 path, [json.dumps(encode(each), allow_nan=False, ensure_ascii=False) for each in lines]
             )
         record_checksums(folder, *files)
-    except OSError as error:
-        raise cannot_write(folder / STEPS, error) from error
 
 
 def keep_steps(folder: Path, last: int) -> None:

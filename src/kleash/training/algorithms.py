@@ -6,13 +6,14 @@ from pathlib import Path
 from pkgutil import resolve_name
 from types import MappingProxyType
 
-from kleash.errors import Interrupted, OptionError
+from kleash.errors import Interrupted, KleashError, OptionError
 from kleash.jobs import DPOJob, TrainJob
 from kleash.jobs.train import OnlineJob
 from kleash.launch_environment import launched_rank
 from kleash.measuring.run import default_out
 from kleash.models.threads import threads_for
 from kleash.store import TrainingFolder, TrainingResult
+from kleash.store.atomic import cannot_write, is_disk_full
 from kleash.store.file_hashes import watching_files
 from kleash.training.header_and_result import finish, header_of, interrupted, models_of
 from kleash.training.library_fields import refused_fields, set_fields
@@ -71,6 +72,10 @@ def train(job: TrainJob, display: Display | None = None) -> TrainingResult:
                 result = trainer(job, run_log)
             except KeyboardInterrupt as stop:
                 raise Interrupted(interrupted(folder.root, len(run_log.history))) from stop
+            except Exception as error:
+                if isinstance(error, KleashError) or not is_disk_full(error):
+                    raise
+                raise cannot_write(folder.root, error) from error
             finally:
                 run_log.close()
             return finish(folder, run_log, result)

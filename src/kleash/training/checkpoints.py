@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kleash.errors import KleashError, RunFolderError
-from kleash.extras import import_extra
-from kleash.store.atomic import cannot_write, remove_folder, remove_leftovers, sync_folder, temporary_name
+from kleash.errors import RunFolderError
+from kleash.store.atomic import remove_folder, remove_leftovers, sync_folder, temporary_name, writing
 from kleash.store.checksums import Checksums, seal_folder
 from kleash.store.codec import to_json
 from kleash.store.training_folder import DAMAGED, POLICY, checkpoint_number, last_checkpoint
@@ -36,7 +35,7 @@ class TrainingState:
 
 
 def save(folder: Path, progress: TrainingState, accelerator: Any, networks: ActorCritic) -> None:
-    """Write the checkpoint of a step; remove earlier ones, and what killed processes left. A collective.
+    """Write the checkpoint of a step; remove earlier ones. A collective.
 
     Raises:
         RunFolderError: if it cannot be written.
@@ -50,7 +49,6 @@ def save(folder: Path, progress: TrainingState, accelerator: Any, networks: Acto
             (unfinished / PROGRESS).write_text(to_json(progress), encoding="utf-8")
             seal_folder(unfinished)
     if accelerator.is_main_process:
-        remove_leftovers(folder)
         for path in folder.iterdir():
             if (checkpoint_number(path) or progress.step) < progress.step:
                 remove_folder(path)
@@ -60,13 +58,15 @@ def save(folder: Path, progress: TrainingState, accelerator: Any, networks: Acto
 def replaced_folder(final: Path, accelerator: Any) -> Iterator[Path]:
     """Context in which the processes write a folder under a temporary name; complete, it takes the place of ``final``.
 
-    A kill leaves the previous one.
+    A kill leaves the previous one. What it leaves unfinished is removed by the next call, before anything is written.
 
     Raises:
         RunFolderError: if it cannot be written.
     """
-    unfinished = final.with_name(of_first_process(temporary_name()))
-    with writing_by_libraries(final):
+    with writing(final):
+        if accelerator.is_main_process:
+            remove_leftovers(final.parent)
+        unfinished = final.with_name(of_first_process(temporary_name()))
         try:
             unfinished.mkdir(parents=True, exist_ok=True)
             yield unfinished
@@ -78,21 +78,9 @@ def replaced_folder(final: Path, accelerator: Any) -> Iterator[Path]:
                 unfinished.rename(final)
                 sync_folder(final.parent)
             accelerator.wait_for_everyone()
-        finally:
+        except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
-
-
-@contextmanager
-def writing_by_libraries(path: Path) -> Iterator[None]:
-    """Context or decorator in which libraries write ``path``, of which safetensors and torch have errors of their own.
-
-    Raises:
-        RunFolderError: if it cannot be written.
-    """
-    try:
-        yield
-    except (OSError, RuntimeError, import_extra("safetensors", "models").SafetensorError) as error:
-        raise error if isinstance(error, KleashError) else cannot_write(path, error) from error
+            raise
 
 
 def restore_last(folder: Path, accelerator: Any) -> TrainingState | None:

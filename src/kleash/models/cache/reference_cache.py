@@ -12,7 +12,7 @@ from kleash.errors import ModelError, OptionError, RunFolderError
 from kleash.models.cache.hidden_states import HiddenStateStore, sequence_key
 from kleash.models.pair import Model
 from kleash.sources.sequences import TokenSequence, batch_by_length
-from kleash.store.atomic import cannot_write, require_utf8
+from kleash.store.atomic import require_utf8, writing
 from kleash.store.cache import LABEL, CachedSource, CacheLabel, read_label
 from kleash.store.checksums import CHECKSUMS, begin_checksums, write_checked
 from kleash.store.codec import to_json
@@ -54,10 +54,8 @@ class ReferenceCache:
                 "it cannot have a reference cache"
             )
         check_cache_folder(folder)
-        try:
+        with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise cannot_write(folder, error) from error
         label = CacheLabel(
             kleash=__version__, reference=model.record(), source=source, from_engine=from_engine
         )

@@ -17,7 +17,7 @@ from kleash.checkpoints.resolution import (
     list_input_files,
     resolve_commit,
 )
-from kleash.errors import ModelError, RunFolderError
+from kleash.errors import ModelError
 from kleash.linear import Head
 from kleash.models.cache.hidden_states import HiddenStateStore, save_tensors, sequence_key
 from kleash.models.cache.reference_cache import check_same_model
@@ -25,7 +25,7 @@ from kleash.models.pair import Model
 from kleash.models.tokenizers import load_tokenizer, tokenizer_folder
 from kleash.sources.sequences import TokenSequence
 from kleash.store import CacheContents
-from kleash.store.atomic import cannot_write
+from kleash.store.atomic import writing
 from kleash.store.cache import CONTENTS, LABEL, REMAKE_CACHE, read_contents, read_label
 from kleash.store.checksums import Checksums, write_checked
 from kleash.store.codec import to_json
@@ -193,15 +193,13 @@ def finish_cache(folder: Path, model: Model, contents: CacheContents) -> None:
     checkpoint, source = model.checkpoint, Path(model.tokenizer.name_or_path)
     if checkpoint is not None and not checkpoint.gguf:
         source = tokenizer_folder(checkpoint)
-    try:
+    with writing(folder):
         (folder / TOKENIZER).mkdir(exist_ok=True)
         for path in list_input_files(source):
             if not path.name.endswith(NON_TOKENIZER_SUFFIXES):
                 target = folder / TOKENIZER / path.relative_to(source)
                 target.parent.mkdir(exist_ok=True)
                 write_checked(folder, target, path.read_bytes())
-    except OSError as error:
-        raise error if isinstance(error, RunFolderError) else cannot_write(folder, error) from error
     write_checked(folder, folder / CONTENTS, to_json(contents))
 
 

@@ -18,7 +18,6 @@ from kleash.sandbox.process import sandboxed_templates
 from kleash.store import TrainingResult
 from kleash.store.checksums import Checksums
 from kleash.store.training_folder import CHECKPOINTS, DAMAGED, POLICY, checkpoint_number, last_checkpoint
-from kleash.training.checkpoints import writing_by_libraries
 from kleash.training.networks import Networks
 from kleash.training.run_log import RunLog
 from kleash.training.step_logger import StepLogger
@@ -75,9 +74,8 @@ def run_trainer(
     if job.lora_rank:
         # PEFT would read the base's config.json each time, which may have changed, to see if tokens were added.
         trainer.model.save_pretrained = partial(trainer.model.save_pretrained, save_embedding_layers=False)
-    trainer._save_checkpoint = writing_by_libraries(root / CHECKPOINTS)(trainer._save_checkpoint)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    writing_by_libraries(root / POLICY)(trainer.save_model)(str(root / POLICY))
+    trainer.save_model(str(root / POLICY))
     trainer.accelerator.wait_for_everyone()
     return step_logger.result(job.algorithm, policy=str(root / POLICY), out=str(root), dtypes=networks.dtypes)
 
