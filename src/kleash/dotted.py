@@ -33,7 +33,7 @@ def resolve_function(
         UnknownNameError: if the package has no such module, or the module no such name.
         CannotRunError: if importing the module raises an exception.
     """
-    module_name, colon, name = path.removeprefix("./").replace(".py:", ":").replace("/", ".").partition(":")
+    module_name, colon, name = split_path(path)
     if not (colon and all(map(str.isidentifier, [*module_name.split("."), *name.split(".")]))):
         raise OptionError(
             f"{kind} is written package.module:function, or folder/file.py:function of a file below the current "
@@ -50,6 +50,11 @@ def resolve_function(
             f"{path} is of type {type(resolved).__name__}, which cannot be called; name a function"
         )
     return resolved
+
+
+def split_path(path: str) -> tuple[str, str, str]:
+    """The module, the colon and the function of a path as ``resolve_function`` takes it."""
+    return path.removeprefix("./").replace(".py:", ":").replace("/", ".").partition(":")
 
 
 def import_by_name(name: str, installations: Mapping[str, str] = NO_INSTALLATIONS) -> ModuleType:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from kleash.records import read_steps
 from kleash.reports.folder_report import write_report_of
 from kleash.store.checksums import seal_folder
 from kleash.store.training_folder import last_checkpoint
-from kleash.training import checkpoints, train
+from kleash.training import checkpoints, ppo, train
 
 
 @pytest.fixture(scope="module")
@@ -98,38 +99,49 @@ def test_resumed_adapter_run_is_identical(folder, tmp_path):
     assert equal(whole, broken)
 
 
-def test_resuming_with_an_edited_reward_function_is_refused(folder, tmp_path, monkeypatch):
-    from kleash.training.algorithms import train
-
+@pytest.mark.parametrize("path", ["edited_reward:reward", "./edited_reward.py:reward"])
+def test_resuming_with_an_edited_reward_function_is_refused(path, folder, tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "edited_reward", raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     source = tmp_path / "edited_reward.py"
     source.write_text("def reward(prompts, responses):\n    return [float(len(r)) for r in responses]\n")
-    job = tiny_job(folder, out=str(tmp_path / "run"), steps=1, reward=("edited_reward:reward",))
+    job = tiny_job(folder, out=str(tmp_path / "run"), steps=1, reward=(path,))
     train(job)
     assert train(replace(job, steps=2, resume=True)).steps == 2
     source.write_text(source.read_text().replace("float(len(r))", "-float(len(r))"))
-    with pytest.raises(
-        RunFolderError, match=r"the fingerprint of the reward edited_reward:reward was 'sha256:"
-    ):
+    with pytest.raises(RunFolderError, match=f"the fingerprint of the reward {path} was 'sha256:"):
         train(replace(job, steps=3, resume=True))
     assert len(read_steps(tmp_path / "run")) == 2
 
 
-def test_full_disk_keeps_the_previous_checkpoint(folder, tmp_path, monkeypatch):
-    job = tiny_job(folder, out=str(tmp_path), steps=2, checkpoint_every=1)
-    genuine, sealed = checkpoints.seal_folder, []
+TORCH_WRITES = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 5568 vs 5460")
 
-    def full(unfinished):
-        genuine(unfinished)
-        sealed.append(unfinished)
-        if len(sealed) == 2:
-            raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoints, "seal_folder", full)
-    with pytest.raises(RunFolderError, match=r"no space is left to write .*checkpoint-2"):
-        train(job)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint-1"]
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("checkpoints/checkpoint-2", OSError(28, "No space left on device")),
+        ("checkpoints/checkpoint-2", TORCH_WRITES),
+        ("", TORCH_WRITES),  # as from the checkpoints of TRL
+    ],
+    ids=["python", "torch", "trainer"],
+)
+def test_full_disk_keeps_the_previous_checkpoint_alone(where, error, folder, tmp_path, monkeypatch):
+    job = tiny_job(folder, out=str(tmp_path), steps=1)
+    train(job)
+    (tmp_path / "checkpoints/.writing-killed").mkdir()
+
+    def full(unfinished, *_):
+        beside = [] if where == "" else [path.name for path in unfinished.parent.iterdir()]
+        assert ".writing-killed" not in beside, "what a kill left is removed before more is written"
+        raise error
+
+    monkeypatch.setattr(*((checkpoints, "seal_folder") if where else (ppo, "one_step")), full)
+    with pytest.raises(RunFolderError, match=rf"no space is left to write {tmp_path / where} \("):
+        train(replace(job, steps=2, resume=True))
+    kept = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert kept == ({"checkpoint-1"} if where else {"checkpoint-1", ".writing-killed"})
 
 
 @pytest.fixture(scope="module")

@@ -233,7 +233,7 @@ def test_missing_column_is_refused_before_models_are_loaded(
     ("returned", "said"),
     [
         ("float('nan') if 'Emma' in p else 1.0", "graded:bad is nan for prompt 1 (p.jsonl, line 2) and 8 of 24"),
-        ("1 / ('Emma' not in p)", "by zero (given 24 responses, the first to prompt "),
+        ("1 / ('Emma' not in p)", "by zero in line 2 of graded (given 24 responses, the first to prompt "),
         ("None if 'sea' in p else 1.0", "bad returned None for prompt 2 (p.jsonl, line 3) and 8 of 24 responses"),
     ],
 )  # fmt: skip

@@ -158,7 +158,7 @@ def test_empty_reward_list_is_refused() -> None:
         ("one_short", ShapeError,
             "my_rewards:one_short returned numbers of shape (2,) for 3 responses; it must return one each"),
         ("nothing", CannotRunError, "the reward my_rewards:nothing raises TypeError: 'NoneType'"),
-        ("raises", CannotRunError, "the reward my_rewards:raises raises ValueError: no such judge"),
+        ("raises", CannotRunError, "raises raises ValueError: no such judge in line 21 of my_rewards (given 3 "),
         ("nan", NonFiniteError,
             "is nan for response 1 and 2 of 3 responses in all; it must be a finite number"),
         ("words", CannotRunError, "my_rewards:words raises ValueError: could not convert string to float"),

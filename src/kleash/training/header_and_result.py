@@ -6,7 +6,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from kleash.checkpoints.resolution import GENERATION_CONFIG, find_checkpoint
-from kleash.dotted import resolve_function
+from kleash.dotted import resolve_function, split_path
 from kleash.jobs import DistillJob, DPOJob, TrainJob
 from kleash.jobs.algorithms import GroupJob
 from kleash.jobs.train import OnlineJob
@@ -98,7 +98,7 @@ def source_fingerprint(path: str) -> str:
         OptionError, UnknownNameError, MissingExtraError, CannotRunError: if the function cannot be imported.
     """
     resolve_function(path, "a reward")
-    file = getattr(sys.modules.get(path.partition(":")[0]), "__file__", None)
+    file = getattr(sys.modules.get(split_path(path)[0]), "__file__", None)
     try:
         return "" if file is None else f"{KIND_OF_FINGERPRINT}{sha256(Path(file).read_bytes()).hexdigest()}"
     except OSError:

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import math
 import re
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -16,7 +17,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from kleash.arguments import check_reward_order
-from kleash.dotted import resolve_function
+from kleash.dotted import resolve_function, split_path
 from kleash.errors import CannotRunError, NonFiniteError, OptionError, ShapeError, summarise_error
 from kleash.jobs.reading import DatasetOptions
 from kleash.models import TokenSequence
@@ -127,10 +128,18 @@ def reward_values(
         raise
     except Exception as error:  # a reward may raise anything
         reason = f"{type(error).__name__}: {summarise_error(error)}"
+        module, frames = split_path(spec)[0], traceback.walk_tb(error.__traceback__)
+        lines = [
+            f" in line {line} of {module}"
+            for each, line in frames
+            if each.f_globals.get("__name__") == module
+        ]
         batch = (
             f"{len(dialogues)} responses, the first to {dialogues[0].name}" if dialogues else "no response"
         )
-        raise CannotRunError(f"the reward {spec} raises {reason} (given {batch})") from error
+        raise CannotRunError(
+            f"the reward {spec} raises {reason}{''.join(lines[-1:])} (given {batch})"
+        ) from error
     if values.shape != (len(dialogues),):
         raise ShapeError(
             f"the reward {spec} returned numbers of shape {values.shape} for {len(dialogues)} responses; it must "
