@@ -1,128 +1,163 @@
-"""The loss of a whole step, against plain float64: one sequence at a time, all logits, loops over tokens."""
+"""Whole steps against plain float64: one sequence at a time, all logits, loops over tokens, Adam by its formulas."""
 
 import math
+from collections import Counter
 
 import pytest
 import torch
 from ppo_cases import ready, rollout_of, tiny_job
+from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-from kleash.training.ppo import learn
-from kleash.training.ppo_loss import learning_signals
+from kleash.training.checkpoints import TrainingState
+from kleash.training.job_schedule import leash_of
+from kleash.training.networks import LORA_SCALE
+from kleash.training.ppo import one_step
 
-KINDS = [
-    ("exact", "loss", "token"),
-    ("exact", "loss", "sequence"),
-    ("exact", "reward", "sequence"),
-    ("k2", "loss", "token"),
-    ("k3", "loss", "token"),
-    ("k3", "loss", "sequence"),
-    ("k1", "loss", "token"),
-    ("k1", "loss", "sequence"),
-    ("k1", "reward", "sequence"),
-]
+KINDS = (
+    "exact-loss-token", "exact-loss-sequence", "exact-reward-sequence", "k2-loss-token", "k3-loss-token",
+    "k3-loss-sequence", "k1-loss-token", "k1-loss-sequence", "k1-reward-sequence", "exact-loss-sequence-adapter",
+)  # fmt: skip
+SETTINGS = {
+    "dtype": "float64", "beta": 0.3, "controller": "pid", "target_nats": 0.5, "ent_coef": 0.01, "temperature": 0.7,
+    "gae_lambda": 0.9, "gamma": 0.97, "clip_range": 0.05, "clip_range_value": 0.02, "prompts_per_step": 5,
+    "minibatches": 3, "reward": ("ppo_cases:moody",), "seed": 3,
+}  # fmt: skip
 
 
 class Plain:
     """PPO as the papers write it: every sequence alone, without padding, nothing of kleash's arithmetic."""
 
-    def __init__(self, job, sequences, scores, minibatches):
-        self.job, self.sequences, self.scores = job, sequences, scores
-        self.reference = AutoModelForCausalLM.from_pretrained(job.reference_name, dtype=torch.float64).eval()
-        self.tokens = sum(len(one.response_ids) for one in sequences)
-        self.minibatches = minibatches
+    def __init__(self, job, networks):
+        self.job = job
+        names = (job.policy, job.reference_name)
+        self.policy, self.reference = (
+            AutoModelForCausalLM.from_pretrained(name, dtype=torch.float64) for name in names
+        )
+        self.trained = {
+            name: weight.detach().clone().requires_grad_()
+            for name, weight in networks.named_parameters()
+            if weight.requires_grad
+        }
+        self.moments = dict.fromkeys(self.trained, (0.0, 0.0))
+        self.updates = 0
 
-    def read(self, network, value, one):
+    def weights(self):
+        """Those of the policy now; an adapter's product is added to the weight below it."""
+        weights = {name: weight.detach() for name, weight in self.policy.named_parameters()}
+        for name, weight in self.trained.items():
+            stem, adapter, _ = name.removeprefix("network.").partition(".lora_A")
+            if adapter:
+                product = self.trained[name.replace("lora_A", "lora_B")] @ weight
+                weights[f"{stem}.weight"] = weights[f"{stem}.weight"] + LORA_SCALE * product
+            elif stem in weights:
+                weights[stem] = weight
+        return weights
+
+    def read(self, network, weights, one):
         """Log-probabilities of every token at each place a response token is drawn, and the critic's values."""
         ids = torch.tensor([[*one.prompt_ids, *one.response_ids]])
-        out = network(input_ids=ids, output_hidden_states=True)
+        out = functional_call(network, weights, kwargs={"input_ids": ids, "output_hidden_states": True})
         places = slice(len(one.prompt_ids) - 1, ids.shape[1] - 1)
         logp = (out.logits[0, places] / self.job.temperature).log_softmax(-1)
         hidden = out.hidden_states[-1][0, places].detach()  # the critic moves nothing but itself
-        return logp, (hidden @ value.weight.T + value.bias)[:, 0]
+        return logp, (hidden @ self.trained["value.weight"].T + self.trained["value.bias"])[:, 0]
 
-    def remember(self, network, value):
+    @torch.no_grad()
+    def remember(self, sequences, scores, beta):
         """Old log-probabilities, KLs, values; advantages from rewards by loops over the tokens."""
-        job, beta = self.job, self.job.beta
-        self.old, self.gae, self.returns, self.led = [], [], [], []
-        with torch.no_grad():
-            for one, score in zip(self.sequences, self.scores, strict=True):
-                logp, values = self.read(network, value, one)
-                logq, _ = self.read(self.reference, value, one)
-                drawn = torch.tensor(one.response_ids)[:, None]
-                u = (logp - logq).gather(1, drawn)[:, 0].tolist()
-                exact = (logp.exp() * (logp - logq)).sum(-1).tolist()
-                cost = (
-                    exact if job.kl == "exact" else u if job.kl == "k1" else [math.exp(-x) - 1 + x for x in u]
-                )
-                length = len(u)
-                rewards = [0.0] * length
-                rewards[-1] += float(score)
+        job, self.sequences, later = self.job, sequences, []
+        self.old = [self.read(self.policy, self.weights(), one) for one in sequences]
+        self.logq = [self.read(self.reference, {}, one)[0] for one in sequences]
+        self.advantages, self.returns = [], []
+        for one, score, (logp, values), logq in zip(sequences, scores, self.old, self.logq, strict=True):
+            u = (logp - logq).gather(1, torch.tensor(one.response_ids)[:, None])[:, 0].tolist()
+            exact = (logp.exp() * (logp - logq)).sum(-1).tolist()
+            cost = {"exact": exact, "k1": u}.get(job.kl, [math.exp(-x) - 1 + x for x in u])
+            length, running, advantages = len(u), 0.0, [0.0] * len(u)
+            for t in reversed(range(length)):
+                reward = float(score) if t == length - 1 else 0.0
                 if job.kl_place == "reward":
-                    for t in range(length):
-                        later = job.gamma * exact[t + 1] if t + 1 < length else 0.0
-                        rewards[t] -= beta * (u[t] if job.kl == "k1" else later)
-                gae, running = [0.0] * length, 0.0
-                for t in reversed(range(length)):
-                    following = values[t + 1].item() if t + 1 < length else 0.0
-                    delta = rewards[t] + job.gamma * following - values[t].item()
-                    running = delta + job.gamma * job.gae_lambda * running
-                    gae[t] = running
-                self.old.append((logp.gather(1, drawn)[:, 0], values))
-                self.gae.append(gae)
-                self.returns.append([a + v for a, v in zip(gae, values.tolist(), strict=True)])
-                self.led.append([sum(cost[t + 1 :]) for t in range(length)])
-        if job.kl_place == "loss" and job.kl_scope == "sequence":
-            for row, gae in enumerate(self.gae):
-                for t in range(len(gae)):
-                    others = [led[t] for other, led in enumerate(self.led) if other != row and t < len(led)]
-                    mean = sum(others) / len(others) if others else 0.0
-                    gae[t] -= beta * (self.led[row][t] - mean)
-        self.price = beta
-        if job.whiten:
-            flat = torch.tensor([a for gae in self.gae for a in gae], dtype=torch.float64)
-            self.price = beta / flat.std().item()
-            self.gae = [[(a - flat.mean().item()) / flat.std().item() for a in gae] for gae in self.gae]
+                    led_to = job.gamma * exact[t + 1] if t + 1 < length else 0.0
+                    reward -= beta * (u[t] if job.kl == "k1" else led_to)
+                following = values[t + 1].item() if t + 1 < length else 0.0
+                running = (
+                    reward + job.gamma * following - values[t].item() + job.gamma * job.gae_lambda * running
+                )
+                advantages[t] = running
+            self.advantages.append(advantages)
+            self.returns.append([a + v for a, v in zip(advantages, values.tolist(), strict=True)])
+            later.append([sum(cost[t + 1 :]) for t in range(length)])
+        if (job.kl_place, job.kl_scope) == ("loss", "sequence"):
+            for row, advantages in enumerate(self.advantages):
+                for t in range(len(advantages)):
+                    others = [
+                        costs[t] for other, costs in enumerate(later) if other != row and t < len(costs)
+                    ]
+                    advantages[t] -= beta * (later[row][t] - (sum(others) / len(others) if others else 0.0))
+        flat = torch.tensor([a for advantages in self.advantages for a in advantages], dtype=torch.float64)
+        mean, std = (flat.mean().item(), flat.std().item()) if job.whiten else (0.0, 1.0)
+        self.advantages = [[(a - mean) / std for a in advantages] for advantages in self.advantages]
+        self.scaled_beta, self.tokens = beta / std, len(flat)
 
-    def loss(self, network, value, rows):
-        job, total = self.job, 0.0
-        self.told = dict.fromkeys(
-            ("ratio", "update_kl", "clipped", "value_clipped", "value_loss", "tokens"), 0.0
-        )
+    def loss(self, rows, told):
+        """The loss of a minibatch; sums over its tokens are added to ``told``."""
+        job, total, weights = self.job, 0.0, self.weights()
         for row in rows:
-            one = self.sequences[row]
-            logp, values = self.read(network, value, one)
-            with torch.no_grad():
-                logq, _ = self.read(self.reference, value, one)
-            old_logp, old_values = self.old[row]
-            for t, token in enumerate(one.response_ids):
-                ratio = (logp[t, token] - old_logp[t]).exp()
-                a = self.gae[row][t]
-                total = total - torch.minimum(
-                    ratio * a, ratio.clamp(1 - job.clip_range, 1 + job.clip_range) * a
-                )
-                total = total + job.ent_coef * (logp[t].exp() * logp[t]).sum()
-                u = logp[t, token] - logq[t, token]
+            logp, values = self.read(self.policy, weights, self.sequences[row])
+            logq, (old_logp, old_values) = self.logq[row], self.old[row]
+            for t, token in enumerate(self.sequences[row].response_ids):
+                ratio, a = (logp[t, token] - old_logp[t, token]).exp(), self.advantages[row][t]
+                gain = torch.minimum(ratio * a, ratio.clamp(1 - job.clip_range, 1 + job.clip_range) * a)
+                total = total - gain + job.ent_coef * (logp[t].exp() * logp[t]).sum()
                 if job.kl == "exact":
-                    total = total + self.price * (logp[t].exp() * (logp[t] - logq[t])).sum()
+                    total = total + self.scaled_beta * (logp[t].exp() * (logp[t] - logq[t])).sum()
                 elif job.kl_place == "loss":  # the gradient that matters: ratio u on log p
-                    total = total + self.price * (ratio * u).detach() * logp[t, token]
-                error = (values[t] - self.returns[row][t]) ** 2
-                near = old_values[t] + (values[t] - old_values[t]).clamp(
-                    -job.clip_range_value, job.clip_range_value
-                )
+                    u = logp[t, token] - logq[t, token]
+                    total = total + self.scaled_beta * (ratio * u).detach() * logp[t, token]
+                error, change = (values[t] - self.returns[row][t]) ** 2, values[t] - old_values[t]
+                near = old_values[t] + change.clamp(-job.clip_range_value, job.clip_range_value)
                 error = torch.maximum(error, (near - self.returns[row][t]) ** 2)
                 total = total + job.vf_coef * error / 2
-                r = ratio.item()
-                self.told["tokens"] += 1
-                self.told["ratio"] += r
-                self.told["update_kl"] += r - 1 - math.log(r)
-                self.told["clipped"] += (r > 1 + job.clip_range and a > 0) or (
-                    r < 1 - job.clip_range and a < 0
-                )
-                self.told["value_clipped"] += abs((values[t] - old_values[t]).item()) > job.clip_range_value
-                self.told["value_loss"] += error.item() / 2
-        return total / (self.tokens / self.minibatches)
+                told["tokens"] += 1
+                told["policy/loss"] -= gain.item()
+                told["policy/ratio_mean"] += ratio.item()
+                told["policy/clip_share"] += gain.item() < (ratio * a).item()
+                told["value/loss"] += error.item() / 2
+                told["value/clip_share"] += abs(change.item()) > job.clip_range_value
+        return total / (self.tokens / job.minibatches)
+
+    def update(self, loss):
+        """A step of Adam with a clipped gradient; returns the gradient's norm."""
+        gradients = torch.autograd.grad(loss, list(self.trained.values()))
+        norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients))
+        self.updates += 1
+        for (name, weight), gradient in zip(self.trained.items(), gradients, strict=True):
+            clipped = gradient * min(1.0, self.job.max_gradient_norm / (norm + 1e-6))
+            first, second = self.moments[name]
+            first, second = 0.9 * first + 0.1 * clipped, 0.999 * second + 0.001 * clipped**2
+            self.moments[name] = first, second
+            slope, size = first / (1 - 0.9**self.updates), second / (1 - 0.999**self.updates)
+            weight.data -= self.job.learning_rate * slope / (size.sqrt() + 1e-8)
+        return norm
+
+    def step(self, sequences, scores, beta):
+        """Metrics of a step, after its updates."""
+        self.remember(sequences, scores, beta)
+        told, norms = Counter(), []
+        for _ in range(self.job.epochs):
+            for minibatch in range(self.job.minibatches):
+                rows = range(minibatch, len(sequences), self.job.minibatches)
+                norms.append(self.update(self.loss(rows, told)))
+        metrics = {name: value / told["tokens"] for name, value in told.items() if name != "tokens"}
+        with torch.no_grad():
+            now = [self.read(self.policy, self.weights(), one)[0] for one in sequences]
+        kls = [(old.exp() * (old - new)).sum().item() for (old, _), new in zip(self.old, now, strict=True)]
+        return {
+            **metrics,
+            "policy/gradient_norm": sum(norms) / len(norms),
+            "kl/update": sum(kls) / self.tokens,
+        }
 
 
 @pytest.fixture(scope="module")
@@ -130,55 +165,30 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("ppo-loss")
 
 
-@pytest.mark.parametrize(("kl", "place", "scope"), KINDS, ids=["-".join(kind) for kind in KINDS])
-def test_minibatch_gradient_matches_plain_formulas(folder, kl, place, scope):
-    """Off the policy that drew the tokens, with a critic that has learnt something, clipped and not."""
-    whiten = (kl, scope) != ("exact", "token")
-    job = tiny_job(
-        folder,
-        dtype="float64",
-        kl=kl,
-        kl_place=place,
-        kl_scope=scope,
-        beta=0.3,
-        whiten=whiten,
-        ent_coef=0.01,
-        temperature=0.7,
-        gae_lambda=0.9,
-        gamma=0.97,
-        clip_range=0.1,
-        clip_range_value=0.02,
-        samples_per_prompt=2,
-        seed=3,
-    )
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_match_plain_formulas(folder, kind):
+    """Two steps of six updates, with uneven minibatches, tokens and values clipped and not, and a moving beta."""
+    kl, place, scope, *adapter = kind.split("-")
+    placed = {"kl": kl, "kl_place": place, "kl_scope": scope, "whiten": kind != "exact-loss-token"}
+    trained = {"learning_rate": 3e-2, "lora_rank": 2} if adapter else {"learning_rate": 3e-3}
+    architecture = "qwen3" if kl == "k3" else "llama"  # whose head is tied, or not
+    job = tiny_job(folder, architecture, **SETTINGS, **placed, **trained)
     run, prompts = ready(job)
-    policy = run.networks
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        policy.value.weight.copy_(torch.randn(policy.value.weight.shape, generator=generator) * 0.1)
-    rollout = rollout_of(run, prompts)
-    lengths = {len(one.response_ids) for one in rollout.sequences}
-    assert len(lengths) > 1, "responses of one length have no padding to be confused by"
-    plain = Plain(job, rollout.sequences, rollout.scores, job.minibatches)
-    plain.remember(policy.network, policy.value)
-    with torch.no_grad():
-        for weight in run.trained:
-            weight.add_(0.01 * weight.std(correction=0) * torch.randn(weight.shape, generator=generator))
-    shaped = learning_signals(rollout, job, job.beta)
-    assert shaped.scaled_beta == pytest.approx(plain.price, rel=1e-9)
-    tokens = rollout.mask.sum().item()
-    found = learn(run, rollout, shaped, rollout.minibatches[0], job.minibatches / tokens)
-    trained = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
-    ours = {name: weight.grad.clone() for name, weight in trained.items()}
-    policy.zero_grad()
-    rows = [row for batch in rollout.minibatches[0] for row in batch.rows]
-    assert len(rollout.minibatches[0]) > 1 and len(rows) == 4
-    plain.loss(policy.network, policy.value, rows).backward()
-    for name, value in plain.told.items():
-        assert found[name] == pytest.approx(value, rel=1e-7, abs=1e-12), name
-    assert 0 < found["clipped"] < found["tokens"] and 0 < found["value_clipped"] < found["tokens"]
+    plain, leash = Plain(job, run.networks), leash_of(job)
+    progress = TrainingState(leash=leash.to_dict(), learning_rate=job.learning_rate)
+    for step in (1, 2):
+        rollout = rollout_of(run, prompts, step)
+        lengths = {len(one.response_ids) for one in rollout.sequences}
+        assert len(lengths) > 1, "responses of one length have no padding to be confused by"
+        expected = plain.step(rollout.sequences, rollout.scores, progress.leash["beta"])
+        progress = one_step(run, prompts, progress, None)
+        assert 0 < expected["policy/clip_share"] < 1 and 0 < expected["value/clip_share"] < 1
+        for name, value in expected.items():
+            assert progress.metrics[name] == pytest.approx(value, rel=1e-9), name
+    assert all(weight.grad is None for weight in run.networks.parameters()), "nothing is left over"
+    trained = {name: weight for name, weight in run.networks.named_parameters() if weight.requires_grad}
+    assert trained.keys() == plain.trained.keys()
     for name, weight in trained.items():
-        assert weight.grad.abs().max() > 0
         torch.testing.assert_close(
-            ours[name], weight.grad, rtol=1e-7, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
+            weight, plain.trained[name], rtol=1e-8, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
         )

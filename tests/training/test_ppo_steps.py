@@ -3,7 +3,6 @@
 import json
 import math
 from contextlib import nullcontext
-from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -148,38 +147,6 @@ def test_step_metrics_match_plain_sums_over_response_tokens(folder):
     )
 
 
-def test_update_kl_is_exact(folder):
-    """KL(before || after) of each next token, by whole distributions of both, sequence by sequence."""
-    job = tiny_job(folder, "qwen3", temperature=0.7, dtype="float64", samples_per_prompt=2)
-    run, prompts = ready(job)
-    rollout = rollout_of(run, prompts)
-    before = deepcopy(run.networks.network)
-    metrics = one_step(run, prompts, started(job), None).metrics
-    total = 0.0
-    for one in rollout.sequences:
-        ids = torch.tensor([[*one.prompt_ids, *one.response_ids]])
-        with torch.no_grad():
-            logp, logq = (
-                (network(input_ids=ids).logits[0, len(one.prompt_ids) - 1 : -1] / 0.7).log_softmax(-1)
-                for network in (before, run.networks.network)
-            )
-        total += (logp.exp() * (logp - logq)).sum().item()
-    assert metrics["kl/update"] == pytest.approx(total / rollout.mask.sum().item(), rel=1e-9)
-    texts = [one.response_ids for one in rollout.sequences]
-    assert all(one != other for one, other in zip(texts[::2], texts[1::2], strict=True)), "two samples differ"
-    assert all(weight.grad is None for weight in run.networks.parameters()), "nothing is left over"
-
-
-def test_gradients_are_clipped_to_maximum_norm(folder, tmp_path):
-    """Adam's first moment is a tenth of the first gradient that it is given."""
-    job = tiny_job(folder, out=str(tmp_path), steps=1, epochs=1, minibatches=1, max_gradient_norm=0.01)
-    metrics = train(job).metrics
-    state = torch.load(tmp_path / "checkpoints/checkpoint-1/optimizer.bin")["state"]
-    moments = [moment["exp_avg"].square().sum() for moment in state.values()]
-    assert len(moments) > 20 and sum(moments).sqrt().item() == pytest.approx(0.001, rel=1e-3)
-    assert metrics["policy/gradient_norm"] > 0.1
-
-
 def test_two_steps_draw_different_responses_to_the_same_prompts(folder):
     job = tiny_job(folder, prompts_per_step=6)
     run, prompts = ready(job)
@@ -278,7 +245,7 @@ def test_infinite_kl_of_an_excluded_token_is_reported(folder, monkeypatch):
 
     monkeypatch.setattr(module, "roll_out", forbidding)
     before = weights(run.networks)
-    reason = r"the loss is nan in step 1, epoch 1, minibatch \d: the largest KL of a token before it is inf"
+    reason = r"the loss is nan in step 1, epoch 1, minibatch \d: the largest KL of a token before it is inf .* reward 0\.\d+; "
     with pytest.raises(NonFiniteError, match=reason):
         one_step(run, prompts, started(run.job), None)
     assert same(before, weights(run.networks))

@@ -133,15 +133,21 @@ def whiten(
     Raises:
         ShapeError: if the two differ in shape.
     """
+    return whitened_with_std(values, mask, group)[0]
+
+
+def whitened_with_std(
+    values: Tensor, mask: Tensor, group: "dist.ProcessGroup | None" = None
+) -> tuple[Tensor, Tensor]:
+    """``whiten`` of values, and the std that they were divided by; 1 if all are equal. A collective."""
     is_counted, upcast = as_mask(mask), at_least_float32(values.detach())
     mean = mean_of(upcast, is_counted).across_ranks(group)
     deviations = torch.where(is_counted, upcast - mean.value, 0.0)
     squares = mean_of(deviations.square(), is_counted).across_ranks(group)
     lowest, highest = _extremes(upcast, is_counted, group)
     is_constant = (lowest == highest) & highest.isfinite()
-    return torch.where(
-        is_counted & ~is_constant, deviations / (squares.total / (squares.count - 1)).sqrt(), 0.0
-    )
+    std = torch.where(is_constant, 1.0, (squares.total / (squares.count - 1)).sqrt())
+    return torch.where(is_counted & ~is_constant, deviations / std, 0.0), std
 
 
 def _extremes(values: Tensor, is_counted: Tensor, group: "dist.ProcessGroup | None") -> tuple[Tensor, Tensor]:

@@ -138,13 +138,12 @@ def one_step(
         "time/update": updated - generated,
         "time/step": monotonic() - start,
     }
-    advice = None
+    advice, events = Advice(), [event for event in (next_leash.event, stopped) if event is not None]
     if run_log is not None:
-        events = [event for event in (next_leash.event, stopped) if event is not None]
-        samples, reason = to_samples(responses), beta_reason(leash, next_leash, kl)
-        advice = run_log.step(step, metrics, samples, events, reason)
+        reason = beta_reason(leash, next_leash, kl)
+        advice = run_log.step(step, metrics, to_samples(responses), events, reason)
     after = replace(progress, step=step, leash=next_leash.to_dict(), metrics=metrics)
-    return apply_advice(after, of_first_process(advice) or Advice(), job)
+    return apply_advice(after, of_first_process(advice), job)
 
 
 def apply_advice(progress: TrainingState, advice: Advice, job: PPOJob) -> TrainingState:
@@ -204,8 +203,9 @@ def roll_out(run: "Run", prompts: Sequence[Prompt], step: int) -> Rollout:
     count = job.responses_per_step
     indices = range(count * rank // world_size, count * (rank + 1) // world_size)
     sequences = draw(run, prompts, indices, step)
-    set_seed = import_extra("accelerate.utils", "train").set_seed  # so that no state of a generator is saved
-    set_seed(Random(f"{job.seed}/{step}/{indices.start}").getrandbits(32))
+    # seeded anew in each step, so that resuming needs no state of a generator
+    seed = Random(f"{job.seed}/{step}/{indices.start}").getrandbits(32)
+    import_extra("accelerate.utils", "train").set_seed(seed)
     rewards = run.rewards.of(sequences)
     lengths = torch.tensor([len(sequence.response_ids) for sequence in sequences])
     mask = (torch.arange(job.max_new_tokens) < lengths[:, None]).to(run.accelerator.device)
@@ -219,10 +219,9 @@ def roll_out(run: "Run", prompts: Sequence[Prompt], step: int) -> Rollout:
         for name, flat in batch.columns.items():
             column = columns.setdefault(name, flat.new_zeros(mask.shape))
             column[batch.rows] = column[batch.rows].masked_scatter(mask[batch.rows], flat)
-    like = columns["token_logp"]
     return Rollout(
         sequences=sequences,
-        scores=torch.as_tensor(rewards.total, dtype=like.dtype, device=like.device),
+        scores=torch.from_numpy(rewards.total).to(columns["token_logp"]),
         parts=rewards.parts,
         mask=mask,
         minibatches=minibatches,
@@ -382,8 +381,9 @@ def require_finite(what: str, number: float, where: str, run: "Run", rollout: Ro
     if not math.isfinite(number):
         token_kl = torch.where(rollout.mask, rollout.token_kl, 0.0).max().item()
         raise NonFiniteError(
-            f"the {what} is {number} in {where}: the largest KL of a token before it is {token_kl:.3g} nats; if "
-            f"that is finite, lower the learning rate, {run.optimizer.param_groups[0]['lr']:g}, or --max-gradient-norm"
+            f"the {what} is {number} in {where}: the largest KL of a token before it is {token_kl:.3g} nats, the "
+            f"largest absolute reward {rollout.scores.abs().max().item():.3g}; if both are of an ordinary size, lower "
+            f"the learning rate, {run.optimizer.param_groups[0]['lr']:g}, or --max-gradient-norm"
         )
 
 
@@ -436,8 +436,9 @@ class Run:
 
     def autocast(self) -> torch.autocast:
         """The context of forward passes, with bfloat16 products if checkpoint, job or Accelerate ask for them."""
-        is_bfloat16 = self.networks.pair.policy.dtype == torch.bfloat16
-        enabled = is_bfloat16 or self.accelerator.mixed_precision == "bf16"
+        enabled = (
+            self.networks.pair.policy.dtype == torch.bfloat16 or self.accelerator.mixed_precision == "bf16"
+        )
         return torch.autocast(self.accelerator.device.type, dtype=torch.bfloat16, enabled=enabled)
 
 
@@ -458,20 +459,19 @@ def set_up(job: PPOJob) -> Run:
     trained = torch.nn.ParameterList(x for x in networks.parameters() if x.requires_grad)
     accelerator.prepare_model(trained, evaluation_mode=True)  # gradients are added here, by ``learn``
     optimizer = torch.optim.AdamW(trained, lr=job.learning_rate, weight_decay=0.0)
-    rewards = load_rewards(
-        job.rewards,
-        tokenizer=networks.pair.tokenizer,
-        device=str(accelerator.device),
-        dtype=job.dtype,
-        batch_tokens=job.batch_tokens,
-    )
     return Run(
         job=job,
         accelerator=accelerator,
         networks=networks,
         trained=trained,
         optimizer=accelerator.prepare_optimizer(optimizer),
-        rewards=rewards,
+        rewards=load_rewards(
+            job.rewards,
+            tokenizer=networks.pair.tokenizer,
+            device=str(accelerator.device),
+            dtype=job.dtype,
+            batch_tokens=job.batch_tokens,
+        ),
     )
 
 

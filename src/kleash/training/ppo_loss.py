@@ -11,10 +11,11 @@ from torch.nn.functional import pad
 
 from kleash.estimators import k3, sampled_kl
 from kleash.jobs import PPOJob
-from kleash.leash import generalised_advantages, rewards_to_go, shape_rewards, whiten
+from kleash.leash import generalised_advantages, rewards_to_go, shape_rewards
+from kleash.leash.groups import whitened_with_std
 from kleash.linear import TokenTerms
 from kleash.losses import kl_loss
-from kleash.masking import mean_of, sum_over_ranks
+from kleash.masking import sum_over_ranks
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -98,8 +99,8 @@ def learning_signals(scored: Scored, job: PPOJob, beta: float) -> LearningSignal
         )
     if not job.whiten:
         return LearningSignals(advantages, gae.returns, beta)
-    whitened, scale = whiten_with_scale(advantages, scored.mask)
-    return LearningSignals(whitened, gae.returns, beta * scale)
+    whitened, std = whitened_with_std(advantages, scored.mask)
+    return LearningSignals(whitened, gae.returns, beta / std.item())
 
 
 def minus_leave_one_out_mean(
@@ -114,16 +115,6 @@ def minus_leave_one_out_mean(
     total, count = sum_over_ranks(counted.sum(0)), sum_over_ranks(mask.sum(0))
     mean_of_others = (total - counted) / (count - 1).clamp(min=1)
     return torch.where(mask, counted - mean_of_others, 0.0)
-
-
-def whiten_with_scale(
-    values: Float[Tensor, "responses steps"], mask: Bool[Tensor, "responses steps"]
-) -> tuple[Float[Tensor, "responses steps"], float]:
-    """``whiten`` and its scale factor (1 if all values are equal). A collective."""
-    whitened = whiten(values, mask)
-    centred = torch.where(mask, values - mean_of(values, mask).across_ranks().value, 0.0)
-    squares, products = (mean_of(whitened * x, mask).across_ranks().total.item() for x in (whitened, centred))
-    return whitened, squares / products if squares > 0 else 1.0
 
 
 def policy_objective(
@@ -179,11 +170,10 @@ def value_losses(
     values: Float[Tensor, " tokens"], past: PastTokens, clip: float | None
 ) -> Float[Tensor, " tokens"]:
     """Half the squared error of each value; with ``clip``, at least that of the value clipped to old value +- clip."""
-    new, old, target = values, past.values, past.returns
-    errors = (new - target).square()
+    errors = (values - past.returns).square()
     if clip is not None:
-        clipped_values = old + (new - old).clamp(-clip, clip)
-        errors = torch.maximum(errors, (clipped_values - target).square())
+        clipped_values = past.values + (values - past.values).clamp(-clip, clip)
+        errors = torch.maximum(errors, (clipped_values - past.returns).square())
     return errors / 2
 
 
