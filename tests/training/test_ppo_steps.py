@@ -245,7 +245,7 @@ def test_infinite_kl_of_an_excluded_token_is_reported(folder, monkeypatch):
 
     monkeypatch.setattr(module, "roll_out", forbidding)
     before = weights(run.networks)
-    reason = r"the loss is nan in step 1, epoch 1, minibatch \d: the largest KL of a token before it is inf .* reward 0\.\d+; "
+    reason = r"the loss is nan in step 1, .* the largest KL of a token before it is inf nats, .* reward 0\."
     with pytest.raises(NonFiniteError, match=reason):
         one_step(run, prompts, started(run.job), None)
     assert same(before, weights(run.networks))
