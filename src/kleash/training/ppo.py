@@ -241,24 +241,16 @@ def draw(run: "Run", prompts: Sequence[Prompt], indices: range, step: int) -> li
         return generate(run.networks.sampler, numbered, sampling, batch_tokens=job.batch_tokens)
 
 
-def pad_batch(batch: Sequence[TokenSequence]) -> tuple[Tensor, Tensor]:
-    """Pad a batch on the right, and mark the positions that predict the response tokens.
-
-    The last token of a sequence is no input; each token is predicted at the position before it.
-
-    Returns:
-        Input ids and marks, [batch, time].
-    """
-    inputs = [torch.tensor((*sequence.prompt_ids, *sequence.response_ids)[:-1]) for sequence in batch]
-    marks = [torch.arange(sequence.num_input_tokens) >= len(sequence.prompt_ids) - 1 for sequence in batch]
-    return pad_sequence(inputs, batch_first=True), pad_sequence(marks, batch_first=True)
-
-
 def score(run: "Run", sequences: Sequence[TokenSequence], rows: list[int]) -> Batch:
     """Score responses under policy, critic and reference, without gradient."""
     networks, chosen = run.networks, [sequences[row] for row in rows]
-    tokens = torch.tensor([token for sequence in chosen for token in sequence.response_ids])
-    ids, places, tokens = (x.to(run.accelerator.device) for x in (*pad_batch(chosen), tokens))
+    # the last token of a sequence is no input; each token is predicted at the position before it
+    inputs = [torch.tensor((*sequence.prompt_ids, *sequence.response_ids)[:-1]) for sequence in chosen]
+    marks = [torch.arange(sequence.num_input_tokens) >= len(sequence.prompt_ids) - 1 for sequence in chosen]
+    ids, places = (pad_sequence(x, batch_first=True).to(run.accelerator.device) for x in (inputs, marks))
+    tokens = torch.tensor(
+        [token for sequence in chosen for token in sequence.response_ids], device=ids.device
+    )
     with torch.no_grad(), run.autocast():
         hidden, hidden_q = networks.hidden(ids)[places], networks.hidden_of_reference(ids)[places]
         terms = linear_objective(
