@@ -27,9 +27,11 @@ class TopK(NamedTuple):
     logp: Float[Tensor, "*tokens k"]
     """Their log-probabilities in the whole distribution: not renormalised."""
     log_rest: Float[Tensor, "*tokens"]
-    """The log of the probability of all other tokens."""
+    """The log of the probability of all other tokens; of an engine's list, the largest within rounding."""
     is_complete: bool = False
     """Whether the list is known to have the whole vocabulary, so that there is no rest, whatever ``log_rest`` is."""
+    log_rest_least: Float[Tensor, "*tokens"] | None = None
+    """The smallest ``log_rest`` within rounding; None if it is known."""
 
 
 class Drawn(NamedTuple):
@@ -54,8 +56,9 @@ def top_k_of(logp: Float[Tensor, "*tokens vocab"], ids: Int[Tensor, "*tokens k"]
     rest_logp = upcast.scatter(-1, tokens, -torch.inf)
     largest = rest_logp.detach().amax(-1)
     has_rest = largest.isfinite()
-    log_rest = torch.where(has_rest.unsqueeze(-1), rest_logp, 0.0).logsumexp(-1)
-    log_rest = torch.where(has_rest, log_rest, largest)
+    log_rest = torch.where(
+        has_rest, torch.where(has_rest.unsqueeze(-1), rest_logp, 0.0).logsumexp(-1), largest
+    )
     listed = unless_repeated(ids, torch.where(is_padding, -torch.inf, upcast.gather(-1, tokens)))
     log_rest = nan_unless_normalised(
         log_rest, logp=torch.cat([listed, log_rest.unsqueeze(-1)], -1).to(logp.dtype)
@@ -67,14 +70,22 @@ def top_k_of(logp: Float[Tensor, "*tokens vocab"], ids: Int[Tensor, "*tokens k"]
 def top_k_from(ids: Int[Tensor, "*tokens k"], logp: Float[Tensor, "*tokens k"]) -> TopK:
     """A top-k list from an inference engine, with 1 minus the listed mass as the mass of the rest.
 
-    A rest that is lost by rounding must not become 0, since every KL would be infinite. So the largest rest within
-    rounding is used (``rounding_nats``: 4e-6 of the mass in float32). If the list's mass exceeds 1 by more than
-    rounding, the rest is NaN, and so is the list if it has a token twice; negative ids are padding, of logp -inf.
+    Rounding may hide a rest (``rounding_nats``: 4e-6 of the mass in float32). So it is known within bounds, of which
+    ``tail_bucket_loss`` takes what is nearest to the other side's rest: no KL is infinite or too large by rounding. If
+    the list's mass exceeds 1 by more than that, the rest is NaN, and so is the list if it has a token twice; negative
+    ids are padding, of logp -inf.
     """
-    upcast = at_least_float32(logp)
-    listed_mass = (upcast - rounding_nats(logp)).exp().sum(-1)
-    log_rest = torch.where(listed_mass < 1, torch.log1p(-listed_mass), torch.nan)
-    return TopK(ids, unless_repeated(ids, upcast), log_rest)
+    upcast, error = at_least_float32(logp), rounding_nats(logp)
+    most, least = (1 - (upcast + sign * error).exp().sum(-1) for sign in (-1, 1))
+    log_rest = torch.where(most > 0, most, torch.nan).log()
+    return TopK(ids, unless_repeated(ids, upcast), log_rest, log_rest_least=least.clamp(min=0).log())
+
+
+def _nearest_rest(side: TopK, other: TopK) -> Tensor:
+    """The ``log_rest`` of a side that is nearest to the other's, so that rounding raises no divergence."""
+    if side.log_rest_least is None:
+        return side.log_rest
+    return torch.minimum(side.log_rest, torch.maximum(side.log_rest_least, other.log_rest.detach()))
 
 
 def _listed(p: TopK, q: TopK, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,7 +128,10 @@ def tail_bucket_loss(
     require_gradient(p.logp, p.log_rest, q.logp, q.log_rest)
     coarse_p, coarse_q = _listed(p, q, mask)
     if not (p.is_complete or q.is_complete):
-        rest_p, rest_q = (torch.where(as_mask(mask), x.log_rest, 0.0).unsqueeze(-1) for x in (p, q))
+        rest_p, rest_q = (
+            torch.where(as_mask(mask), _nearest_rest(x, other), 0.0).unsqueeze(-1)
+            for x, other in ((p, q), (q, p))
+        )
         coarse_p, coarse_q = torch.cat([coarse_p, rest_p], -1), torch.cat([coarse_q, rest_q], -1)
     return record.finish(contributions(record, coarse_p, coarse_q).sum(-1))
 
@@ -163,7 +177,7 @@ def sampled_tail_loss(
     record = look_up(DIVERGENCES, divergence, "divergence")
     if record.finish is not identity:
         raise OptionError(
-            f"{divergence!r} is the root of a mean, which no single token estimates without bias; "
+            "'hellinger' is the root of a mean, which no single token estimates without bias; "
             "give a divergence that is a mean, or tail_bucket_loss"
         )
     require_gradient(p.logp, q.logp, drawn.token_logp, drawn.token_logq)
