@@ -141,3 +141,8 @@ def test_attention_dropout_is_switched_off(trl, tmp_path):
     before = network(ids, attention_mask=mask).logits[:, 3:]
     after = skip_padding_in_positions(network)(ids, attention_mask=mask).logits[:, 3:]
     torch.testing.assert_close(after, before, msg="a rotary embedding does not mind padding")
+    folder, ids = str(save_tiny(tmp_path / "gpt2", "gpt2")), torch.arange(129)[None]  # of 128 positions
+    network = load_pair(folder, folder).policy.network
+    before = network(ids[:, :128]).logits
+    after = skip_padding_in_positions(network)(ids, attention_mask=ids >= 0).logits[:, :128]
+    torch.testing.assert_close(after, before, msg="the last token of a response stands beyond the context")

@@ -288,20 +288,21 @@ def load_reference(
 def load_beside(
     stored: StoredReference,
     policy: str,
-    reference: str,
+    reference: str | None,
     *,
     revision_policy: str | None = None,
     revision_reference: str | None = None,
     loading: Loading | ScoringOptions,
 ) -> Pair:
-    """Load a policy and pair it with a reference that is read from its cache.
+    """Load a policy and pair it with a reference that is read from its cache: a given one, or whichever it is (None).
 
     Raises:
         ModelError: if the cache is of another reference, or the two do not put probability on the same tokens.
         OptionError, CannotRunError: as ``load_pair``.
     """
-    dtype = resolve_dtype(loading.dtype, resolve_device(loading.device, loading.device_map))
-    stored.check_reference(reference, revision_reference, str(dtype).removeprefix("torch."))
+    if reference is not None:
+        dtype = resolve_dtype(loading.dtype, resolve_device(loading.device, loading.device_map))
+        stored.check_reference(reference, revision_reference, str(dtype).removeprefix("torch."))
     checkpoint = find_checkpoint(policy, revision_policy, "policy")
     with suppress_library_output():
         stored_tokenizer = stored.tokenizer(loading.trust_remote_code)

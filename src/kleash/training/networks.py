@@ -20,6 +20,7 @@ from kleash.models import Loading, Pair, StoredReference, load_beside, load_pair
 from kleash.models.adapters import attach_adapter, check_adapter, find_rule
 from kleash.models.compat import find_backbone
 from kleash.models.live_models import current_head, require_plain_head
+from kleash.models.model_building import read_context_length
 from kleash.registry import look_up
 from kleash.training.library_fields import LORA, set_fields
 
@@ -91,7 +92,7 @@ def load_networks(
     if stored is None:
         pair = load_pair(bases["policy"], bases.get(role, bases["policy"]), **vars(loading))
     else:
-        pair = load_beside(stored, bases["policy"], str(stored.folder), loading=loading)
+        pair = load_beside(stored, bases["policy"], None, loading=loading)
     lora = lora_settings(job, pair.policy.network) if job.lora_rank else None
     rule = None if lora is None else find_rule(lora.to_dict())
     if rule is not None and rule.treatment == "refused":
@@ -135,7 +136,7 @@ def _check_adapters(job: TrainJob, checkpoints: Mapping[str, Checkpoint]) -> boo
     if adapters and job.algorithm not in TAKES_ADAPTERS:
         raise ModelError(
             f"the {adapters[0]} {checkpoints[adapters[0]].name} is an adapter; merge it into its base (PEFT's "
-            f"merge_and_unload) and give that folder, or take {', '.join(TAKES_ADAPTERS)}"
+            f"merge_and_unload) and give that folder: only {', '.join(TAKES_ADAPTERS)} and kleash cache take adapters"
         )
     if "policy" in adapters and job.lora_rank:
         raise OptionError(
@@ -218,7 +219,8 @@ def skip_padding_in_positions(network: Any) -> Any:
     """Make positions start at the first token after padding, and return the network.
 
     TRL pads prompts on the left and passes no positions. Rotary embeddings give the same outputs; learned positions, as
-    in GPT-2, would be those of the padded prompt, not those at which the response was generated.
+    in GPT-2, would be those of the padded prompt, not those at which the response was generated. The last token of a
+    response, which TRL reads too and which predicts nothing, may stand just beyond the context.
     """
     body = find_backbone(network)
     if "position_ids" in inspect.signature(body.forward).parameters:
@@ -226,11 +228,14 @@ def skip_padding_in_positions(network: Any) -> Any:
     return network
 
 
-def _pass_positions(_: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+def _pass_positions(
+    body: Any, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], Any]:
     """A hook that adds ``position_ids``, counted from the first unmasked token, to the arguments of ``forward``."""
     mask = named.get("attention_mask")
     if named.get("position_ids") is None and torch.is_tensor(mask) and mask.dim() == 2:
-        named = {**named, "position_ids": (mask.long().cumsum(-1) - 1).clamp(min=0)}
+        length = read_context_length(body.config) or mask.shape[-1]
+        named = {**named, "position_ids": (mask.long().cumsum(-1) - 1).clamp(0, length - 1)}
     return arguments, named
 
 
