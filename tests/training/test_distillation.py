@@ -7,6 +7,7 @@ import pytest
 import torch
 from scoring_cases import sequence_of
 from tiny_models import double_logits, save_tiny, tiny_tokenizer
+from torch.autograd import grad
 from trl_batches import TRL_MARKS
 
 from kleash.divergences import DIVERGENCES
@@ -120,10 +121,6 @@ def distribution(side):
     return (side[0] @ side[1].T / TEMPERATURE).softmax(-1)
 
 
-def gradients(loss, side):
-    return torch.autograd.grad(loss, side)
-
-
 @pytest.mark.parametrize("name", DISTILLATION_DIVERGENCES)
 def test_loss_of_hidden_states_is_the_enumerated_divergence_with_its_gradient(distill, sides, name):
     mix = 0.3 if name in ("jensen_shannon", "skew_kl", "skew_reverse_kl") else None
@@ -138,7 +135,7 @@ def test_loss_of_hidden_states_is_the_enumerated_divergence_with_its_gradient(di
     torch.testing.assert_close(per_token.double(), expected.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(entropy.double(), -(q * q.log()).sum(-1).detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(loss.double(), (0.25 * expected).sum(), rtol=1e-5, atol=1e-6)
-    for got, right in zip(gradients(loss, policy), gradients(0.25 * expected.sum(), exact), strict=True):
+    for got, right in zip(grad(loss, policy), grad(0.25 * expected.sum(), exact), strict=True):
         torch.testing.assert_close(got.double(), right, rtol=1e-4, atol=1e-5)
     assert not per_token.requires_grad and not entropy.requires_grad
 
@@ -184,7 +181,7 @@ def test_loss_of_lists_is_that_of_the_coarse_distributions_a_few_tokens_at_a_tim
     expected = torch.cat(parts)
     torch.testing.assert_close(per_token.double(), expected.detach(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(entropy.double(), -(q * q.log()).sum(-1).detach(), rtol=1e-5, atol=1e-6)
-    for got, right in zip(gradients(loss, policy), gradients(0.25 * expected.sum(), exact), strict=True):
+    for got, right in zip(grad(loss, policy), grad(0.25 * expected.sum(), exact), strict=True):
         torch.testing.assert_close(got.double(), right, rtol=1e-3, atol=1e-4)
 
 
@@ -196,7 +193,7 @@ def test_a_cache_trains_as_its_teacher_does(distill, root, tmp_path):
     np.testing.assert_allclose(metric(steps), metric(cached_steps), rtol=1e-5)
     for name in weights:
         torch.testing.assert_close(weights[name], cached[name], rtol=1e-4, atol=1e-5)
-    one = run(distill, root, tmp_path / "all", steps=1, prompts_per_step=4)[0]
+    one = run(distill, root, tmp_path / "all", steps=1, prompts_per_step=4, dtype="float64")[0]
     nats, entropies, tokens = [], [], []
     for record in records(root):
         logq, logp = dense(root / "policy", record), dense(root / "teacher", record)
@@ -230,13 +227,8 @@ def test_lists_of_all_tokens_train_as_the_cache_and_shorter_ones_bound_it(distil
 
 def test_heads_of_different_sizes_are_cut_to_the_tokens(distill, root, tmp_path):
     for options in ({}, {"teacher": str(root / "padded"), "teacher_cache": None}):
-        cache = {
-            "teacher_cache": str(root / "cache-padded"),
-            "steps": 1,
-            "prompts_per_step": 4,
-            "lora_rank": 2,
-        }
-        (step,), _ = run(distill, root, tmp_path / str(len(options)), **{**cache, **options})
+        cache = {"teacher_cache": str(root / "cache-padded"), "lora_rank": 2} | options
+        (step,), _ = run(distill, root, tmp_path / str(len(options)), steps=1, prompts_per_step=4, **cache)
         nats, tokens = 0.0, 0
         for record in records(root):
             logq, logp = (dense(root / name, record, words=300) for name in ("policy", "padded"))
@@ -296,8 +288,9 @@ def test_what_cannot_teach_is_refused(distill, root, tmp_path):
         {"teacher_ids": [[3, 4], [4]]},
         {"teacher_ids": [[3, 4], [4, 320]]},
         {"teacher_ids": [[3, 4]]},
-        {"teacher_logprobs": [[0.1, -1.0], [-1.0, -2.0]]},
-        {"teacher_logprobs": [[float("nan"), -1.0], [-1.0, -2.0]]},
+        {"teacher_ids": [[3, 4], [-1, 4]]},
+        {"teacher_ids": None},
+        *({"teacher_logprobs": [[x, -1.0], [-1.0, -2.0]]} for x in (0.1, None, np.nan, -np.inf, -9999)),
         {"teacher_logprobs": [[-1.0], [-1.0]]},
     ],
 )
@@ -307,9 +300,11 @@ def test_lists_that_would_train_something_else_are_refused(root, tmp_path, chang
     pair = load_pair(str(root / "policy"), str(root / "policy"))
     good = {"teacher_ids": [[3, 4], [4, 5]], "teacher_logprobs": [[-1.0, -2.0], [-1.0, -2.0]]}
     record = {"prompt": "She", "response_token_ids": [7, 8], **good}
-    (tmp_path / "good.jsonl").write_text(json.dumps(record))
-    (read,) = read_responses(str(tmp_path / "good.jsonl"), pair, with_lists=True)
+    ragged = record | {"teacher_ids": [[3], [4, 5]], "teacher_logprobs": [[-1.0], [-1.0, -2.0]]}
+    (tmp_path / "good.jsonl").write_text(json.dumps(record) + "\n" + json.dumps(ragged))
+    read, padded = read_responses(str(tmp_path / "good.jsonl"), pair, with_lists=True)
     assert read.columns["teacher_ids"].tolist() == good["teacher_ids"]
+    assert [x.tolist() for x in padded.columns.values()] == [[[3, -1], [4, 5]], [[-1, -np.inf], [-1, -2]]]
     (tmp_path / "bad.jsonl").write_text(json.dumps(record | change))
     is_twice = change == {"teacher_ids": [[3, 3], [4, 5]]}
     reason = "the token 3 twice in the list of response token 1" if is_twice else "for each of the 2 tokens"
@@ -325,6 +320,8 @@ def test_lists_that_would_train_something_else_are_refused(root, tmp_path, chang
         ({"responses": "r", "prompts": "p"}, "--prompts is for responses that the policy draws"),
         ({"responses": "r", "max_new_tokens": 9}, "--max-new-tokens is for responses"),
         ({"tail": "sampled"}, "--tail sampled is for lists of the teacher's likeliest tokens"),
+        ({"responses": "r", "tail": "sampled", "divergence": "hellinger"}, "cannot estimate hellinger"),
+        ({"reference": "r"}, "the model that it learns from is --teacher"),
         ({"mix": 1.0}, "--mix must be a number between 0 and 1; it is 1.0"),
     ],
 )

@@ -17,7 +17,7 @@ from kleash.jobs.options import TYPE_NAMES, flag
 METAVARS: Mapping[str, str] = {
     **dict.fromkeys(("policy", "reference", "teacher"), "MODEL"),
     **dict.fromkeys(("prompts", "eval_prompts", "text", "responses", "pairs"), "FILE"),
-    **dict.fromkeys(("reference_cache", "out", "folder", "source"), "FOLDER"),
+    **dict.fromkeys(("reference_cache", "teacher_cache", "out", "folder", "source"), "FOLDER"),
     "folders": "FOLDER FOLDER ...",
     "rollouts": "FILE ...",
     "candidates": "MODEL",

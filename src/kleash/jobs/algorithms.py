@@ -182,6 +182,14 @@ class DistillJob(OnlineJob):
         of_draws = changed_options(self, ("prompts", "samples_per_prompt", "max_new_tokens"))
         return (
             Refusal(
+                self.reference is not None,
+                "distill keeps the policy near no --reference; the model that it learns from is --teacher",
+            ),
+            Refusal(
+                self.tail == "sampled" and self.divergence == "hellinger",
+                "--tail sampled cannot estimate hellinger, the root of a mean; take another, or --tail bucket",
+            ),
+            Refusal(
                 self.teacher is not None and has_cache,
                 "--teacher-cache stands for the teacher, which is not loaded; leave --teacher out",
             ),
@@ -226,9 +234,8 @@ class DistillJob(OnlineJob):
     @property
     def teacher_name(self) -> str | None:
         """The model to learn from that is loaded; None if there is none."""
-        if self.teacher_cache is not None or self.reads_lists:
-            return None
-        return SHIPPED_POLICY if self.teacher is None else self.teacher
+        is_loaded = self.teacher_cache is None and not self.reads_lists
+        return SHIPPED_POLICY if is_loaded and self.teacher is None else self.teacher
 
     def without_effect(self) -> tuple[str, ...]:
         """A sentence for each option that is set and does nothing in this job."""

@@ -42,17 +42,17 @@ REQUEST_OPTIONS = frozenset({"endpoint_concurrency", "endpoint_timeout", "endpoi
 Probability = Annotated[float, Allowed("above 0 and at most 1", lambda x: 0 < x <= 1)]
 POSITIONAL = ("target", "folder", "folders", "rollouts")
 OPTION_HEADINGS: Mapping[str, str] = {
-    "essentials": "policy candidates reference teacher prompts text responses pairs reward steps limit "
-    "max_new_tokens beta controller target_nats rounding at_most out resume",
+    "essentials": "policy candidates reference teacher prompts text responses teacher_cache pairs reward divergence "
+    "steps limit max_new_tokens beta controller target_nats rounding at_most out resume",
     "what is read": "split dataset_config prompt_column response_column text_column chat_template "
     "until_relative_error prompts_per_step pairs_per_step eval_prompts eval_pairs",
-    "KL and beta": "kl kl_place kl_scope divergence mix tail target_per horizon beta_min beta_max early_stop_nats",
+    "KL and beta": "kl kl_place kl_scope mix tail target_per horizon beta_min beta_max early_stop_nats",
     "sampling": "samples_per_prompt temperature top_p top_k min_p seed",
     "text that is read": "window stride max_tokens",
     "updates": "learning_rate lora_rank epochs minibatches clip_range max_gradient_norm gamma gae_lambda whiten "
     "vf_coef clip_range_value ent_coef",
     "attribution of the KL": "attribute attribute_tokens",
-    "precision, device and memory": "dtype device device_map batch_tokens reference_cache teacher_cache",
+    "precision, device and memory": "dtype device device_map batch_tokens reference_cache",
     "hidden states of an engine": "from_hidden_states layers",
     "endpoints": "policy_model reference_model top_logprobs endpoint_concurrency endpoint_timeout "
     "endpoint_retries",

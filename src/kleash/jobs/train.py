@@ -50,7 +50,7 @@ class TrainJob(SeedOption, LoadingOptions, OutputOptions):
     """The model that training starts from: a folder or a hub id; for grpo, rloo and dpo also the folder of a PEFT
     adapter, which is trained further."""
     reference: str | None = None
-    """The model that it is kept near; the policy as it starts, if not given."""
+    """The model that it is kept near; the policy as it starts, if not given. distill has none."""
     limit: Count | None = None
     """Read only so many prompts or pairs."""
     steps: Count = 100

@@ -88,7 +88,8 @@ def top_k_distillation_loss(
     converted to another temperature.
 
     Args:
-        teacher_ids: distinct tokens at each position; masked positions (-1) are not read.
+        teacher_ids: distinct tokens at each position; negative ids are padding of shorter lists, with a log-probability
+            of -inf. Masked positions are not read.
         teacher_logp: their log-probabilities in the teacher's whole distribution, not renormalised.
         student_logits: of the whole vocabulary, which must be the teacher's.
         mask: true (or 1) for the positions that count; elsewhere value and gradient are 0.

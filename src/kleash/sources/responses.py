@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import count, islice
+from itertools import count, islice, zip_longest
 
 import numpy as np
 
@@ -275,29 +275,41 @@ def _logprobs(record: SourceRecord, tokens: int, vocab_size: int) -> np.ndarray 
 
 
 def _lists(record: SourceRecord, sequence: TokenSequence, pair: TokenLimits) -> dict[str, np.ndarray]:
-    """The fields of ``LISTS`` as arrays [response, k], int64 and float32.
+    """The fields of ``LISTS`` as arrays [response, k], int64 and float32; shorter lists end with -1 and -inf.
 
     Raises:
-        SourceError: if they are not lists of one length, for each token of the response, of different tokens.
+        SourceError: if they are not lists of different tokens, and of their log-probabilities, for each token of the
+            response.
     """
     length = len(sequence.response_ids)
     try:
-        ids, logp = (np.array(get_field(record, name, list, "a list of lists")) for name in LISTS)
-    except ValueError:  # of lists of several lengths
+        ids, logp = (
+            np.array([*zip_longest(*get_field(record, name, list, "a list of lists"), fillvalue=end)]).T
+            for name, end in zip(LISTS, (-1, np.nan), strict=True)
+        )
+    except (TypeError, ValueError):  # no lists of numbers
         ids, logp = np.empty(0), np.empty(0)
-    is_list = ids.dtype == np.int64 and ids.ndim == 2 and ids.shape == logp.shape and len(ids) == length
-    if not (is_list and ids.min() >= 0 and ids.max() < pair.vocab_size and (logp <= 0).all()):
+    is_list = ids.ndim == 2 and ids.shape == logp.shape and len(ids) == length
+    # vLLM writes -9999 for a probability of 0
+    if not (
+        is_list
+        and ids.dtype.kind + logp.dtype.kind in ("if", "ii")
+        and ids[:, 0].min() >= 0
+        and ids.max() < pair.vocab_size
+        and ((ids >= 0) == ((logp > -9999) & (logp <= 0))).all()
+    ):
         raise record.error(
-            f"expected {' and '.join(map(repr, LISTS))} with as many different tokens, and their log-probabilities, "
-            f"for each of the {length} tokens of the response"
+            f"expected {' and '.join(map(repr, LISTS))}, for each of the {length} tokens of the response a list of "
+            f"different token ids below {pair.vocab_size} and one of their log-probabilities, above -9999 and at most "
+            "0; or give --teacher or --teacher-cache"
         )
     ids_in_order = np.sort(ids)
-    for row, column in np.argwhere(ids_in_order[:, 1:] == ids_in_order[:, :-1])[:1]:
+    for row, column in np.argwhere((np.diff(ids_in_order) == 0) & (ids_in_order[:, 1:] >= 0))[:1]:
         raise record.error(
             f"'teacher_ids' has the token {ids_in_order[row, column]} twice in the list of response token {row + 1}; "
             "give different ones"
         )
-    return dict(zip(LISTS, (ids, logp.astype(np.float32)), strict=True))
+    return dict(zip(LISTS, (ids, np.where(ids < 0, -np.inf, logp).astype(np.float32)), strict=True))
 
 
 def _is_id(value: int | str) -> bool:

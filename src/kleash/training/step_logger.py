@@ -165,8 +165,12 @@ class StepLogger(AttachedCallback):
         self.step = state.global_step // self.trl_steps_per_step
         if not abs(logs["loss"]) < float("inf"):
             raise NonFiniteError(
-                f"the loss of step {self.step} is {logs['loss']}; lower the learning rate, or look at the last "
-                f"checkpoint in {args.output_dir}"
+                f"the loss of step {self.step} is {logs['loss']}; "
+                + (
+                    "no update was made before, so look at the data and at the models"
+                    if self.step == 1
+                    else f"lower the learning rate, or look at the last checkpoint in {args.output_dir}"
+                )
             )
         held_out = self.trainer.eval_dataset
         self._evaluations = control.should_evaluate * (len(held_out) if isinstance(held_out, dict) else 1)

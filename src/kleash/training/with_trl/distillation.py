@@ -61,15 +61,14 @@ Losses: TypeAlias = tuple[Float[Tensor, ""], Float[Tensor, " tokens"], Float[Ten
 def divergence_of(job: DistillJob) -> Divergence:
     """The divergence of a job, D(teacher || policy)."""
     mix = (0.5 if job.divergence == "jensen_shannon" else 0.1) if job.mix is None else job.mix
-    records = {
+    return {
         **DIVERGENCES,
         "policy_teacher": REVERSE_KL,
         "teacher_policy": DIVERGENCES["kl"],
         "jensen_shannon": jensen_shannon_record(mix),
         "skew_kl": skew_kl_record(mix),
         "skew_reverse_kl": skew_kl_record(mix).swapped,
-    }
-    return records[job.divergence]
+    }[job.divergence]
 
 
 def loss_of_states(
@@ -122,21 +121,25 @@ def loss_of_lists(
 
     def losses(states: Tensor, ids: Tensor, listed: Tensor, *drawn: Tensor) -> tuple[Tensor, Tensor]:
         logp = log_probabilities(states, head, temperature=temperature)
-        counted = ids[:, 0] >= 0
         per_token = top_k_distillation_loss(
-            ids, listed, logp, counted, divergence=record, drawn=(drawn[0], drawn[1]) if drawn else None
+            ids,
+            listed,
+            logp,
+            ids[:, 0] >= 0,  # all of them
+            divergence=record,
+            drawn=(drawn[0], drawn[1]) if drawn else None,
         )
         return per_token, cross_entropy_of_rows(logp.detach(), logp.detach())
 
     size, parts = max(1, LISTED_LOGITS // head.vocabulary(hidden)), list[tuple[Tensor, Tensor]]()
-    lengths = [len(response.response_ids) for response in responses]
-    for states, response in zip(hidden.split(lengths), responses, strict=True):
+    by_response = hidden.split([len(response.response_ids) for response in responses])
+    for states, response in zip(by_response, responses, strict=True):
         arrays = [response.columns[name] for name in LISTS]
         if tail == "sampled":
             arrays += [np.array(response.response_ids), response.logp_sampled]
         columns = states, *(torch.from_numpy(array).to(hidden.device) for array in arrays)
-        for rows in zip(*(column.split(size) for column in columns), strict=True):
-            parts.append(checkpoint(losses, *rows, use_reentrant=False))
+        chunks = zip(*(column.split(size) for column in columns), strict=True)
+        parts += [checkpoint(losses, *rows, use_reentrant=False) for rows in chunks]
     per_token, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
     return weight * per_token.sum(), per_token.detach(), entropies
 
@@ -162,10 +165,9 @@ class DistillationMixin(TokenPromptsMixin):
         weight = 1 / (mask.sum() if num_items_in_batch is None else num_items_in_batch.to(mask.device))
         options = weight, self._record, self.temperature
         if self._job.reads_lists:
-            result = loss_of_lists(policy, items, *options, tail=self._job.tail)
+            loss, *columns = loss_of_lists(policy, items, *options, tail=self._job.tail)
         else:
-            result = loss_of_states(policy, self._teacher_side(inputs, items, mask), *options)
-        loss, *columns = result
+            loss, *columns = loss_of_states(policy, self._teacher_side(inputs, items, mask), *options)
         lengths = mask.sum(-1).tolist()
         nats, entropies = ([float(x.sum()) for x in column.double().split(lengths)] for column in columns)
         hashes = [item.prompt_hash for item in items]
@@ -278,13 +280,12 @@ def train_distill(job: DistillJob, run_log: RunLog | None) -> TrainingResult:
         rows = [{"prompt": "", PROMPT_COLUMN: number} for number in range(len(items))]
         rows = in_step_order(import_extra("datasets", "trl").Dataset.from_list(rows), job)
         longest = max(response.num_input_tokens for response in items) + 1
-    arguments = shared_arguments(job, rows=job.responses_per_step, row_tokens=longest)
     trainer_class: Any = type("KleashDistillationTrainer", (mixin, trl.DistillationTrainer), {})
     trainer = trainer_class(
         model=networks.policy,
         args=trl_config(
             job,
-            **arguments,
+            **shared_arguments(job, rows=job.responses_per_step, row_tokens=longest),
             shuffle_dataset=False,
             temperature=job.temperature,
             max_completion_length=job.max_new_tokens,
