@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from kleash.divergences import (
@@ -104,7 +105,8 @@ def loss_of_lists(
     """``weight`` times the sum of D(teacher || policy), from the teacher's lists for the tokens of ``responses``.
 
     The tokens outside a list are taken for one ("bucket": a lower bound), or the drawn token stands for them
-    ("sampled": unbiased). The logits of some tokens exist together; the backward pass computes them again.
+    ("sampled": unbiased). The logits of some tokens exist together, of several responses, whose shorter lists are
+    padded; the backward pass computes them again.
 
     Args:
         policy: its final hidden states, [tokens of all responses, dim], and its head.
@@ -131,15 +133,23 @@ def loss_of_lists(
         )
         return per_token, cross_entropy_of_rows(logp.detach(), logp.detach())
 
-    size, parts = max(1, LISTED_LOGITS // head.vocabulary(hidden)), list[tuple[Tensor, Tensor]]()
-    by_response = hidden.split([len(response.response_ids) for response in responses])
-    for states, response in zip(by_response, responses, strict=True):
-        arrays = [response.columns[name] for name in LISTS]
-        if tail == "sampled":
-            arrays += [np.array(response.response_ids), response.logp_sampled]
-        columns = states, *(torch.from_numpy(array).to(hidden.device) for array in arrays)
-        chunks = zip(*(column.split(size) for column in columns), strict=True)
-        parts += [checkpoint(losses, *rows, use_reentrant=False) for rows in chunks]
+    k = max(response.columns[LISTS[0]].shape[1] for response in responses)
+    columns = [
+        [
+            pad(torch.from_numpy(x), (0, k - x.shape[1]), value=end)
+            for x in (response.columns[name] for response in responses)
+        ]
+        for name, end in zip(LISTS, (-1, -torch.inf), strict=True)
+    ]
+    if tail == "sampled":
+        columns += [
+            [torch.tensor(response.response_ids) for response in responses],
+            [torch.from_numpy(response.logp_sampled) for response in responses],
+        ]
+    size = max(1, LISTED_LOGITS // head.vocabulary(hidden))
+    whole = (hidden, *(torch.cat(column).to(hidden.device) for column in columns))
+    chunks = zip(*(column.split(size) for column in whole), strict=True)
+    parts = [checkpoint(losses, *rows, use_reentrant=False) for rows in chunks]
     per_token, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
     return weight * per_token.sum(), per_token.detach(), entropies
 
