@@ -115,8 +115,8 @@ def test_a_list_from_an_engine_has_one_minus_its_mass_as_rest():
     assert 0.5 < bound.item() < kl(log(0.9, 0.1), log(1 - 1e-9, 1e-9)).item()
     student = top_k_of(log(1 - 1e-15, 1e-15)[None].requires_grad_(), torch.tensor([[0]]))
     listed = top_k_from(torch.tensor([[0]]), confident[:, :1])
-    for name in NAMES:
-        assert tail_bucket_loss(listed, student, ONE, divergence=name) < 1e-6, "no more than the divergence"
+    bounds = [tail_bucket_loss(listed, student, ONE, divergence=name) for name in NAMES]
+    assert max(bounds) < 1e-6, "no more than the divergence"
     assert top_k_from(torch.tensor([[0, 1]]), log(0.7, 0.31)[None]).log_rest.isnan().all()
     ids = torch.tensor([[1, 0, 1], [-1, 0, -1]])  # a sampled token that the engine appended; padding
     listed = top_k_from(ids, log(0, 0.5, 0).expand(2, 3)).logp

@@ -15,7 +15,7 @@ from kleash.extras import import_extra
 from kleash.sources.sequences import TokenSequence
 from kleash.store.cache import REMAKE_CACHE
 from kleash.store.checksums import Checksums, write_checked
-from kleash.store.file_hashes import watch_files
+from kleash.store.file_hashes import WatchedFiles, watch_files
 
 KEY_BYTES = 16
 START_BITS = 40
@@ -50,10 +50,11 @@ class HiddenStateStore:
         """Number of the file that was read last, and the file."""
         self.tokens = 0
         """Total number of positions."""
-        checksums = Checksums.read(folder)
+        self._watched, checksums = WatchedFiles(), Checksums.read(folder)
         for path in sorted(folder.glob("part-*.safetensors")):
             if checksums.expects(path):
                 watch_files([path])
+                self._watched.add([path])
                 self._add_to_index(path)
         checksums.check_all({path.name for path in self._paths}.__contains__, REMAKE_CACHE)
 
@@ -71,12 +72,18 @@ class HiddenStateStore:
         return sum(path.stat().st_size for path in self._paths)
 
     def get(self, key: bytes, length: int) -> Float[Tensor, "tokens dim"]:
-        """The hidden states of a sequence, on the CPU, in the stored dtype."""
+        """The hidden states of a sequence, on the CPU, in the stored dtype.
+
+        Raises:
+            ChangedInputError: if a file is no longer the one that was opened.
+        """
         entry = self._index[key]
         number, start = entry >> START_BITS, entry & ((1 << START_BITS) - 1)
         if self._open_file is None or self._open_file[0] != number:
             self._open_file = number, SafetensorsFiles([self._paths[number]])
-        return self._open_file[1].read("hidden", slice(start, start + length))
+        states = self._open_file[1].read("hidden", slice(start, start + length))
+        self._watched.require_unchanged()
+        return states
 
     def write(self, parts: Mapping[bytes, Float[Tensor, "_ dim"]]) -> None:
         """Write the hidden states of sequences to one new file, atomically.

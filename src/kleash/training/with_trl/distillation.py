@@ -147,8 +147,9 @@ def loss_of_lists(
             [torch.from_numpy(response.logp_sampled) for response in responses],
         ]
     size = max(1, LISTED_LOGITS // head.vocabulary(hidden))
-    whole = (hidden, *(torch.cat(column).to(hidden.device) for column in columns))
-    chunks = zip(*(column.split(size) for column in whole), strict=True)
+    chunks = zip(
+        *(torch.cat(column).to(hidden.device).split(size) for column in ([hidden], *columns)), strict=True
+    )
     parts = [checkpoint(losses, *rows, use_reentrant=False) for rows in chunks]
     per_token, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
     return weight * per_token.sum(), per_token.detach(), entropies
