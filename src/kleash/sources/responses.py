@@ -289,10 +289,11 @@ def _lists(record: SourceRecord, sequence: TokenSequence, pair: TokenLimits) -> 
         )
     except (TypeError, ValueError):  # no lists of numbers
         ids, logp = np.empty(0), np.empty(0)
-    is_list = ids.ndim == 2 and ids.shape == logp.shape and len(ids) == length
     # vLLM writes -9999 for a probability of 0
     if not (
-        is_list
+        ids.ndim == 2
+        and ids.shape == logp.shape
+        and len(ids) == length
         and ids.dtype.kind + logp.dtype.kind in ("if", "ii")
         and ids[:, 0].min() >= 0
         and ids.max() < pair.vocab_size
