@@ -189,11 +189,15 @@ def test_exact_kl_under_autocast_is_that_in_float32_to_rounding(made, folder):
     assert kls[0] > 0.01 and kls[1] == pytest.approx(kls[0], rel=0.02)
 
 
-@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
-def test_kl_is_to_the_reference_at_generation_though_it_moves(made, folder, kind):
-    """The second update on the same responses, after TRL has mixed the policy into its reference."""
-    sync = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.6}
+@pytest.mark.parametrize(("kind", "by_trl"), [("GRPO", True), ("RLOO", True), ("GRPO", False)])
+def test_kl_is_to_the_reference_at_generation_though_it_moves(made, folder, kind, by_trl):
+    """The second update on the same responses, after TRL, or a user's callback, has mixed the policy into it."""
+    sync = {"sync_ref_model": by_trl, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.6}
     trainer = made(kind, {"num_iterations": 2, "learning_rate": 1e-2, **sync})
+    if not by_trl:
+        from trl.trainer.callbacks import SyncRefModelCallback
+
+        trainer.add_callback(SyncRefModelCallback(trainer.ref_model, trainer.accelerator))
     moved(trainer.model, 0.1)
     reference = AutoModelForCausalLM.from_pretrained(folder)
     expected, compute = [], trainer._compute_loss

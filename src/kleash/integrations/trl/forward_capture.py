@@ -60,7 +60,7 @@ class ForwardCapture(MIXIN):
         """Whether the hidden states of the passes are needed."""
         self._head_layouts: tuple[Head, Head]
         """Those of policy and reference (``read_head_layout``), once an exact KL is measured."""
-        self._stored_heads: dict[str, Head] = {}
+        self._stored_head: Head | None = None
         config = kwargs.get("args")
         if config is None:
             raise OptionError(
@@ -162,14 +162,11 @@ class ForwardCapture(MIXIN):
     def _heads(self) -> tuple[Head, Head]:
         """The policy's head with its current weights and their gradient, and that of the reference's hidden states."""
         policy_head, reference_head = self._head_layouts
-        stored = self._stored_heads.get(self._mode)
+        stored = self._stored_head if self.model.training else None
         return (
             current_head(self.accelerator.unwrap_model(self.model), policy_head, requires_grad=True),
-            self._reference_head(reference_head) if stored is None else stored,
+            stored or current_head(self._reference_network, reference_head, requires_grad=False),
         )
-
-    def _reference_head(self, layout: Head) -> Head:
-        return current_head(self._reference_network, layout, requires_grad=False)
 
     @property
     def _reference_network(self) -> Any:
@@ -177,14 +174,13 @@ class ForwardCapture(MIXIN):
         return self.accelerator.unwrap_model(self.model if self.ref_model is None else self.ref_model)
 
     def _store_reference_head(self) -> None:
-        """Keep a copy of the reference's head for the hidden states that were just stored, if TRL moves the reference.
+        """Keep a copy of the reference's head for the hidden states that were just stored.
 
-        The responses are learned from after it has moved, and hidden states belong to the head of their time.
+        The responses are learned from after it may have moved, and hidden states belong to the head of their time.
         """
-        if getattr(self.args, "sync_ref_model", False):
-            head = self._reference_head(self._head_layouts[1])
-            weight, bias = (None if x is None else x.clone() for x in (head.weight, head.bias))
-            self._stored_heads[self._mode] = replace(head, weight=weight, bias=bias)
+        head = current_head(self._reference_network, self._head_layouts[1], requires_grad=False)
+        weight, bias = (None if x is None else x.clone() for x in (head.weight, head.bias))
+        self._stored_head = replace(head, weight=weight, bias=bias)
 
 
 def whole_rows(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:

@@ -151,10 +151,12 @@ class KLMixin(ForwardCapture):
             )
 
     @property
-    def _is_off_policy(self) -> bool:
+    def _reuses_responses(self) -> bool:
         """Whether some updates use samples of an older policy."""
         micro_batches = self.args.steps_per_generation * self.args.num_iterations
         return self.args.gradient_accumulation_steps % micro_batches != 0
+
+    _is_off_policy = _reuses_responses
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """TRL's generated batch with what the KL needs; logs the mismatch of trainer and engine."""
@@ -187,7 +189,8 @@ class KLMixin(ForwardCapture):
             output[REFERENCE_LOGP] = reference.logp
         if reference.hidden is not None:
             output[REFERENCE_HIDDEN] = reference.hidden
-            self._store_reference_head()
+            if self._reuses_responses and self.model.training and self.ref_model is not None:
+                self._store_reference_head()
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
         """TRL's rewards of the responses of all processes, of which those without a reward are remembered."""
