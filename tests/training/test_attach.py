@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
 from trl_batches import TRL_MARKS, make, moved, whole_logp
 
 import kleash
@@ -17,13 +17,8 @@ from kleash.training import HackingMonitor
 
 pytestmark = TRL_MARKS
 PROMPTS = ["the sea was", "she counted", "a long road"]
-QUIET = {
-    "report_to": "none",
-    "use_cpu": True,
-    "disable_tqdm": True,
-    "save_strategy": "no",
-    "learning_rate": 1e-2,
-}
+QUIET = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+QUIET |= {"learning_rate": 1e-2}
 
 
 def grpo(trl, folder, tmp_path, *, leashed=True, kind="GRPO", **settings):
@@ -69,10 +64,8 @@ def test_leashed_trainer_writes_a_folder_that_report_reads(trl, folder, tmp_path
         assert step.metrics["kl/target"] == 0.5
     betas = [step.metrics["beta"] for step in steps]
     assert betas[0] == 0.3 and len(set(betas)) == 3
-    assert (
-        f"KL {steps[1].metrics['kl/exact_per_sequence']:.3g} is above its target of 0.5"
-        in steps[1].beta_reason
-    )
+    kl = steps[1].metrics["kl/exact_per_sequence"]
+    assert f"KL {kl:.3g} is above its target of 0.5" in steps[1].beta_reason
     assert len(read_samples(tmp_path / "run")) == 12
     result = TrainingFolder(tmp_path / "run").result()
     assert result == log.result_of_run and (result.algorithm, result.steps) == ("grpo", 3)
@@ -115,6 +108,7 @@ def test_plain_grpo_is_steered_by_k3(trl, folder, tmp_path, caplog):
     kleash.attach(trainer, target_nats=1e-3, per="sequence", out=tmp_path / "run")
     trainer.train()
     first, second = read_steps(tmp_path / "run")
+    assert "the target is 0.00100." in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert first.metrics["kl/k3_per_sequence"] > 1e-3
     assert second.metrics["beta"] > first.metrics["beta"] == 0.3
 
@@ -242,7 +236,11 @@ def test_loss_that_is_nan_is_not_logged_as_the_mean_of_others(folder, tmp_path):
         trainer.train()
     again = plain(folder, tmp_path)
     kleash.attach(again, out=tmp_path / "run")
+    early = TrainerCallback()
+    early.on_step_end = lambda _, at, to, **__: setattr(to, "should_training_stop", at.global_step == 3)
+    again.add_callback(early)
     again.train()  # in the folder that an error has closed
+    assert [step.step for step in read_steps(tmp_path / "run")] == [2, 3], "also where a callback stops it"
 
 
 def test_alert_stops_a_run(trl, folder, tmp_path, caplog):
@@ -254,6 +252,7 @@ def test_alert_stops_a_run(trl, folder, tmp_path, caplog):
     assert trainer.state.global_step == HackingMonitor().steps == log.result_of_run.steps
     assert log.result_of_run.stopped.startswith("the hacking monitor stopped it after step 3")
     assert "alert at step 3: KL(policy ‖ reference) is" in caplog.text
+    assert "raise beta, or beta_max" in caplog.text
     assert any("eval_reward" in entry for entry in trainer.state.log_history)
     assert not any("eval/reward" in step.metrics for step in read_steps(tmp_path / "run")), "of no step"
 
@@ -263,7 +262,7 @@ def test_evaluation_is_the_headline_and_the_best_checkpoint_is_named(trl, folder
 
     held_out = Dataset.from_dict({"prompt": ["the sea was", "when the rain"]})
     evaluated = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
-    saved = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
+    saved = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1, "load_best_model_at_end": True}
     settings = {"logging_steps": 3, "learning_rate": 3e-2, **evaluated, **saved}
     trainer = grpo(trl, folder, tmp_path, max_steps=4, **settings, more={"eval_dataset": held_out})
     log = kleash.attach(trainer, out=tmp_path / "run")
@@ -352,11 +351,7 @@ def test_invalid_options_are_refused_before_anything_is_attached(folder, tmp_pat
     kleash.attach(trainer, out=tmp_path / "run")
     taught = plain(folder, tmp_path)
     taught.teacher_model = taught.model
-    reasons = {
-        trainer: "has a run log already",
-        trainer.model: "it is of type",
-        taught: "one network in memory",
-    }
+    reasons = {trainer: "has a run log already", trainer.model: "it is of type", taught: "one network"}
     for given, reason in reasons.items():
         with pytest.raises(OptionError, match=reason):
             kleash.attach(given, out=tmp_path / "other")

@@ -37,7 +37,11 @@ CHARTS: tuple[tuple[str, str, str, Curves], ...] = (
         "kl-sequence",
         "KL(policy ‖ reference) per sequence",
         "nats per sequence",
-        {"kl/exact_per_sequence": "exact", "drift/kl_per_sequence": "of the monitor's prompts"},
+        {
+            "kl/exact_per_sequence": "exact",
+            "kl/k3_per_sequence": "k3",
+            "drift/kl_per_sequence": "of the monitor's prompts",
+        },
     ),
     (
         "kl-token",

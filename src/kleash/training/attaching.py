@@ -220,10 +220,13 @@ def _require_price(trainer: Any, algorithm: str, monitor: "DriftMonitor | None")
 
 
 def _keep_best(args: Any) -> None:
-    """Have transformers keep the checkpoint with the largest held-out reward, unless it is told what is best."""
-    if (
-        str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"
-        and args.metric_for_best_model is None
+    """Have transformers keep the checkpoint with the largest held-out reward, unless it is told what is best.
+
+    Where nothing is named, transformers takes "loss", which a schedule of the learning rate may follow too.
+    """
+    if args.eval_strategy != "no" and (
+        args.metric_for_best_model is None
+        or (args.metric_for_best_model == "loss" and args.lr_scheduler_type != "reduce_lr_on_plateau")
     ):
         args.metric_for_best_model, args.greater_is_better = "eval_reward", True
 

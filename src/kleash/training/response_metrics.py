@@ -109,14 +109,15 @@ def _exact_metrics(
     sums = np.array([response.kl for response in responses])
     label = np.unique(clusters, return_inverse=True)[1]
     token_kl = column_of(responses, "token_kl")
-    largest = [response.tokens["token_kl"].max(initial=0.0) for response in responses]
     return {
         **_means(
             sums, clusters, lengths, per_sequence="kl/exact_per_sequence", per_token="kl/exact_per_token"
         ),
         "kl/top_percent_share": top_share(token_kl, 0.01),
         "kl/max_token": float(token_kl.max()),
-        "kl/max_token_per_sequence": float(np.mean(largest)),
+        "kl/max_token_per_sequence": float(
+            np.mean([response.tokens["token_kl"].max(initial=0.0) for response in responses])
+        ),
         "kl/max_prompt": float((np.bincount(label, weights=sums) / np.bincount(label)).max()),
     }
 
@@ -129,8 +130,7 @@ def _sampled_metrics(
         torch.from_numpy(column_of(responses, name)) for name in ("token_logp", "token_logq")
     )
     token_kl = {name: sampled_kl(token_logp, token_logq, name).numpy() for name in ("k1", "k2", "k3")}
-    rows = np.repeat(np.arange(len(responses)), lengths)
-    sums = np.bincount(rows, weights=token_kl["k3"], minlength=len(responses))
+    sums = np.add.reduceat(token_kl["k3"], np.cumsum(lengths) - lengths)
     return {
         **{f"kl/{name}": float(values.mean()) for name, values in token_kl.items()},
         **_means(sums, clusters, lengths, per_sequence="kl/k3_per_sequence", per_token="kl/k3"),

@@ -1,6 +1,7 @@
 """The log of a training run: writes each step to disk, terminal and trackers, and monitors reward hacking."""
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -190,6 +191,8 @@ class RunLog:
             metric_of(name)  # unknown metrics raise
         record = StepRecord(step=step, metrics=values, events=tuple(events), beta_reason=beta_reason)
         alerts = self.monitor.check([*self.history, record])
+        if isinstance(self.job, LogOptions):
+            alerts = tuple(replace(alert, sentence=as_keywords(alert.sentence)) for alert in alerts)
         record = replace(record, alerts=alerts)
         TrainingFolder(self.folder).unlink_result()
         append_step(self.folder, record, spread_sample(samples), means)
@@ -243,6 +246,12 @@ class RunLog:
                 TrackerWarning,
                 stacklevel=3,
             )
+
+
+def as_keywords(sentence: str) -> str:
+    """The options of the command line in a sentence, as the arguments of ``attach`` and TRL are called."""
+    renamed = sentence.replace("--samples-per-prompt", "num_generations").replace("--target-per", "per")
+    return re.sub("--[a-z-]+", lambda flag: flag[0][2:].replace("-", "_"), renamed)
 
 
 def stopped_by(alerts: Sequence[HackingAlert], step: int) -> str:

@@ -135,10 +135,11 @@ class StepLogger(AttachedCallback):
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Have the trainer log, evaluate and save what is due after the last step of an epoch, or for the epoch.
 
-        The evaluation of an epoch that an alert ended is transformers' alone: its last step is written.
+        The last step of a training that was stopped is logged. The evaluation of an epoch that an alert ended is
+        transformers' alone: its last step is written.
         """
         vars(control).update({name: self._due.pop(name, False) or getattr(control, name) for name in DUE})
-        control.should_log |= control.should_save or control.should_evaluate
+        control.should_log |= control.should_save or control.should_evaluate or control.should_training_stop
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any

@@ -86,12 +86,11 @@ class BetaController(AttachedCallback, ExportableState):
         kl = (logs or {}).get(self.metric)
         if kl is None or state.global_step == self.since:
             return
-        steps = state.global_step - self.since
         batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        sequences = round(steps * batch / getattr(args, "num_iterations", 1))  # TRL uses each so many times
-        before = self.controller
-        error = (logs or {}).get(f"{self.metric}_error")
-        self.controller = before.after(kl, sequences=max(1, sequences), standard_error=error)
+        drawn = (state.global_step - self.since) * batch
+        sequences = max(1, round(drawn / getattr(args, "num_iterations", 1)))  # TRL uses each so many times
+        before, error = self.controller, (logs or {}).get(f"{self.metric}_error")
+        self.controller = before.after(kl, sequences=sequences, standard_error=error)
         self.reason = beta_reason(before, self.controller, kl)
         if self.reason is not None:
             LOG.info("step %d: %s", state.global_step, self.reason)
@@ -103,16 +102,15 @@ class BetaController(AttachedCallback, ExportableState):
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Log beta after a change."""
         if 0 < self.since == state.global_step:
-            event = float(self.controller.event is not None)
-            self.log_metrics(control, {"beta": self.controller.beta, "beta/event": event})
+            event = self.controller.event is not None
+            self.log_metrics(control, {"beta": self.controller.beta, "beta/event": float(event)})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Warn if the metric was never logged."""
         if state.global_step > 0 and self.since == 0:
-            logged = sorted({name for entry in state.log_history for name in entry})
             LOG.warning(
                 "nothing called %r was logged in %d steps, so beta was never steered; logged were %s",
                 self.metric,
                 state.global_step,
-                ", ".join(logged),
+                ", ".join(sorted({name for entry in state.log_history for name in entry})),
             )
