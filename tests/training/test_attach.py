@@ -84,7 +84,7 @@ def test_trls_own_trainer_is_measured_by_k3_and_trains_as_without(trl, folder, t
         trainer = grpo(trl, folder, tmp_path, leashed=False, kind=kind)
         moved(trainer.model, 0.05)
         if attached:
-            kleash.attach(trainer, out=tmp_path / "run")
+            kleash.attach(trainer, monitor=monitor(folder), out=tmp_path / "run")
         trainer.train()
         weights.append([weight.detach().clone() for weight in trainer.model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))

@@ -124,8 +124,8 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "drift/kl_per_sequence": Metric(
             unit="nats",
-            meaning="KL(policy ‖ reference) between responses to a DriftMonitor's prompts, where the step has an exact "
-            "KL of its own, or one to a reference that moves: the monitor's prompts and reference may be others",
+            meaning="KL(policy ‖ reference) between responses to a DriftMonitor's prompts, where the step has a "
+            "KL of its own: the monitor's prompts and reference may be others",
         ),
         "drift/kl_per_sequence_error": Metric(
             unit="nats", meaning="standard error of drift/kl_per_sequence, clustered by prompt"

@@ -88,9 +88,8 @@ class StepLogger(AttachedCallback):
         trainer.args.logging_nan_inf_filter = False  # which logs the mean loss so far in place of a NaN
         monitor = self._callback(DriftMonitor)
         if monitor is not None:
-            is_other = self.recorder is not None and (
-                self.recorder.is_exact or trainer.args.sync_ref_model
-            )  # than the KL of the step, which is in the run log as well
+            # of other responses than the step's KL, which is in the run log as well
+            is_other = self.recorder is not None and (self.recorder.is_exact or trainer.beta != 0)
             self.metric_names |= drift_names(monitor.name, "drift/kl" if is_other else "kl/exact")
             if self.recorder is None:
                 self.metric_names[f"{monitor.name}/tokens_per_sequence"] = "response/length"
