@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from scoring_cases import sequence_of
 from tiny_models import CONFIGS, save_tiny, tiny_tokenizer
 from transformers import AutoModelForSequenceClassification, BertConfig
@@ -60,13 +61,20 @@ def plain() -> list[Dialogue]:
 
 
 @pytest.mark.parametrize("make", [saved, saved_encoder, partial(saved, pad_token_id=None)])
-def test_scores_do_not_depend_on_the_batch(make: Callable[[Path], Path], tmp_path: Path) -> None:
-    """Padding is masked, and without a padding token texts are scored singly."""
+def test_scores_do_not_depend_on_the_batch(
+    make: Callable[[Path], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Padding is masked, and without a padding token texts are scored singly; tensors that are not used are told."""
     folder = make(tmp_path / "judge")
+    weights = folder / "model.safetensors"
+    save_file({**load_file(weights), "score.extra": torch.ones(1)}, weights, {"format": "pt"})
     expected = [alone(folder, prompt + response) for response, prompt in TEXTS]
     for batch_tokens in (1, 4096):
         scores = load_reward_model(str(folder), batch_tokens=batch_tokens)(plain())
         assert scores == pytest.approx(expected, rel=1e-4)
+    assert (
+        "1 tensors of" in caplog.text and "not used by its architecture, such as score.extra" in caplog.text
+    )
     assert len({round(score, 3) for score in scores}) == 3, "or a wrong order would not be seen"
 
 

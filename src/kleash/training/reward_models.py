@@ -1,5 +1,6 @@
 """Reward models: sequence classifiers with one label, loaded from a folder."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -68,9 +69,12 @@ def load_reward_model(
         with loading(checkpoint):
             config = transformers.AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
         classifier = Candidate(transformers.AutoModelForSequenceClassification.from_config, config, {})
-        network = load_as(
+        loaded = load_as(
             classifier, checkpoint, None, NO_CLASSIFIER, resolve_dtype(dtype, resolved_device), None
-        ).network
+        )
+    network = loaded.network
+    for note in loaded.notes:  # such as tensors that are not used: a head's bias, in another architecture
+        logging.getLogger(__name__).warning("the reward model %s: %s", name, note)
     if network.config.num_labels != 1:
         raise ModelError(
             f"{checkpoint} has {network.config.num_labels} labels; a reward is one number, so give one with 1"
