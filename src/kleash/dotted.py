@@ -4,8 +4,9 @@ import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from importlib import import_module, invalidate_caches
+from inspect import getattr_static
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 from kleash.errors import CannotRunError, MissingExtraError, OptionError, UnknownNameError
@@ -17,7 +18,7 @@ NO_INSTALLATIONS: Mapping[str, str] = MappingProxyType({})
 def resolve_function(
     path: str, kind: str = "a function", installations: Mapping[str, str] = NO_INSTALLATIONS
 ) -> Function:
-    """Import the function at ``package.module:function``; a dot after the colon names an attribute of a class.
+    """Import the function at ``package.module:function``; a dot after the colon names a static method of a class.
 
     ``folder/file.py:function`` is ``folder.file:function`` of the working directory, which is put first on
     ``sys.path``, as by ``python -m``, and stays there.
@@ -42,9 +43,7 @@ def resolve_function(
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     invalidate_caches()
-    resolved: Any = import_by_name(module_name, installations)
-    for part in name.split("."):
-        resolved = get_attribute(resolved, part, module_name)
+    resolved = get_attribute(import_by_name(module_name, installations), name, module_name)
     if not callable(resolved):
         raise OptionError(
             f"{path} is of type {type(resolved).__name__}, which cannot be called; name a function"
@@ -75,11 +74,20 @@ def import_by_name(name: str, installations: Mapping[str, str] = NO_INSTALLATION
         raise CannotRunError(f"{name} cannot be imported; it raises {message}") from error
 
 
-def get_attribute(holder: Any, name: str, module: str) -> Any:
-    """The attribute ``name`` of a module or class; the error suggests the nearest names."""
-    if hasattr(holder, name):
-        return getattr(holder, name)
-    near = get_close_matches(name, dir(holder), n=3)
-    hint = f"; did you mean {' or '.join(near)}?" if near else ""
-    owner = module if isinstance(holder, ModuleType) else f"{holder.__name__} in {module}"
-    raise UnknownNameError(f"{owner} has no {name!r}{hint}")
+def get_attribute(holder: Any, path: str, module: str) -> Any:
+    """The attribute of a module at a dotted path: "function", "Class.method" for a static or class method.
+
+    Raises:
+        UnknownNameError: if there is none; it suggests the nearest names.
+        OptionError: for a method that takes ``self``, which would be the first tensor.
+    """
+    for name in path.split("."):
+        owner = module if isinstance(holder, ModuleType) else f"{holder.__name__} in {module}"
+        if not hasattr(holder, name):
+            near = get_close_matches(name, dir(holder), n=3)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise UnknownNameError(f"{owner} has no {name!r}{hint}")
+        if isinstance(holder, type) and isinstance(getattr_static(holder, name), FunctionType):
+            raise OptionError(f"{name} of {owner} takes self; wrap it in a function that makes the object")
+        holder = getattr(holder, name)
+    return holder

@@ -16,6 +16,7 @@ from kleash.auditing.targets.checkouts import commit_of, load_function
 from kleash.auditing.targets.repositories import REPOSITORIES
 from kleash.cli import main
 from kleash.errors import CannotRunError, MissingExtraError, OptionError, UnknownNameError
+from kleash.reports.formatting import as_sentence
 
 LOSSES = """
 import not_there_at_all as absent, math
@@ -67,6 +68,14 @@ BROKEN = [][1]
 def uses_broken(token_logp, token_logq):
     return BROKEN
 
+class Estimator:
+    @staticmethod
+    def k2(teacher, policy):
+        return (teacher - policy) ** 2 / 2
+
+    def k1(self, token_logp, token_logq):
+        return token_logp - token_logq
+
 raise SystemExit("the whole module was executed")
 """
 
@@ -95,6 +104,9 @@ def test_only_what_the_function_needs_is_executed(checkout):
     assert torch.compile.__module__ == "torch"
     assert not any(name.startswith("checkout:") for name in sys.modules)
     assert load_function(checkout, "pack:k2_penalty").file == "pack/losses.py"
+    (of_a_class,) = audits_of(cases_of("pack/losses.py:Estimator.k2", "loss", source=checkout))
+    assert of_a_class.gradient == "KL(p ‖ q)"
+    assert "Called with teacher = token_logp, policy = token_logq." in map(as_sentence, of_a_class.notes)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +119,7 @@ def test_only_what_the_function_needs_is_executed(checkout):
         ("pack/losses.py:uses_nothing_defined", UnknownNameError, "uses_nothing_defined uses k4_penalty"),
         ("pack/losses.py:uses_broken", CannotRunError, "line 46, raises IndexError: list index"),
         ("pack/losses.py:decorated", MissingExtraError, "not_there_at_all.deep.registered is needed, but it"),
+        ("pack/losses.py:Estimator.k1", OptionError, "k1 of Estimator in pack/losses.py takes self; wrap it"),
         ("pack/not_python.py:f", CannotRunError, "pack/not_python.py is not Python: "),
         ("pack:halved", UnknownNameError, "2 files in "),
         ("pack:nothing", UnknownNameError, "no file in "),

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from right_functions import RIGHT, whole_responses
-from single_faults import FAULTS, k3, masked
+from single_faults import FAULTS, k3, masked, right
 
 import kleash
 from kleash.auditing import CONVENTIONS, audit, from_fields
@@ -85,6 +85,11 @@ def test_kl_loss_with_future_kl_loss_follows_the_sequence_kl():
 def test_the_mean_over_a_batch_is_noted(mean, words):
     found = audit(lambda p, q, mask: mean(masked(p, q, mask).sum(-1), mask.sum(-1)), "mean_loss_with_mask")
     assert words in found.notes[0]
+
+
+def test_a_gradient_that_is_nearly_right_is_so_many_per_cent_off():
+    found = audit(lambda p, q: 0.998 * right(p, q) + 0.002 * k3(p, q), "loss")
+    assert "not KL(p ‖ q): on the far pair it is 0.32 % off" in found.verdict[1]
 
 
 def test_the_sign_of_the_convention_is_removed():

@@ -103,6 +103,10 @@ FAULTS: dict[str, Planted] = {
     "wrong direction, sampled": Planted(
         lambda p, q: u_of(q, p).exp() * u_of(q, p), "metric", {"wrong_direction"}, {"negative_values"}
     ),
+    "a cross-entropy for one KL of two": Planted(
+        lambda p, q: (kleash.kl(p, q) - torch.where(q.isinf(), 0.0, up(q).exp() * up(p)).sum(-1)) / 2,
+        *(JEFFREYS, {"biased_value", "wrong_gradient"}),
+    ),
     "wrong sign": Planted(lambda p, q: -kleash.kl(p, q), WHOLE, {"wrong_sign", "wrong_gradient"}),
     "k2 without its half": Planted(
         lambda p, q: u_of(p, q).square(), "loss", {"wrong_scale", "wrong_gradient"}

@@ -75,6 +75,7 @@ def print_audit(audit: Audit, output: TextIO) -> None:
     lines = [
         f"\n{audit_title(audit)}",
         f"{audit.summary}, taken as a {audit.place}; p is the policy, q the reference",
+        *(f"  {as_sentence(note)}" for note in audit.notes),
         *(f"  - {as_sentence(line)}" for line in audit.verdict),
         *(f"  {label}: {', '.join(names)}" for label, names in kinds.items() if names),
         *dict.fromkeys(f"  change {finding.kind}: {finding.remedy}" for finding in audit.faults),

@@ -28,7 +28,7 @@ from kleash.extras import (
     warn_if_untested,
     wrap_after_import,
 )
-from kleash.kl_rules import CONTRACTS, refusal, term_spec
+from kleash.kl_rules import CONTRACTS
 from kleash.leash import FixedBeta, StatefulController, beta_from_dict, shape_rewards
 from kleash.masking import select_and_call
 
@@ -83,12 +83,11 @@ def compute_approx_kl(
     """
     value = sampled_kl(log_probs, log_probs_base, kl_estimator)
     if not unbiased_gradient:
-        contract = CONTRACTS[kl_estimator]
-        # Without unbiased_gradient OpenRLHF backpropagates the estimator, whichever divergence that follows.
-        term = term_spec(kl_estimator, contract, gradient="backpropagated", follows=contract.backpropagated)
-        reason = refusal(term, _openrlhf_option)
-        if reason is not None and value.requires_grad:
-            raise OptionError(reason)
+        if value.requires_grad and CONTRACTS[kl_estimator].backpropagated == "zero":
+            raise OptionError(
+                f"{kl_estimator} backpropagated trains nothing: its gradient averages to zero; take "
+                "--algo.kl.unbiased_gradient"
+            )
         return value
     old = log_probs if log_probs_old is None else log_probs_old
     weight = (
@@ -97,10 +96,6 @@ def compute_approx_kl(
         .clamp(max=torch.inf if cap is None else cap)
     )
     return with_k2_gradient(value, log_probs, log_probs_base, weight)
-
-
-def _openrlhf_option(field: str, value: object) -> str:
-    return "--algo.kl.unbiased_gradient" if (field, value) == ("gradient", "score") else f"{field} {value}"
 
 
 def compute_reward(
@@ -124,7 +119,7 @@ def compute_reward(
         action_mask: true (or 1) for tokens that the policy generated.
         reward_clip_range: bounds of ``r``; None for no bounds.
     """
-    scores = r if not reward_clip_range else r.clamp(*reward_clip_range)
+    scores = r.clamp(*reward_clip_range) if reward_clip_range else r
     return shape_rewards(scores, kl, action_mask > 0.5, beta=max(kl_coef, 0.0))
 
 
@@ -197,7 +192,10 @@ def _save_with_controller(
     logs_dict: Any = None,
     client_states: Any = None,
 ) -> None:
-    """Save as OpenRLHF, with the state of the controller among the states of the checkpoint."""
+    """Save as OpenRLHF, with the state of the controller among the states of the checkpoint.
+
+    It is added to ``client_states`` itself, from which OpenRLHF then saves its best checkpoint.
+    """
     states = {} if client_states is None else client_states
     states[STATE] = trainer.kl_ctl.leash.to_dict()
     save(trainer, global_step, logs_dict, states)

@@ -125,8 +125,9 @@ class AuditJob(Options):
 
     target: str = "kleash"
     """package.module:function or folder/file.py:function; or kleash, liger, openrlhf, trl or verl for all known KL
-    functions of that package; or one case of these, such as "verl:low_var_kl". With --source FILE:function or
-    FOLDER:function in it; or miles, nemo-rl, open-instruct, prime-rl, skyrl, slime or torchtune."""
+    functions of that package; or one case of these, such as "verl:low_var_kl". With --source FILE:function,
+    FILE:Class.method or FOLDER:function in it; or miles, nemo-rl, open-instruct, prime-rl, skyrl, slime or
+    torchtune."""
     source: str | None = None
     """A checkout, whose dependencies need not be installed: of the function's file, only what the function needs is
     run. Its commit is recorded."""

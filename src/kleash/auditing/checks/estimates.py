@@ -60,7 +60,11 @@ def value_findings(evidence: Evidence) -> Iterator[Finding]:
     """Yield findings about the expected value and about negative single values."""
     value, of_gradient = evidence.value, _mismatch_kind(evidence.gradient)
     if not value.is_right:
-        is_multiple = _mismatch_kind(value) == "biased_value" and of_gradient in ("wrong_sign", "wrong_scale")
+        is_multiple = (
+            getattr(value.on_policy, "relation", "") == "multiple"
+            and _mismatch_kind(value) == "biased_value"
+            and of_gradient in ("wrong_sign", "wrong_scale")
+        )
         culprit = evidence.gradient if is_multiple else value  # the factor is the fault of 2 x k2
         kind, where = _mismatch_kind(culprit), _worst_value(evidence, "on-policy")[0]
         yield Finding(
@@ -305,7 +309,8 @@ def _worst_gradient(evidence: Evidence, sampling: Sampling) -> tuple[str, str]:
         (row for row in _of_one_token(evidence.gradient_rows, sampling) if row.target == evidence.claimed),
         key=lambda row: inf if isnan(row.relative_error) else row.relative_error,
     )
-    words = f"their cosine is {row.cosine:.3g}, its size {row.relative_size:.3g} times"
+    as_vectors = f"their cosine is {row.cosine:.3g}, its size {row.relative_size:.3g} times"
+    words = f"it is {100 * row.relative_error:.2g} % off" if row.relative_error < 0.02 else as_vectors
     if isnan(row.cosine):
         words = "it is zero" if row.relative_size < 1 else "it is NaN or infinite"
     return row.pair, f"on the {row.pair} pair {words}"

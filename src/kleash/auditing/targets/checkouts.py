@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from kleash.auditing.targets.packages import quiet
+from kleash.dotted import get_attribute
 from kleash.errors import CannotRunError, KleashError, MissingExtraError, OptionError, UnknownNameError
 
 STRING_ANNOTATIONS = "from __future__ import annotations\n"
@@ -77,37 +78,40 @@ class NotLoaded:
 
 
 def load_function(source: Path, target: str) -> LoadedFunction:
-    """The function that ``FILE:function`` or ``FOLDER:function`` names in the folder ``source``.
+    """The function that ``FILE:function``, ``FOLDER:function`` or ``FILE:Class.method`` names in the folder ``source``.
 
     What it uses is executed with it: constants, functions and classes of the same file, transitively, and imports of
     installed packages. Any other import, also of the checkout, is a ``NotLoaded``. Annotations are not evaluated, and
     ``torch.compile`` returns a function as it is.
 
     Raises:
-        OptionError: if ``target`` does not have this form, or ``source`` is no folder.
+        OptionError: if ``target`` does not have this form or names a method of objects, or ``source`` is no folder.
         UnknownNameError: if the file, the function or a name that it uses does not exist.
         CannotRunError: if the file is no Python, or executing one of the statements raises.
         MissingExtraError: if one of the statements needs an import that was not loaded.
     """
     path, colon, name = target.rpartition(":")
-    if not colon or not name.isidentifier():
-        raise OptionError(f"a function of a checkout is written FILE:function; it is {target!r}")
+    if not colon or not all(map(str.isidentifier, name.split("."))):
+        raise OptionError(
+            f"a function of a checkout is written FILE:function, or FILE:Class.method; it is {target!r}"
+        )
     source = source.expanduser().resolve()
     if not source.is_dir():
         raise OptionError(f"--source is the folder of a checkout; there is no folder {source}")
-    file = _find_file(source, path, name)
+    defined = name.partition(".")[0]
+    file = _find_file(source, path, defined)
     where = file.relative_to(source).as_posix()
-    needed = _needed_statements([*_statements_of(file, where)], name, where)
+    needed = _needed_statements([*_statements_of(file, where)], defined, where)
     module = ModuleType(f"checkout:{where}")
     with _being_loaded(module), quiet():
         for statement in needed:
             _execute(statement, module, source, where)
     definitions = (part for part in needed if not isinstance(part.node, ast.Import | ast.ImportFrom))
-    companions = dict.fromkeys(word for part in definitions for word in sorted(part.binds - {name}))
+    companions = dict.fromkeys(word for part in definitions for word in sorted(part.binds - {defined}))
     absent = [value.path for value in vars(module).values() if isinstance(value, NotLoaded)]
     notes = [f"runs `{name}` of `{where}`{', with its ' if companions else ''}{', '.join(companions)}"]
     notes += [f"stand-ins, whose use is an error, replace {', '.join(absent)}"] if absent else []
-    return LoadedFunction(getattr(module, name), where, commit_of(source, where), tuple(notes))
+    return LoadedFunction(get_attribute(module, name, where), where, commit_of(source, where), tuple(notes))
 
 
 def commit_of(source: Path, file: str) -> str:

@@ -189,6 +189,7 @@ PRIME_RL = Target(
                 takes_mask=True,
             ),
             "on-policy distillation: q is the teacher",
+            "includes, off-policy alone, prime-rl's trust region and 0.001 (log p - log behaviour)^2",
         ),
         make_case(
             "mismatch_kl",

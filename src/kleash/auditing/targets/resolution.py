@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import entry_points
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from kleash import dotted
-from kleash.auditing.conventions import CONVENTIONS
+from kleash.auditing.conventions import CONVENTIONS, Convention
 from kleash.auditing.targets.cases import Case, Target
 from kleash.auditing.targets.checkouts import load_function
 from kleash.auditing.targets.liger import LIGER
@@ -18,6 +19,7 @@ from kleash.auditing.targets.packages import INSTALL_COMMANDS
 from kleash.auditing.targets.repositories import REPOSITORIES
 from kleash.auditing.targets.trl import TRL
 from kleash.auditing.targets.verl import VERL
+from kleash.auditing.toy_distributions import SEQUENCES, leaf_inputs
 from kleash.errors import OptionError, UnknownNameError
 from kleash.registry import grouped, look_up
 
@@ -30,8 +32,7 @@ BUILT_IN = {target.name: target for target in (TRL, VERL, OPENRLHF, LIGER, *REPO
 
 def target_names() -> tuple[str, ...]:
     """What ``kleash audit NAME`` audits, without loading entry points."""
-    registered = (entry_point.name for entry_point in entry_points(group=ENTRY_POINT_GROUP))
-    return tuple(dict.fromkeys((*BUILT_IN, *registered)))
+    return tuple(dict.fromkeys((*BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP)))))
 
 
 def find_target(name: str) -> Target:
@@ -91,17 +92,32 @@ def cases_of(
             "p is the policy, q the reference; token_logp are log-probabilities of sampled tokens, logp those of the "
             "whole vocabulary. A loss is differentiated, a reward detached, a metric only logged"
         )
+    record = look_up(CONVENTIONS, convention, "convention")
     return (
         Case(
             name=target,
             function=function,
-            convention=look_up(CONVENTIONS, convention, "convention"),
+            convention=record,
             arguments=_parse_arguments(arguments),
-            notes=loaded.notes if loaded else (),
+            notes=(*(loaded.notes if loaded else ()), *_roles(function, record)),
             package=loaded.file if loaded else package.partition(".")[0],
             commit=loaded.commit if loaded else "",
         ),
     )
+
+
+def _roles(function: dotted.Function, convention: Convention) -> tuple[str, ...]:
+    """The note which of its parameters get which inputs, for a reader who knows their names; () where unknown."""
+    inputs, roles = leaf_inputs(SEQUENCES), dict[str, str]()
+    fields = {id(tensor): field for field, tensor in vars(inputs).items()}
+
+    def note(*args: Any, **kwargs: Any) -> None:
+        bound = signature(function).bind_partial(*args, **kwargs)
+        roles.update({name: fields[id(x)] for name, x in bound.arguments.items() if id(x) in fields})
+
+    with suppress(ValueError, TypeError):  # without a signature, or with another; then the audit says more
+        convention.call(note, inputs)
+    return (f"called with {', '.join(f'{name} = {role}' for name, role in roles.items())}",) if roles else ()
 
 
 def _parse_arguments(assignments: Sequence[str]) -> dict[str, Any]:

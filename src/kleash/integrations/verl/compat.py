@@ -31,8 +31,6 @@ CORE = "verl.trainer.ppo.core_algos"
 ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 LOSSES = "verl.workers.utils.losses"
 TOP_K_LOSSES = "verl.trainer.distillation.fsdp.losses"
-ULYSSES = "verl.utils.ulysses"
-PADDING = "verl.workers.utils.padding"
 TRAINER = "verl.trainer.ppo.v1.trainer_base"
 RAY_TRAINER = "verl.trainer.ppo.ray_trainer"
 UTILS = "verl.trainer.ppo.utils"
@@ -82,11 +80,11 @@ def need_reference_policy(original: Callable[..., bool], config: Any) -> bool:
 
 def response_rows(packed: Tensor, data: Any) -> Tensor:
     """The rows of a packed tensor that predict responses, ``[batch, time, …]``, by verl's own function."""
-    return import_module(PADDING).no_padding_2_padding(packed, data)
+    return import_module("verl.workers.utils.padding").no_padding_2_padding(packed, data)
 
 
 def packed_positions(nested: Tensor) -> Tensor:
     """The positions of a nested tensor, one sequence after the other, ``[1, tokens, …]``: this rank's under Ulysses."""
-    ulysses, packed = import_module(ULYSSES), nested.values().unsqueeze(0)
+    ulysses, packed = import_module("verl.utils.ulysses"), nested.values().unsqueeze(0)
     is_split = ulysses.get_ulysses_sequence_parallel_world_size() > 1
     return ulysses.slice_input_tensor(packed, dim=1) if is_split else packed

@@ -148,17 +148,20 @@ class ExactKL:
 
     def _token_kl(self, engine: Any, output: Any, output_args: Any, micro_batch: Any) -> Tensor:
         """KL(policy || reference) at positions that predict responses, 0 elsewhere; packed as by verl."""
-        if REFERENCE_HIDDEN not in micro_batch.keys():  # noqa: SIM118 (a TensorDict)
-            raise missing_reference("its hidden states are not in the data")
-        if self._head is None:
-            raise missing_reference("its head is not in this process")
+        hidden = micro_batch.get(REFERENCE_HIDDEN, None)
+        if hidden is None or self._head is None:
+            missing = "hidden states are not in the data" if hidden is None else "head is not in this process"
+            raise CannotRunError(
+                f"the exact KL needs what the reference's pass kept, and its {missing}; install(exact=True) in every "
+                "worker, with actor and reference in the same processes and trainer.use_v1=True, or ask for k3+"
+            )
         logits = packed_logits(engine, output, micro_batch)
         numbers = response_rows(torch.arange(1, len(logits) + 1, device=logits.device), micro_batch)
         positions = numbers[numbers > 0] - 1
         response_kl = linear_kl(
             logits[positions],
             Head(None),
-            micro_batch[REFERENCE_HIDDEN].values()[positions],
+            hidden.values()[positions],
             self._head,
             temperature=temperatures(output_args, micro_batch)[positions],
         )
@@ -166,14 +169,6 @@ class ExactKL:
             (positions,), response_kl
         )
         return torch.nested.nested_tensor_from_jagged(token_kl, micro_batch["input_ids"].offsets())
-
-
-def missing_reference(reason: str) -> CannotRunError:
-    """The error that the reference's pass left no hidden states or no head."""
-    return CannotRunError(
-        f"the exact KL needs what the reference's pass kept, and {reason}; install(exact=True) in every "
-        "worker, with actor and reference in the same processes and trainer.use_v1=True, or ask for k3+"
-    )
 
 
 def is_exact(loss_function: Any) -> bool:

@@ -30,7 +30,6 @@ from kleash.registry import look_up
 
 __all__ = ["install"]
 
-TOP_K_ARGUMENTS = ("student_logits", "teacher_topk_log_probs", "teacher_topk_ids", "config", "data_format")
 EXACT_KL = ExactKL()
 """The exact KL of this process."""
 
@@ -117,12 +116,12 @@ def install(*, exact: bool = False, top_k_distillation: str | None = None) -> No
         CannotRunError: if this verl lacks a function or argument that is replaced; the message names it.
     """
     import_core()
+    wrapped = {**WRAPPERS, **(EXACT_WRAPPERS if exact else {})}
     if top_k_distillation is not None:
         look_up(DIVERGENCES, top_k_distillation, "divergence")
+        arguments = ("student_logits", "teacher_topk_log_probs", "teacher_topk_ids", "config", "data_format")
         loss = partial(compute_topk_loss, top_k_distillation)
-        wrap_after_import(TOP_K_LOSSES, {"compute_forward_kl_topk": (TOP_K_ARGUMENTS, loss)})
-    for module, wrappers in EXACT_WRAPPERS.items() if exact else ():
-        wrap_after_import(module, wrappers)
+        wrapped[TOP_K_LOSSES] = {"compute_forward_kl_topk": (arguments, loss)}
     wrap_after_import(CORE, REPLACEMENTS, put=replace_everywhere)
-    for module, wrappers in WRAPPERS.items():
+    for module, wrappers in wrapped.items():
         wrap_after_import(module, wrappers)

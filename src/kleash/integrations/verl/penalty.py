@@ -77,8 +77,8 @@ def kl_penalty(
         if logprob.ndim != 3:
             raise ShapeError(
                 f"the exact KL sums over the vocabulary and was given {tuple(logprob.shape)}; verl hands over the "
-                "sampled tokens' log-probabilities alone, so let its engine do it (install(exact=True)), or ask for "
-                "'k3+' here"
+                "sampled tokens' log-probabilities alone: in a loss let its engine do it (install(exact=True)), or ask "
+                "for 'k3+'; in a reward ask for 'k1'"
             )
         rows = (normalised(at_least_float32(x)) for x in (logprob, ref_logprob))
         return divergence_of_rows(DIVERGENCES["kl"], *rows)
