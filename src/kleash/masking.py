@@ -115,11 +115,3 @@ def mean_of(
     is_counted = as_mask(mask)
     dtype = torch.promote_types(values.dtype, torch.float32)
     return Mean(total=torch.where(is_counted, values, 0.0).sum(dtype=dtype), count=is_counted.sum())
-
-
-@validated
-def masked_mean(
-    values: Float[Tensor, "*tokens"], mask: Bool[Tensor, "*tokens"] | Integer[Tensor, "*tokens"]
-) -> Float[Tensor, ""]:
-    """The mean of ``values`` where ``mask`` is true; NaN if it is true nowhere."""
-    return mean_of(values, mask).value

@@ -3,7 +3,7 @@ import torch
 
 from kleash.errors import ShapeError
 from kleash.losses import aggregate
-from kleash.masking import Mean, as_mask, masked_mean, mean_of
+from kleash.masking import Mean, as_mask, mean_of
 
 
 def test_integer_masks_become_bool():
@@ -18,7 +18,7 @@ def test_masked_values_affect_neither_the_sum_nor_the_count():
     mask = torch.tensor([[1, 0, 1], [0, 0, 1]])
     mean = mean_of(values, mask)
     assert (mean.total.item(), mean.count.item(), mean.value.item()) == (9, 3, 3)
-    assert masked_mean(values, mask.bool()).item() == 3
+    assert mean_of(values, mask.bool()).value.item() == 3
 
 
 def test_half_precision_is_summed_in_float32():
@@ -29,7 +29,7 @@ def test_half_precision_is_summed_in_float32():
 
 
 def test_nan_inside_the_mask_propagates():
-    assert masked_mean(torch.tensor([1.0, torch.nan]), torch.tensor([True, True])).isnan()
+    assert mean_of(torch.tensor([1.0, torch.nan]), torch.tensor([True, True])).value.isnan()
 
 
 def test_adding_means_of_parts_gives_the_mean_of_the_whole():
@@ -42,12 +42,12 @@ def test_adding_means_of_parts_gives_the_mean_of_the_whole():
 
 @pytest.mark.parametrize("shape", [(0,), (2, 3)])
 def test_the_mean_over_an_empty_mask_is_nan(shape):
-    assert masked_mean(torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)).isnan()
+    assert mean_of(torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)).value.isnan()
 
 
 def test_gradients_flow_inside_the_mask_only():
     values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-    masked_mean(values, torch.tensor([True, False, True])).backward()
+    mean_of(values, torch.tensor([True, False, True])).value.backward()
     assert values.grad is not None and values.grad.tolist() == [0.5, 0, 0.5]
 
 
@@ -55,4 +55,4 @@ def test_different_shapes_raise(unhooked):
     with pytest.raises(ShapeError, match=r"values \(3,\), mask \(2,\)"):
         mean_of(torch.zeros(3), torch.ones(2, dtype=torch.bool))
     with pytest.raises(ShapeError, match=r"values \(2, 3\), mask \(3,\)"):
-        masked_mean(torch.zeros(2, 3), torch.ones(3, dtype=torch.bool))
+        mean_of(torch.zeros(2, 3), torch.ones(3, dtype=torch.bool))

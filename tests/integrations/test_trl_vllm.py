@@ -161,7 +161,7 @@ def test_kleash_train_takes_vllm_by_set(trl, server, folder, tmp_path):
     (tmp_path / "p.txt").write_text("the sea was\nshe counted\n")
     vllm = ("use_vllm=true", "vllm_mode=server", f"vllm_server_base_url={server}/none")
     small = {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 6}
-    reward = ("kleash.training.example_rewards:kind_words", f"{__name__}:spread")
+    reward = ("kleash.training.example_rewards:heroine", f"{__name__}:spread")
     given = {"policy": str(folder), "prompts": str(tmp_path / "p.txt"), "out": str(tmp_path)}
     job = GRPOJob(**given, **small, reward=reward, learning_rate=1e-2, set=vllm)
     train_online(job, RunLog(tmp_path, job))

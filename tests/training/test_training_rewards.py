@@ -208,7 +208,6 @@ def test_special_tokens_are_not_rewarded() -> None:
         assert load_rewards(["my_rewards:length"], tokenizer=tokenizer).of(answers).total.tolist() == lengths
 
 
-@pytest.mark.parametrize(("name", "expected"), [("heroine", [3, 0, 0, 2]), ("kind_words", [2, 0, 0, 1])])
-def test_example_rewards_count_words_and_not_letters(name: str, expected: list[float]) -> None:
+def test_the_example_reward_counts_words_and_not_letters() -> None:
     texts = "She was happy; her heart was HERS", "sheer herbal unkindness", "", "she happy she"
-    assert totals(f"{EXAMPLES}:{name}", responses=texts) == expected
+    assert totals(f"{EXAMPLES}:heroine", responses=texts) == [3, 0, 0, 2]

@@ -14,7 +14,7 @@ from kleash.records import DPOJob, GRPOJob, PPOJob, StepRecord, TrainJob, read_s
 from kleash.training import train
 from kleash.training.run_log import Display, NullDisplay
 
-KIND = "kleash.training.example_rewards:kind_words"
+KIND = "kleash.training.example_rewards:heroine"
 SMALL: dict[str, Any] = {"steps": 2, "checkpoint_every": 1, "learning_rate": 1e-3}
 
 

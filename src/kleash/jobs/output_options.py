@@ -18,8 +18,7 @@ DIRECTIONS: Mapping[str, str] = MappingProxyType(
 )
 """Word of ``--direction`` -> name of the KL in ``STATISTICS``; the model that is named first is averaged over."""
 DIRECTION_OF_SWEEPS = "reference-policy"
-TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
-Tracker = Annotated[str, one_of(TRACKERS)]
+Tracker = Annotated[str, one_of(("tensorboard", "wandb", "trackio", "mlflow"))]
 Direction = Annotated[str, one_of(tuple(DIRECTIONS))]
 
 

@@ -63,7 +63,6 @@ def distillation_loss(loss: Callable[..., Any], inputs: AuditInputs) -> Tensor:
 
 NEMO_KL = "nemo_rl/algorithms/utils.py:calculate_kl"
 SKYRL_KL = "skyrl/backends/skyrl_train/utils/ppo_utils.py:compute_approx_kl"
-SLIME_KL = "slime/utils/ppo_utils.py:compute_approx_kl"
 MILES_KL = "miles/backends/training_utils/loss_hub/math_utils.py:compute_approx_kl"
 PRIME_LOSS = "src/prime_rl/trainer/rl/loss.py"
 PENALTY_NOTE = "subtracted from the reward of its token"
@@ -164,7 +163,7 @@ SLIME = Target(
     name="slime",
     package="slime",
     repository="https://github.com/THUDM/slime",
-    cases=compute_approx_kl_cases(SLIME_KL),
+    cases=compute_approx_kl_cases("slime/utils/ppo_utils.py:compute_approx_kl"),
 )
 MILES = Target(
     name="miles",

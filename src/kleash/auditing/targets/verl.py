@@ -86,7 +86,6 @@ def rollout_metric(token_logp: Tensor, token_logq: Tensor, mask: Tensor, *, metr
 
 PENALTIES = ("kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "low_var_kl+", "full")
 TWO_STEPS = "kl_penalty followed by agg_loss, as the actor's loss calls them"
-KL_PENALTY = "verl.trainer.ppo.core_algos.kl_penalty"
 VERL = Target(
     name="verl",
     package="verl",
@@ -98,7 +97,10 @@ VERL = Target(
     ),
     stood_in=("uvicorn", "fastapi"),
     cases=(
-        *(make_case(name, KL_PENALTY, "loss", kl_penalty=name) for name in PENALTIES),
+        *(
+            make_case(name, "verl.trainer.ppo.core_algos.kl_penalty", "loss", kl_penalty=name)
+            for name in PENALTIES
+        ),
         *(
             make_case(
                 f"reward_{name}",

@@ -23,8 +23,6 @@ MODELOPT_ALGORITHMS = frozenset(
     ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "W4A8_NVFP4_FP8")
 )
 """``quant_algo`` of ModelOpt that is read."""
-MODELOPT_MIXED = "MIXED_PRECISION"
-"""``quant_algo`` of ModelOpt whose ``quantized_layers`` have algorithms of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +228,7 @@ def check_modelopt_algorithms(settings: Mapping[str, Any]) -> None:
         UnsupportedLayoutError: naming the algorithm.
     """
     algorithms = [settings.get("quant_algo", "FP8")]
-    if algorithms == [MODELOPT_MIXED]:
+    if algorithms == ["MIXED_PRECISION"]:  # of ModelOpt: each of its layers has its own
         layers = read_object(settings, "quantized_layers")
         algorithms = [read_object(layers, name).get("quant_algo") for name in layers] or algorithms
     unknown = sorted(set(map(str, algorithms)) - MODELOPT_ALGORITHMS)

@@ -68,8 +68,6 @@ COMPRESSED_FORMATS = frozenset(
 )
 """Formats of compressed-tensors that are read."""
 SCALE_MEANING = "weight_scale_semantics"
-FP8_BLOCK = (128, 128)
-"""Rows and columns of the blocks of fine-grained FP8 whose settings do not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +127,7 @@ def find_scaled_float_modules(checkpoint: Checkpoint) -> list[PackedModule]:
         return []
     if settings.get(SCALE_MEANING) is not None:  # of GPTQModel, whose scales are divisors
         raise UnsupportedLayoutError(f"its {SCALE_MEANING} is not that of DeepSeek-V3")
-    block = read_block(settings, "weight_block_size") or FP8_BLOCK
+    block = read_block(settings, "weight_block_size") or (128, 128)  # fine-grained FP8
     schemes = [WeightScheme(bits=8, block=block)] if BLOCK_SCALES in ends else []
     return [_describe_module(tensors, schemes) for tensors in modules_with(checkpoint, *SCALED_PARTS)]
 

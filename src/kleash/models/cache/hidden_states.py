@@ -124,8 +124,8 @@ class HiddenStateStore:
         number, start = len(self._paths), 0
         self._paths.append(path)
         for key, length in zip(keys, lengths, strict=True):
-            entry = number << START_BITS | start
-            self._index.setdefault(key.tobytes(), entry)  # the first file that has a sequence is read
+            # the first file that has a sequence is read
+            self._index.setdefault(key.tobytes(), number << START_BITS | start)
             start += length
         self.tokens += start
 
