@@ -191,9 +191,7 @@ def test_dpo_is_steered_by_the_monitor_and_its_time_is_apart(trl, folder, tmp_pa
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(folder),
     )
-    with pytest.raises(
-        OptionError, match="DPO draws no responses, so its beta is steered by a measured drift"
-    ):
+    with pytest.raises(OptionError, match="DPO draws no responses, so its beta is steered by a"):
         kleash.attach(trainer, target_nats=1e-4, out=tmp_path / "run")
     kleash.attach(trainer, target_nats=1e-4, monitor=monitor(folder), out=tmp_path / "run")
     trainer.train()

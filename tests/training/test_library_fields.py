@@ -269,14 +269,10 @@ def test_lora_targets_and_alpha(steps: Any) -> None:
 def test_an_initialisation_out_of_the_base_has_another_reference(steps: Any) -> None:
     """PiSSA takes its matrices out of the base: the reference is the base before, from which a policy starts at 0."""
     (truncated,) = steps("lora.kasa_config={}", lora_rank=2)
-    assert truncated["kl/exact_per_token"] > 1e-6, (
-        "KaSA leaves out of its base what it does not put into the policy"
-    )
+    assert truncated["kl/exact_per_token"] > 1e-6, "KaSA leaves a part of its base out of the policy"
     first, second = steps("lora.init_lora_weights=pissa", lora_rank=2, steps=2)
     assert first["kl/exact_per_token"] == pytest.approx(0, abs=1e-8) and second["kl/exact_per_token"] > 1e-6
-    with pytest.raises(
-        OptionError, match=r"--set lora\.init_lora_weights=corda: .* was trained over a base that its"
-    ):
+    with pytest.raises(OptionError, match=r"--set lora\.init_lora_weights=corda: .* was trained over a base"):
         steps("lora.init_lora_weights=corda", lora_rank=2)
 
 
@@ -315,10 +311,7 @@ def test_what_trl_refuses_is_one_sentence(steps: Any) -> None:
         ('lora.target_modules=["q_proj", "v_prj"]', "no module of the policy .* did you mean 'v_proj'"),
         ("lora.target_modules=v_prj", "no module of the policy .* did you mean 'v_proj'"),
         ('lora.exclude_modules=["*.v_prj"]', "no module of the policy .* there are q_proj"),
-        (
-            'lora.rank_pattern={"layers.*.v_proj": 4, "v_prj": 1}',
-            "no module of the policy .* did you mean 'v_proj'",
-        ),
+        ('lora.rank_pattern={"layers.*.v_proj": 4, "v_prj": 1}', "policy .* did you mean 'v_proj'"),
         ('lora.target_parameters=["experts.down_proj"]', "no module of the policy .* 'experts.down_proj'"),
     ):
         with pytest.raises(UnknownNameError, match=reason):

@@ -224,9 +224,7 @@ def test_diverged_update_stops_and_keeps_the_checkpoint(folder, tmp_path):
     checkpoint.write_text(json.dumps(json.loads(checkpoint.read_text()) | {"learning_rate": 1e18}))
     seal_folder(checkpoint.parent)
     kept = {path.name: path.read_bytes() for path in checkpoint.parent.glob("*.*")}
-    with pytest.raises(
-        NonFiniteError, match=r"in step 2, epoch \d, minibatch \d: .*lower the learning rate, 1e\+18"
-    ):
+    with pytest.raises(NonFiniteError, match=r"in step 2, epoch \d, minibatch \d: .*lower the learning rate"):
         train(replace(job, steps=2, resume=True))
     assert {path.name: path.read_bytes() for path in checkpoint.parent.glob("*.*")} == kept
 

@@ -72,9 +72,7 @@ def test_scores_do_not_depend_on_the_batch(
     for batch_tokens in (1, 4096):
         scores = load_reward_model(str(folder), batch_tokens=batch_tokens)(plain())
         assert scores == pytest.approx(expected, rel=1e-4)
-    assert (
-        "1 tensors of" in caplog.text and "not used by its architecture, such as score.extra" in caplog.text
-    )
+    assert "are not used by its architecture, such as score.extra" in caplog.text
     assert len({round(score, 3) for score in scores}) == 3, "or a wrong order would not be seen"
 
 

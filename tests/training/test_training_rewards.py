@@ -186,9 +186,7 @@ def test_none_means_reward_does_not_apply() -> None:
     found = load_rewards(specs).of_texts(["p"] * 3, ["abc", "", "é!"])
     assert found.total.tolist() == [0.5 + 0, 2 + 1, 0 + 2]
     assert np.isnan(found.parts["sometimes"]).tolist() == [True, False, True]
-    with pytest.raises(
-        CannotRunError, match="each of the rewards sometimes, otherwise returned None for respo"
-    ):
+    with pytest.raises(CannotRunError, match="each of the rewards sometimes, otherwise returned None for"):
         load_rewards(specs[:2]).of_texts(["p"] * 3, ["abc", "", "é!"])
 
 

@@ -307,7 +307,7 @@ def test_unsupported_options_are_refused_before_training(trl, folder, tmp_path, 
         own = {"policy": str(adapter), "prompts": "shipped:prompts", "lora_rank": 2}
         go(trl.train_online, replace(job, **own), tmp_path / "a")
     with pytest.raises(
-        ModelError, match=r"the teacher .* is an adapter; merge it .* dpo and kleash cache take adapters"
+        ModelError, match=r"the teacher .* is an adapter; .* dpo and kleash cache take adapters"
     ):
         go(trl.train_distill, DistillJob(teacher=str(adapter), **SMALL), tmp_path / "t")
     path = adapter / "adapter_model.safetensors"
