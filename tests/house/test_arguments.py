@@ -27,7 +27,7 @@ def kinds_of(annotation):
 def public_functions():
     for package in PACKAGES:
         module = importlib.import_module(f"kleash.{package}")
-        for name in getattr(module, "__all__", ["as_mask", "mean_of", "masked_mean"]):
+        for name in getattr(module, "__all__", ["as_mask", "mean_of"]):
             function = getattr(module, name)
             if inspect.isfunction(function) and any(
                 kinds_of(p.annotation) for p in inspect.signature(function).parameters.values()
