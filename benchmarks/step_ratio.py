@@ -4,11 +4,10 @@ python benchmarks/step_ratio.py                                        # 16 prom
 python benchmarks/step_ratio.py --prompts 16 --samples 4 --tokens 32 --rounds 40
 python benchmarks/step_ratio.py --shape 50m --prompts 4 --samples 4 --tokens 32 --rounds 10
 
-Three trainers of the shipped reference, or of a random model of ``commands.py``, take turns, a step each, in one
-process: TRL's ``GRPOTrainer`` with a beta, ``LeashedGRPOTrainer``, and that with ``kleash.attach``, whose callbacks are
-those of ``kleash train grpo``. A step is all from one beginning to the next: generation, reward, loss, update, log.
-Seconds are those of the thread's processor, which other processes disturb less than the clock. The ratio is that of two
-steps of one round, the median over rounds.
+Four trainers of the shipped reference, or of a random model of ``commands.py``, take turns, a step each, in one
+process: TRL's ``GRPOTrainer`` with a beta, ``LeashedGRPOTrainer``, that with ``kleash.attach``, and the trainer of
+``kleash train grpo``. A step is all from one beginning to the next: generation, reward, loss, update, log. Seconds are
+those of the thread's processor, which other processes disturb less. The ratio is the median over rounds.
 """
 
 import argparse
@@ -19,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import thread_time
 from typing import Any
+from unittest import mock
 
 import torch
 from commands import SHAPES, make_pair
@@ -30,9 +30,13 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 import kleash
 from kleash.integrations.trl import LeashedGRPOTrainer
+from kleash.jobs import GRPOJob
 from kleash.shipped import shipped_folder, shipped_prompts
+from kleash.training import train
+from kleash.training.with_trl import online
 
-NAMES = ("TRL", "LeashedGRPOTrainer", "LeashedGRPOTrainer with attach")
+COMMAND = "kleash train grpo"
+NAMES = ("TRL", "LeashedGRPOTrainer", "LeashedGRPOTrainer with attach", COMMAND)
 WARM_UP = 1
 """Steps that are not counted."""
 
@@ -82,15 +86,14 @@ def reward(completions: list[str], **_: Any) -> list[float | None]:
 
 
 def trainer_of(name: str, model: str, folder: Path, size: argparse.Namespace) -> Any:
-    """One of the three trainers."""
-    rows = size.prompts * size.samples
+    """One of the trainers that are made before their turn."""
     config = GRPOConfig(
         output_dir=str(folder / "trl"),
         beta=0.05,
         max_steps=size.rounds + WARM_UP + 1,
         num_generations=size.samples,
         max_completion_length=size.tokens,
-        per_device_train_batch_size=rows,
+        per_device_train_batch_size=size.prompts * size.samples,
         learning_rate=1e-5,
         logging_steps=1,
         use_cpu=True,
@@ -112,17 +115,45 @@ def trainer_of(name: str, model: str, folder: Path, size: argparse.Namespace) ->
     return trainer
 
 
+def train_by_command(watch: Stopwatch, model: str, folder: Path, size: argparse.Namespace) -> None:
+    """``kleash train grpo`` with the settings of ``trainer_of``; the watch is called before kleash's callbacks."""
+    run_trainer = online.run_trainer
+
+    def run(trainer: Any, *arguments: Any, **options: Any) -> Any:
+        trainer.add_callback(watch)
+        return run_trainer(trainer, *arguments, **options)
+
+    job = GRPOJob(
+        policy=model,
+        prompts=str(shipped_prompts()),
+        reward=("step_ratio:reward",),
+        prompts_per_step=size.prompts,
+        samples_per_prompt=size.samples,
+        max_new_tokens=size.tokens,
+        batch_tokens=10**6,
+        steps=size.rounds + WARM_UP + 1,
+        controller="pid",
+        target_nats=1.0,
+        out=str(folder / "command"),
+    )
+    with mock.patch.object(online, "run_trainer", run):
+        train(job)
+
+
 def seconds_of_steps(size: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
     """The seconds of each counted step, by trainer; the steps of one round have one place."""
     turns = Turns(len(NAMES))
     watches = [Stopwatch(turns, number) for number in range(len(NAMES))]
     model = str(shipped_folder("reference")) if size.shape == "shipped" else make_pair(folder, size.shape)[1]
-    trainers = [trainer_of(name, model, folder, size) for name in NAMES]
+    trainers = [trainer_of(name, model, folder, size) for name in NAMES if name != COMMAND]
 
     def run(number: int) -> None:
-        trainers[number].add_callback(watches[number])
         turns.wait(number)
-        trainers[number].train()
+        if NAMES[number] == COMMAND:
+            train_by_command(watches[number], model, folder, size)
+        else:
+            trainers[number].add_callback(watches[number])
+            trainers[number].train()
         turns.give(number, leaves=True)
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(len(NAMES))]
@@ -147,11 +178,9 @@ def main() -> None:
     print(f"{size.prompts} prompts x {size.samples} responses x {size.tokens} tokens, {size.rounds} rounds")
     for name, values in seconds.items():
         ratios = [mine / base for mine, base in zip(values, seconds["TRL"], strict=True)]
-        quartiles = statistics.quantiles(ratios, n=4)
-        print(
-            f"{name:32} {statistics.median(values):.3f} s   {statistics.median(ratios):.3f} x TRL "
-            f"(quartiles {quartiles[0]:.3f} to {quartiles[2]:.3f})"
-        )
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        seconds_of_one = statistics.median(values)
+        print(f"{name:32} {seconds_of_one:.3f} s   {middle:.3f} x TRL (quartiles {low:.3f} to {high:.3f})")
 
 
 if __name__ == "__main__":
