@@ -83,7 +83,7 @@ SPECIAL_CASES: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": QWEN4_EXP,
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 16]},
     "xlnet": {"d_head": 8},
-    "xlstm": {"embedding_dim": 32},
+    "xlstm": {"embedding_dim": 128, "hidden_size": 128},
     "xmod": {"default_language": "en_XX"},
     "zamba2": {
         "mamba_headdim": 16,
