@@ -4,7 +4,7 @@ The thresholds were chosen on simulated runs and judged on others: ``benchmarks/
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
@@ -102,7 +102,7 @@ class HackingMonitor:
         if len(history) < self.steps:
             return ()
         recent = {alert.kind for record in history[-self.silence - 1 :] for alert in record.alerts}
-        checks: tuple[tuple[str, Callable[[History], str | None], bool], ...] = (
+        checks: tuple[tuple[str, Callable[[History], Iterator[str]], bool], ...] = (
             ("update_too_large", self._update_too_large, True),
             ("far_from_target", self._far_from_target, True),
             ("far_from_target", self._above_target, False),
@@ -115,212 +115,192 @@ class HackingMonitor:
             ("repetition", self._repetition, True),
         )
         alerts: dict[str, HackingAlert] = {}
-        for kind, sentence_of, acts in checks:
+        for kind, sentences_of, acts in checks:
             raised = {*recent, *alerts}
             if kind in raised or (kind == "far_from_target" and "update_too_large" in raised):
                 continue  # a larger beta, which is the advice about the KL, does not help against large updates
-            sentence = sentence_of(history)
-            if sentence is not None:
-                alerts[kind] = HackingAlert(kind=kind, sentence=sentence, acts=acts)
+            for sentence in sentences_of(history):
+                alerts.setdefault(kind, HackingAlert(kind=kind, sentence=sentence, acts=acts))
         return tuple(alerts.values())
 
-    def _update_too_large(self, history: History) -> str | None:
-        """The sentence if one step's updates move the policy by a large share of the target; None otherwise."""
+    def _update_too_large(self, history: History) -> Iterator[str]:
+        """A sentence if one step's updates move the policy by a large share of the target."""
         last = history[-self.steps :]
         updates = _values(last, "kl/update")
         if self.target_per == "sequence":
             updates = [kl * n for kl, n in zip(updates, _values(last, "response/length"), strict=True)]
         target = self.target_nats
-        if target is None or not all(kl > self.update_share * target for kl in updates):
-            return None
-        kl, rate = fmean(updates), history[-1].metrics.get("policy/learning_rate")
-        shrink = math.sqrt(kl / (target / 10))  # the KL of an update grows with the square of its length
-        return (
-            f"the updates of one step move the policy by {kl:.3g} nats per {self.target_per}, "
-            f"{kl / target:.2g} of the target of {target:g}: the learning rate is too large, and a "
-            f"larger beta does not help; divide --learning-rate by about {shrink:.0f}"
-            + ("" if rate is None else f" (it is {rate:.2g})")
-        )
+        if target is not None and all(kl > self.update_share * target for kl in updates):
+            kl, rate = fmean(updates), history[-1].metrics.get("policy/learning_rate")
+            shrink = math.sqrt(kl / (target / 10))  # the KL of an update grows with the square of its length
+            yield (
+                f"the updates of one step move the policy by {kl:.3g} nats per {self.target_per}, "
+                f"{kl / target:.2g} of the target of {target:g}: the learning rate is too large, and a "
+                f"larger beta does not help; divide --learning-rate by about {shrink:.0f}"
+                + ("" if rate is None else f" (it is {rate:.2g})")
+            )
 
-    def _far_from_target(self, history: History) -> str | None:
-        """The sentence if the KL is more than ``far`` times its target; None otherwise."""
+    def _far_from_target(self, history: History) -> Iterator[str]:
+        """A sentence if the KL is more than ``far`` times its target."""
         now = self._kl(history[-self.steps :])
-        if self.target_nats is None or not now.value - self.sure * now.error > self.far * self.target_nats:
-            return None
-        return (
-            f"KL(policy ‖ reference) is {now.value:.3g} nats per {self.target_per} over the last {self.steps} steps, "
-            f"{now.value / self.target_nats:.1f} times its target of {self.target_nats:g}: beta is too small or moves "
-            "too slowly; raise --beta, or --beta-max if a controller is at it, or let --controller pid move a fixed one"
-        )
+        if self.target_nats is not None and now.value - self.sure * now.error > self.far * self.target_nats:
+            yield (
+                f"KL(policy ‖ reference) is {now.value:.3g} nats per {self.target_per} over the last {self.steps} "
+                f"steps, {now.value / self.target_nats:.1f} times its target of {self.target_nats:g}: beta is too "
+                "small or moves too slowly; raise --beta, or --beta-max if a controller is at it, or let --controller "
+                "pid move a fixed one"
+            )
 
-    def _above_target(self, history: History) -> str | None:
-        """The sentence if the KL has settled above ``above`` times its target; None otherwise."""
+    def _above_target(self, history: History) -> Iterator[str]:
+        """A sentence if the KL has settled above ``above`` times its target."""
         if self.target_nats is None or len(history) < self.settled:
-            return None
+            return
         now, last = self._kl(history[-self.settled :]), self._kl(history[-self.steps :])
         bound, betas = self.above * self.target_nats, _values(history[-self.settled :], "beta")
         is_above = now.value - self.sure * now.error > bound and last.value > bound
-        if not is_above or betas[-1] > self.beta_growth * betas[0]:
-            return None
-        under = "" if math.isnan(betas[-1]) else f", under a beta of {betas[-1]:.3g} that does not rise"
-        return (
-            f"KL(policy ‖ reference) is {now.value:.3g} nats per {self.target_per} over the last {self.settled} steps, "
-            f"{now.value / self.target_nats:.1f} times its target of {self.target_nats:g}{under}: raise --beta, or "
-            "with a controller --beta-max"
-        )
+        if is_above and not betas[-1] > self.beta_growth * betas[0]:
+            under = "" if math.isnan(betas[-1]) else f", under a beta of {betas[-1]:.3g} that does not rise"
+            yield (
+                f"KL(policy ‖ reference) is {now.value:.3g} nats per {self.target_per} over the last {self.settled} "
+                f"steps, {now.value / self.target_nats:.1f} times its target of {self.target_nats:g}{under}: raise "
+                "--beta, or with a controller --beta-max"
+            )
 
-    def _below_target(self, history: History) -> str | None:
-        """The sentence if beta rises by more than a growing KL explains, while the KL is below its target."""
+    def _below_target(self, history: History) -> Iterator[str]:
+        """A sentence if beta rises by more than a growing KL explains, while the KL is below its target."""
         window, half, target = self.window, self.window // 2, self.target_nats
         if target is None or len(history) < window + 2:
-            return None
+            return
         betas = _values(history, "beta")
         is_highest = betas[-1] == max(betas[-window:])
         if not is_highest or not self._kl(history[-window:]).value < target:
-            return None
+            return
         filtered = self._filtered_kl(history[-20 * window :])
         now, growth = fmean(filtered[-window:]), math.log(filtered[-2] / filtered[-2 - half])
         # no controller of kleash answers the growth of a KL below its target more strongly
         explained = PIDBeta.proportional * max(0.0, growth)
         is_below = max(now, filtered[-1]) < self.below * target
-        if not (is_below and betas[-1] > betas[-1 - half] * math.exp(explained + self.beta_slack)):
-            return None
-        return (
-            f"KL(policy ‖ reference), filtered, is {now:.3g} nats per {self.target_per} over the last {window} steps, "
-            f"{now / target:.2g} of its target of {target:g}, and beta rose from {betas[-1 - half]:.3g} to "
-            f"{betas[-1]:.3g} in {half} steps: what moves beta follows another KL, or another target; compare "
-            "--target-per with the KL that the controller is given, and do not raise beta by hand"
-        )
+        if is_below and betas[-1] > betas[-1 - half] * math.exp(explained + self.beta_slack):
+            yield (
+                f"KL(policy ‖ reference), filtered, is {now:.3g} nats per {self.target_per} over the last {window} "
+                f"steps, {now / target:.2g} of its target of {target:g}, and beta rose from {betas[-1 - half]:.3g} to "
+                f"{betas[-1]:.3g} in {half} steps: what moves beta follows another KL, or another target; compare "
+                "--target-per with the KL that the controller is given, and do not raise beta by hand"
+            )
 
-    def _runaway(self, history: History) -> str | None:
-        """The sentence if, without a target, reward and KL per token rise together; None otherwise."""
+    def _runaway(self, history: History) -> Iterator[str]:
+        """A sentence if, without a target, reward and KL per token rise together."""
         half = self.window // 2
         if self.target_nats is not None or len(history) < 2 * half:
-            return None
+            return
         before, after = history[-2 * half : -half], history[-half:]
         kl_before, kl_after = (level(part, _kl_name(part, "token")) for part in (before, after))
-        is_large = kl_after.value - self.sure * kl_after.error > self.runaway_nats
-        if not (is_large and kl_after.value > self.runaway_growth * kl_before.value):
-            return None
         rise = level(after, "reward/score").minus(level(before, "reward/score"))
-        if not rise.value > self.sure * rise.error:
-            return None
-        return (
-            f"the reward rose by {rise.value:.3g} within {2 * half} steps while KL(policy ‖ reference) per token ran "
-            f"from {kl_before.value:.3g} to {kl_after.value:.3g} nats: what is gained is gained by leaving the "
-            "reference; read the samples, and set --target-nats with --controller pid, or raise --beta"
-        )
+        is_large = kl_after.value - self.sure * kl_after.error > self.runaway_nats
+        has_grown = kl_after.value > self.runaway_growth * kl_before.value
+        if is_large and has_grown and rise.value > self.sure * rise.error:
+            yield (
+                f"the reward rose by {rise.value:.3g} within {2 * half} steps while KL(policy ‖ reference) per token "
+                f"ran from {kl_before.value:.3g} to {kl_after.value:.3g} nats: what is gained is gained by leaving the "
+                "reference; read the samples, and set --target-nats with --controller pid, or raise --beta"
+            )
 
-    def _held_out_fell(self, history: History) -> str | None:
-        """The sentence if the held-out reward is below its best, and a smaller KL is not the reason; None otherwise."""
-        if "eval/reward" not in history[-1].metrics:
-            return None
-        evaluated = [at for at, record in enumerate(history[:-1]) if "eval/reward" in record.metrics]
-        if not evaluated:
-            return None
-        best_at = max(evaluated, key=lambda at: history[at].metrics["eval/reward"])
+    def _held_out_fell(self, history: History) -> Iterator[str]:
+        """A sentence if the held-out reward is below its best, and a smaller KL is not the reason."""
+        evaluated = [at for at, record in enumerate(history) if "eval/reward" in record.metrics]
+        if len(evaluated) < 2 or evaluated[-1] < len(history) - 1:
+            return
+        best_at = max(evaluated[:-1], key=lambda at: history[at].metrics["eval/reward"])
         now, best = (level([history[at]], "eval/reward") for at in (-1, best_at))
         paired = level([history[-1]], "eval/reward_change")
         change = now.minus(best) if math.isnan(paired.value) else paired
-        if not change.value < -self.held_out_sure * change.error:
-            return None
         half = self.window // 2
         then, last = history[max(0, best_at + 1 - half) : best_at + 1], history[-half:]
         kl_rise = self._kl(last).minus(self._kl(then))
         training_change = level(last, "reward/score").minus(level(then, "reward/score"))
         beyond_training = change.minus(training_change)
         is_beyond = beyond_training.value < -self.held_out_sure * beyond_training.error
-        if kl_rise.value <= self.sure * kl_rise.error and not is_beyond:
-            return None  # a policy that went back towards the reference, and lost as much on the training prompts
-        certainty = (
-            f"by {-change.value / change.error:.1f} standard errors of the difference"
-            if change.error
-            else "of all prompts alike"
-        )
-        return (
-            f"the held-out reward is {now.value:.3g}, and was {best.value:.3g} in step {history[best_at].step}, its "
-            f"best: a fall {certainty}; the policy is over-optimised: take the checkpoint near that step, and for "
-            "another run a smaller --target-nats or more --prompts"
-        )
+        # else a policy that went back towards the reference, and lost as much on the training prompts
+        is_drift = not kl_rise.value <= self.sure * kl_rise.error or is_beyond
+        if is_drift and change.value < -self.held_out_sure * change.error:
+            certainty = (
+                f"by {-change.value / change.error:.1f} standard errors of the difference"
+                if change.error
+                else "of all prompts alike"
+            )
+            yield (
+                f"the held-out reward is {now.value:.3g}, and was {best.value:.3g} in step {history[best_at].step}, "
+                f"its best: a fall {certainty}; the policy is over-optimised: take the checkpoint near that step, and "
+                "for another run a smaller --target-nats or more --prompts"
+            )
 
-    def _no_signal(self, history: History) -> str | None:
-        """The sentence if hardly a prompt has a spread of rewards, and the task is not solved; None otherwise."""
+    def _no_signal(self, history: History) -> Iterator[str]:
+        """A sentence if hardly a prompt has a spread of rewards, and the task is not solved."""
         last = history[-(self.window // 2) :]
-        if len(history) < self.window:
-            return None
         share, prompts = (level(last, name).value for name in ("reward/zero_std_share", "response/prompts"))
         error = math.sqrt(max(share * (1 - share), 0.0) / (prompts * len(last)))
         spread, first = (level(part, "reward/score_std").value for part in (last, history[: self.window]))
-        if not share - self.sure * error > self.no_signal or spread < self.solved * first:
-            return None
-        return (
-            f"the responses to {100 * share:.0f} % of the prompts all have one reward over the last {len(last)} steps, "
-            f"so that these prompts move nothing (mean reward {level(last, 'reward/score').value:.3g}): take --prompts "
-            "of which some answers are right and some wrong, more --samples-per-prompt, a higher --temperature, or a "
-            "finer --reward"
-        )
+        is_certain = len(history) >= self.window and share - self.sure * error > self.no_signal
+        if is_certain and not spread < self.solved * first:
+            yield (
+                f"the responses to {100 * share:.0f} % of the prompts all have one reward over the last {len(last)} "
+                f"steps, so that these prompts move nothing (mean reward {level(last, 'reward/score').value:.3g}): "
+                "take --prompts of which some answers are right and some wrong, more --samples-per-prompt, a higher "
+                "--temperature, or a finer --reward"
+            )
 
-    def _entropy_collapse(self, history: History) -> str | None:
-        """The sentence if the entropy fell and the reward did not rise meanwhile; None otherwise.
+    def _entropy_collapse(self, history: History) -> Iterator[str]:
+        """A sentence if the entropy fell and the reward did not rise meanwhile.
 
         The fall began after the last ``steps`` steps with a mean entropy of which less than ``entropy_left`` is left.
         """
-        entropies, steps = _values(history, "policy/entropy"), self.steps
-        now = fmean(entropies[-steps:])
-        if len(history) < 2 * self.window or not any(now < self.entropy_left * then for then in entropies):
-            return None
-        for start in range(len(history) - steps, steps - 1, -1):
-            then = fmean(entropies[start - steps : start])
-            if now < self.entropy_left * then:
-                break
-        else:
-            return None
+        entropies = _values(history, "policy/entropy")
+        means = [fmean(entropies[end - self.steps : end]) for end in range(self.steps, len(history) + 1)]
+        now = means[-1]
+        highs = [at for at, mean in enumerate(means[: -self.steps]) if now < self.entropy_left * mean]
+        if len(history) < 2 * self.window or not highs:
+            return
+        then, start = means[highs[-1]], highs[-1] + self.steps
         period = len(history) - start  # a slow fall is compared over more steps
         before = level(history[max(0, start - max(self.window, period)) : start], "reward/score")
         after = level(history[-max(self.window, period // 3) :], "reward/score")
         rise = after.minus(before)
-        if not rise.value < self.no_rise * rise.error:  # both are 0 once a task is solved
-            return None
-        return (
-            f"the policy's entropy fell from {then:.3g} to {now:.3g} nats per token since step "
-            f"{history[start - 1].step} and the reward did not rise ({before.value:.3g} before, {after.value:.3g} now)"
-            ": it explores less and gains nothing by it; lower --learning-rate, or raise --beta"
-        )
+        if rise.value < self.no_rise * rise.error:  # both are 0 once a task is solved
+            yield (
+                f"the policy's entropy fell from {then:.3g} to {now:.3g} nats per token since step "
+                f"{history[start - 1].step} and the reward did not rise ({before.value:.3g} before, {after.value:.3g} "
+                "now): it explores less and gains nothing by it; lower --learning-rate, or raise --beta"
+            )
 
-    def _prompt_runaway(self, history: History) -> str | None:
-        """The sentence if the KL of the worst prompt outgrows that of the others; None otherwise."""
-        last = [_excess_of_worst_prompt(record) for record in history[-self.steps :]]
-        if not all(excess > self.prompt_growth for excess in last):  # before the whole history is read
-            return None
-        earlier = [
-            excess for record in history[: -self.steps] if (excess := _excess_of_worst_prompt(record)) > 0
-        ]
-        if len(earlier) < self.settled or not min(last) > self.prompt_growth * median(earlier):
-            return None
-        return (
-            f"the prompt with the largest KL(policy ‖ reference) has {history[-1].metrics['kl/max_prompt']:.3g} nats "
-            f"per response, {median(last):.2g} times the mean of the others over the last {self.steps} steps, and "
-            f"{median(earlier):.2g} times before: the policy leaves the reference on single prompts; read the samples "
-            "with the largest KL, take these out of --prompts, or raise --beta"
-        )
+    def _prompt_runaway(self, history: History) -> Iterator[str]:
+        """A sentence if the KL of the worst prompt outgrows that of the others."""
+        excesses = [_excess_of_worst_prompt(record) for record in history]
+        last, earlier = excesses[-self.steps :], [x for x in excesses[: -self.steps] if x > 0]
+        usual = median(earlier) if len(earlier) >= self.settled else math.inf
+        if all(excess > self.prompt_growth * max(1.0, usual) for excess in last):
+            yield (
+                f"the prompt with the largest KL(policy ‖ reference) has {history[-1].metrics['kl/max_prompt']:.3g} "
+                f"nats per response, {median(last):.2g} times the mean of the others over the last {self.steps} steps, "
+                f"and {usual:.2g} times before: the policy leaves the reference on single prompts; read the samples "
+                "with the largest KL, take these out of --prompts, or raise --beta"
+            )
 
-    def _repetition(self, history: History) -> str | None:
-        """The sentence if responses repeat themselves or are all alike, other than at first; None otherwise."""
+    def _repetition(self, history: History) -> Iterator[str]:
+        """A sentence if responses repeat themselves or are all alike, other than at first."""
         advice = "if the reward pays for it, correct the --reward; otherwise raise --beta"
         ends = history[: self.steps], history[-self.steps :]
         first, now = (level(part, "response/repetition").value for part in ends)
         if now > self.repeated and now > 2 * first:
-            return (
+            yield (
                 f"{100 * now:.0f} % of the three-word runs in a response have occurred in it before, and "
                 f"{100 * first:.0f} % had in the first steps: responses repeat themselves; {advice}"
             )
         first, now = (level(part, "response/distinct").value for part in ends)
         if now < self.distinct and now < first / 2:
-            return (
+            yield (
                 f"only {100 * now:.0f} % of the three-word runs of a step's responses are different ones, and "
                 f"{100 * first:.0f} % were in the first steps: responses are all alike; {advice}"
             )
-        return None
 
     def _kl(self, records: History) -> Level:
         """The KL in the unit of the target."""
