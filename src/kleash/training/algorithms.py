@@ -1,6 +1,7 @@
 """``train``: runs a training job with the trainer of its algorithm."""
 
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -64,18 +65,17 @@ def train(job: TrainJob, display: Display | None = None) -> TrainingResult:
         set_fields(job)  # whose errors come before the folder is made
         folder = TrainingFolder(Path(str(job.out)))
         folder.check(resume=job.resume)
-        with folder.writing(header_of(job), resume=job.resume):
-            run_log = RunLog(folder.root, job, display=display)
+        with (
+            folder.writing(header_of(job), resume=job.resume),
+            closing(RunLog(folder.root, job, display=display)) as run_log,
+        ):
             if note is not None:
                 run_log.display.note(note)
             try:
-                result = trainer(job, run_log)
+                return finish(folder, run_log, trainer(job, run_log))
             except KeyboardInterrupt as stop:
                 raise Interrupted(interrupted(folder.root, len(run_log.history))) from stop
             except Exception as error:
                 if isinstance(error, KleashError) or not is_disk_full(error):
                     raise
                 raise cannot_write(folder.root, error) from error
-            finally:
-                run_log.close()
-            return finish(folder, run_log, result)

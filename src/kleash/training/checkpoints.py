@@ -40,8 +40,9 @@ def save(folder: Path, progress: TrainingState, accelerator: Any, networks: Acto
     Raises:
         RunFolderError: if it cannot be written.
     """
-    checkpoint = folder / f"checkpoint-{progress.step}"  # the name that transformers gives it
-    with replaced_folder(checkpoint, accelerator) as unfinished:
+    with replaced_folder(
+        folder / f"checkpoint-{progress.step}", accelerator
+    ) as unfinished:  # transformers' name
         accelerator.save_state(str(unfinished))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
@@ -78,9 +79,8 @@ def replaced_folder(final: Path, accelerator: Any) -> Iterator[Path]:
                 unfinished.rename(final)
                 sync_folder(final.parent)
             accelerator.wait_for_everyone()
-        except BaseException:
+        finally:  # where it has not been renamed
             shutil.rmtree(unfinished, ignore_errors=True)
-            raise
 
 
 def restore_last(folder: Path, accelerator: Any) -> TrainingState | None:

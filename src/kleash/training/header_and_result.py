@@ -8,10 +8,10 @@ from pathlib import Path
 from kleash.checkpoints.resolution import GENERATION_CONFIG, find_checkpoint
 from kleash.dotted import resolve_function, split_path
 from kleash.jobs import DistillJob, DPOJob, TrainJob
-from kleash.jobs.algorithms import GroupJob
 from kleash.jobs.train import OnlineJob
 from kleash.models import find_source
 from kleash.models.keyed_draws import SAMPLER
+from kleash.registry import options_given
 from kleash.reports import write_training_report
 from kleash.store import TrainingFolder, TrainingResult
 from kleash.store.cache import cache_fingerprint
@@ -38,20 +38,18 @@ def finish(folder: TrainingFolder, run_log: RunLog, result: TrainingResult) -> T
 
 def interrupted(root: Path, step: int) -> str:
     """The message at Ctrl-C: what was saved, and how to resume."""
-    again = f"--resume --out {root}"
-    if last_checkpoint(root) is not None:
-        return f"interrupted after step {step}; the last checkpoint is kept: go on with {again}"
-    return f"interrupted after step {step}, before the first checkpoint; begin again with {again}"
+    is_kept = last_checkpoint(root) is not None
+    saved = (
+        "; the last checkpoint is kept: go on" if is_kept else ", before the first checkpoint; begin again"
+    )
+    return f"interrupted after step {step}{saved} with --resume --out {root}"
 
 
 def models_of(job: TrainJob) -> dict[str, str]:
     """The models of a job by role."""
-    names = {
-        "policy": job.policy,
-        "reference": job.reference_name,
-        "teacher": getattr(job, "teacher_name", None),
-    }
-    return {role: name for role, name in names.items() if name is not None}
+    return options_given(
+        policy=job.policy, reference=job.reference_name, teacher=getattr(job, "teacher_name", None)
+    )
 
 
 def header_of(job: OnlineJob | DPOJob) -> RunHeader:
@@ -69,10 +67,10 @@ def header_of(job: OnlineJob | DPOJob) -> RunHeader:
     else:
         source = find_source(job.source, job.source_kind, job)
         fingerprints[f"policy {GENERATION_CONFIG}"] = models["policy"].fingerprint(of_generation=True)
-    if isinstance(job, GroupJob) and job.eval_prompts is not None:
-        fingerprints["held-out prompts"] = find_source(job.eval_prompts, "prompts", job).sha256()
-    if isinstance(job, DPOJob) and job.eval_pairs is not None:
-        fingerprints["held-out pairs"] = find_source(job.eval_pairs, "pairs", job).sha256()
+    for kind in ("prompts", "pairs"):
+        held_out_source = getattr(job, f"eval_{kind}", None)
+        if held_out_source is not None:
+            fingerprints[f"held-out {kind}"] = find_source(held_out_source, kind, job).sha256()
     if isinstance(job, DistillJob) and job.teacher_cache is not None:
         fingerprints["teacher cache"] = cache_fingerprint(Path(job.teacher_cache))
     for _, reward in map(weight_of, getattr(job, "rewards", ())):

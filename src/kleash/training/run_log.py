@@ -17,7 +17,7 @@ from kleash.reports.trackers import Tracker, open_trackers
 from kleash.reports.training import step_warnings
 from kleash.store import HackingAlert, Sample, StepRecord, TrainingFolder, read_steps
 from kleash.store.file_hashes import require_unchanged_files
-from kleash.store.metrics import metric_of, spelt, with_errors
+from kleash.store.metrics import spelt, with_errors
 from kleash.store.steps import STEPS, append_step, keep_steps, means_by_prompt, read_prompt_means
 from kleash.training.hacking_monitor import HackingMonitor, distinct, repetition
 from kleash.uncertainty import clustered_mean
@@ -123,8 +123,6 @@ class RunLog:
         self._best: Mapping[str, float] = {}
         """Held-out prompt -> mean reward in the best evaluation so far."""
         self._trackers: list[Tracker] = []
-        self._warned = False
-        """Whether the warning about few prompts per step was shown."""
 
     def begin(self, step: int, notes: Sequence[str] = ()) -> None:
         """Start after ``step``, the step of the checkpoint; 0 for a new run. Models and prompts are read by then.
@@ -143,7 +141,6 @@ class RunLog:
         self.history = list(read_steps(self.folder))
         for evaluation in read_prompt_means(self.folder):
             self._change_from_best(evaluation.means)
-        self._warned = any(step_warnings(record.metrics) for record in self.history)
         last = self.history[-1].step if self.history else 0
         if last != step:
             raise RunFolderError(
@@ -187,8 +184,7 @@ class RunLog:
         target = {} if self.monitor.target_nats is None else {"kl/target": self.monitor.target_nats}
         added = {**target, **text_metrics, **self._change_from_best(means)}
         values = {name: float(value) for name, value in {**metrics, **added}.items()}
-        for name in values:
-            metric_of(name)  # unknown metrics raise
+        named = {spelt(name, self.job.metric_names): value for name, value in values.items()}  # or raises
         record = StepRecord(step=step, metrics=values, events=tuple(events), beta_reason=beta_reason)
         alerts = self.monitor.check([*self.history, record])
         if isinstance(self.job, LogOptions):
@@ -196,11 +192,10 @@ class RunLog:
         record = replace(record, alerts=alerts)
         TrainingFolder(self.folder).unlink_result()
         append_step(self.folder, record, spread_sample(samples), means)
-        self.history.append(record)
-        for warning in () if self._warned else step_warnings(values):
+        was_warned = any(step_warnings(earlier.metrics) for earlier in self.history)
+        for warning in () if was_warned else step_warnings(values):
             self.display.note(warning)
-            self._warned = True
-        named = {spelt(name, self.job.metric_names): value for name, value in values.items()}
+        self.history.append(record)
         for tracker in tuple(self._trackers):
             self._try(
                 tracker,

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from kleash.integrations.trainer import BetaController, DriftMonitor
 from kleash.integrations.trainer.callback import AttachedCallback
 from kleash.integrations.trainer.compat import halve_learning_rate
 from kleash.jobs import TrainJob
+from kleash.leash.controller_base import KL_UNITS
 from kleash.store import Sample, TrainingFolder, TrainingResult, read_steps
 from kleash.store.checksums import seal_folder
 from kleash.store.job_folder import RunHeader
@@ -90,7 +91,10 @@ class StepLogger(AttachedCallback):
         if monitor is not None:
             # of other responses than the step's KL, which is in the run log as well
             is_other = self.recorder is not None and (self.recorder.is_exact or trainer.beta != 0)
-            self.metric_names |= drift_names(monitor.name, "drift/kl" if is_other else "kl/exact")
+            kl = "drift/kl" if is_other else "kl/exact"
+            ends = [f"_per_{per}{suffix}" for per in KL_UNITS for suffix in ("", "_error")]
+            self.metric_names |= {f"{monitor.name}/kl{end}": f"{kl}{end}" for end in ends}
+            self.metric_names[f"{monitor.name}/seconds"] = "time/drift"
             if self.recorder is None:
                 self.metric_names[f"{monitor.name}/tokens_per_sequence"] = "response/length"
                 self.metric_names[f"{monitor.name}/prompts"] = "response/prompts"
@@ -305,8 +309,7 @@ class FolderLog(StepLogger):
                 kleash=__version__, settings=self.job.settings(), source_sha256="", fingerprints={}
             )
             self._open.enter_context(self.folder.writing(header, resume=resume))
-            self.run_log = RunLog(self.folder.root, self.job)
-            self._open.callback(self.run_log.close)
+            self.run_log = self._open.enter_context(closing(RunLog(self.folder.root, self.job)))
         super().on_train_begin(args, state, control, **more)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -333,9 +336,3 @@ class FolderLog(StepLogger):
         for alert in () if self.run_log is None else advice.alerts:
             logging.getLogger(__name__).warning("alert at step %d: %s", self.step, alert.sentence)
         super()._carry_out(advice, control)
-
-
-def drift_names(monitor: str, kl: str) -> dict[str, str]:
-    """Metric of a DriftMonitor of this name -> the metric of kleash, whose name begins with ``kl``."""
-    ends = [f"_per_{per}{suffix}" for per in ("sequence", "token") for suffix in ("", "_error")]
-    return {**{f"{monitor}/kl{end}": f"{kl}{end}" for end in ends}, f"{monitor}/seconds": "time/drift"}
