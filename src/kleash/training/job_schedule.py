@@ -1,6 +1,6 @@
 """What a job prescribes for each step: its prompts, and the beta controller."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from functools import lru_cache
 from random import Random
@@ -11,10 +11,12 @@ from kleash.leash import CONTROLLERS, Leash
 from kleash.registry import look_up
 
 
-def prompt_indices(num_prompts: int, positions: range, seed: int) -> list[int]:
+def prompt_indices(num_prompts: int, positions: Iterable[int], seed: int) -> list[int]:
     """The prompts at these positions of an endless sequence of shuffled epochs, which depends on the seed alone."""
-    places = (divmod(position, num_prompts) for position in positions)
-    return [_epoch_order(num_prompts, epoch, seed)[place] for epoch, place in places]
+    return [
+        _epoch_order(num_prompts, position // num_prompts, seed)[position % num_prompts]
+        for position in positions
+    ]
 
 
 @lru_cache(maxsize=2)

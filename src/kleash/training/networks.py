@@ -16,12 +16,12 @@ from kleash.errors import ModelError, OptionError
 from kleash.extras import import_extra, suppress_library_output
 from kleash.jobs import TrainJob
 from kleash.linear import Head
-from kleash.models import Loading, Pair, StoredReference, load_beside, load_pair
+from kleash.models import Loading, Model, Pair, StoredReference, load_beside, load_pair
 from kleash.models.adapters import attach_adapter, check_adapter, find_rule
 from kleash.models.compat import find_backbone
 from kleash.models.live_models import current_head, require_plain_head
 from kleash.models.model_building import read_context_length
-from kleash.registry import look_up
+from kleash.registry import look_up, options_given
 from kleash.training.library_fields import LORA, set_fields
 
 TAKES_ADAPTERS = ("grpo", "rloo", "dpo")
@@ -82,17 +82,18 @@ def load_networks(
     """
     if job.dtype == "float16":
         raise OptionError("training in float16 loses gradients below 6e-8; take --dtype bfloat16 or float32")
-    names = {"policy": job.policy, **({} if frozen is None else {role: frozen})}
+    names = options_given(**{"policy": job.policy, role: frozen})
     checkpoints = {who: find_checkpoint(name, role=who) for who, name in names.items()}
     has_adapters = _check_adapters(job, checkpoints)
     bases = {
         who: each.name if each.adapter is None else str(each.folder) for who, each in checkpoints.items()
     }
     loading = Loading(dtype=job.dtype, device=device, trust_remote_code=job.trust_remote_code)
-    if stored is None:
-        pair = load_pair(bases["policy"], bases.get(role, bases["policy"]), **vars(loading))
-    else:
-        pair = load_beside(stored, bases["policy"], None, loading=loading)
+    pair = (
+        load_pair(bases["policy"], bases.get(role, bases["policy"]), **vars(loading))
+        if stored is None
+        else load_beside(stored, bases["policy"], None, loading=loading)
+    )
     lora = lora_settings(job, pair.policy.network) if job.lora_rank else None
     rule = None if lora is None else find_rule(lora.to_dict())
     if rule is not None and rule.treatment == "refused":
@@ -103,22 +104,22 @@ def load_networks(
     has_whole_base = lora is not None and not (rule is not None and rule.changes_base)
     is_same = pair.policy.is_same_as(pair.reference)
     shares_network = is_same and role == "reference" and has_whole_base and not has_adapters
-    second = None
-    if frozen is not None and not shares_network:
-        second = load_pair(bases[role], bases[role], **vars(loading)).policy if is_same else pair.reference
     policy = skip_padding_in_positions(pair.policy.network.requires_grad_(True))
     policy = disable_dropout(with_adapter(policy, checkpoints["policy"], is_trainable=True))
     if not job.lora_rank and not has_adapters:
         policy = policy.to(torch.promote_types(policy.dtype, torch.float32))
-    dtypes = {"policy": policy.dtype}
-    if frozen is not None or stored is not None:
-        dtypes[role] = pair.reference.dtype
-    network = None if second is None else skip_padding_in_positions(second.network.requires_grad_(False))
-    if network is not None and network.dtype != policy.dtype:
-        _widen_states(network)
+    frozen_dtype = None if frozen is None and stored is None else pair.reference.dtype
+    dtypes = options_given(**{"policy": policy.dtype, role: frozen_dtype})
+    network = None
+    if frozen is not None and not shares_network:
+        second = load_pair(bases[role], bases[role], **vars(loading)).policy if is_same else pair.reference
+        network = skip_padding_in_positions(second.network.requires_grad_(False))
+        if network.dtype != policy.dtype:
+            _widen_states(network)
+        network = with_adapter(network, checkpoints[role])
     return Networks(
         policy=policy.train(),
-        frozen=None if network is None else with_adapter(network, checkpoints[role]),
+        frozen=network,
         lora=lora,
         pair=pair,
         dtypes={who: str(dtype).removeprefix("torch.") for who, dtype in dtypes.items()},
@@ -178,11 +179,6 @@ def lora_settings(job: TrainJob, network: Any) -> Any:
         if type(module).forward is not torch.nn.Linear.forward
         and type(module).__module__.startswith("transformers.models.")
     ]
-    chosen = {
-        "lora_alpha": LORA_SCALE * job.lora_rank,
-        "target_modules": "all-linear",
-        "exclude_modules": routers or None,
-    }
     values = {name.removeprefix(LORA): x for name, x in set_fields(job).items() if name.startswith(LORA)}
     if isinstance(target := values.get("target_modules"), str) and target.isidentifier():
         values["target_modules"] = [target]  # PEFT reads a text as a pattern of whole paths
@@ -197,7 +193,15 @@ def lora_settings(job: TrainJob, network: Any) -> Any:
         if not any(re.search(rf"(^|\.)({name if is_pattern else re.escape(name)})$", path) for path in paths):
             look_up({path.rpartition(".")[2]: path for path in linear}, name, "module of the policy")
     return import_extra("peft", "models").LoraConfig(
-        r=job.lora_rank, lora_dropout=0.0, task_type="CAUSAL_LM", **{**chosen, **values}
+        **{
+            "r": job.lora_rank,
+            "lora_alpha": LORA_SCALE * job.lora_rank,
+            "lora_dropout": 0.0,
+            "target_modules": "all-linear",
+            "exclude_modules": routers or None,
+            "task_type": "CAUSAL_LM",
+            **values,
+        }
     )
 
 
@@ -293,15 +297,6 @@ class ActorCritic(torch.nn.Module):
         """The policy's head as it is now."""
         return current_head(self.network, self.pair.policy.head, requires_grad=requires_grad)
 
-    def hidden(self, ids: Int[Tensor, "rows time"]) -> Float[Tensor, "rows time dim"]:
-        """The policy's final hidden states."""
-        return self.sampler.backbone(input_ids=ids, use_cache=False).last_hidden_state
-
-    def hidden_of_reference(self, ids: Int[Tensor, "rows time"]) -> Float[Tensor, "rows time dim_q"]:
-        """The reference's final hidden states."""
-        with self.reference.activate_adapter():
-            return self.reference.backbone(input_ids=ids, use_cache=False).last_hidden_state
-
     def values(self, hidden: Float[Tensor, "tokens dim"]) -> Float[Tensor, " tokens"]:
         """The critic's values, in at least float32 also under autocast."""
         with torch.autocast(hidden.device.type, enabled=False):
@@ -315,6 +310,12 @@ class ActorCritic(torch.nn.Module):
             else:
                 self.adapters.save_pretrained(folder, save_embedding_layers=False)
             self.pair.tokenizer.save_pretrained(folder)
+
+
+def final_states(model: Model, ids: Int[Tensor, "rows time"]) -> Float[Tensor, "rows time dim"]:
+    """The final hidden states of the policy or the reference, with their gradient where one is recorded."""
+    with model.activate_adapter():
+        return model.backbone(input_ids=ids, use_cache=False).last_hidden_state
 
 
 def _widen_states(network: Any) -> None:

@@ -35,7 +35,7 @@ from kleash.store import TrainingResult
 from kleash.store.training_folder import CHECKPOINTS, POLICY
 from kleash.training.checkpoints import TrainingState, replaced_folder, restore_last, save
 from kleash.training.job_schedule import leash_of, prompt_indices, tightened
-from kleash.training.networks import ActorCritic, load_networks
+from kleash.training.networks import ActorCritic, final_states, load_networks
 from kleash.training.ppo_loss import (
     LearningSignals,
     PastTokens,
@@ -231,11 +231,10 @@ def roll_out(run: "Run", prompts: Sequence[Prompt], step: int) -> Rollout:
 
 def draw(run: "Run", prompts: Sequence[Prompt], indices: range, step: int) -> list[TokenSequence]:
     """Generate the responses with these indices; the draws are keyed by the seed and a response's number in the run."""
-    job, samples = run.job, run.job.samples_per_prompt
-    positions = range((step - 1) * job.prompts_per_step, step * job.prompts_per_step)
-    chosen = prompt_indices(len(prompts), positions, job.seed)
-    first = (step - 1) * job.responses_per_step
-    numbered = [replace(prompts[chosen[index // samples]], copy=first + index) for index in indices]
+    job = run.job
+    numbers = [(step - 1) * job.responses_per_step + index for index in indices]
+    chosen = prompt_indices(len(prompts), [number // job.samples_per_prompt for number in numbers], job.seed)
+    numbered = [replace(prompts[which], copy=number) for which, number in zip(chosen, numbers, strict=True)]
     sampling = Sampling(max_new_tokens=job.max_new_tokens, temperature=job.temperature, seed=job.seed)
     with torch.no_grad(), run.autocast():
         return generate(run.networks.sampler, numbered, sampling, batch_tokens=job.batch_tokens)
@@ -252,7 +251,9 @@ def score(run: "Run", sequences: Sequence[TokenSequence], rows: list[int]) -> Ba
         [token for sequence in chosen for token in sequence.response_ids], device=ids.device
     )
     with torch.no_grad(), run.autocast():
-        hidden, hidden_q = networks.hidden(ids)[places], networks.hidden_of_reference(ids)[places]
+        hidden, hidden_q = (
+            final_states(model, ids)[places] for model in (networks.sampler, networks.reference)
+        )
         terms = linear_objective(
             hidden,
             networks.head(),
@@ -263,14 +264,21 @@ def score(run: "Run", sequences: Sequence[TokenSequence], rows: list[int]) -> Ba
             temperature=run.job.temperature,
         )[1]
         values = networks.values(hidden)
-    columns = {
-        "token_logp": terms.token_logp,
-        "token_logq": terms.token_logq,
-        "token_kl": terms.kl,
-        "entropy": terms.entropy,
-        "values": values,
-    }
-    return Batch(rows, ids, places, tokens, hidden, hidden_q, columns)
+    return Batch(
+        rows=rows,
+        ids=ids,
+        places=places,
+        tokens=tokens,
+        hidden=hidden,
+        hidden_reference=hidden_q,
+        columns={
+            "token_logp": terms.token_logp,
+            "token_logq": terms.token_logq,
+            "token_kl": terms.kl,
+            "entropy": terms.entropy,
+            "values": values,
+        },
+    )
 
 
 def update_policy(
@@ -308,7 +316,7 @@ def update_policy(
         norms.append(norm)
     optimizer.zero_grad()
     total = added(updates)
-    metrics = {
+    return {
         "policy/loss": total["policy_loss"] / total["tokens"],
         "policy/ratio_mean": total["ratio"] / total["tokens"],
         "policy/ratio_max": total["ratio_max"],
@@ -317,8 +325,7 @@ def update_policy(
         "policy/updates": float(len(norms)),
         "value/loss": total["value_loss"] / total["tokens"],
         "value/clip_share": total["value_clipped"] / total["tokens"],
-    }
-    return metrics, stopped
+    }, stopped
 
 
 def learn(
@@ -334,7 +341,7 @@ def learn(
         columns = (rollout.token_logp, rollout.values, signals.advantages, signals.returns)
         past = PastTokens(*(x[batch.rows][rollout.mask[batch.rows]] for x in columns))
         with run.autocast():
-            hidden = networks.hidden(batch.ids)[batch.places]
+            hidden = final_states(networks.sampler, batch.ids)[batch.places]
             loss, terms = linear_objective(
                 hidden,
                 networks.head(requires_grad=True),
@@ -345,8 +352,7 @@ def learn(
                 temperature=job.temperature,
             )
         values = networks.values(hidden.detach())
-        errors = value_losses(values, past, job.clip_range_value).sum()
-        loss = (loss + job.vf_coef * errors) * token_weight
+        loss = (loss + job.vf_coef * value_losses(values, past, job.clip_range_value).sum()) * token_weight
         loss.backward()
         sums.append({"loss": loss.item(), **update_sums(terms, values, past, job)})
     if run.accelerator.num_processes > 1:
@@ -385,7 +391,7 @@ def kl_of_update(run: "Run", rollout: Rollout, head_before: Head) -> Float[Tenso
     total = torch.zeros((), dtype=torch.float64, device=run.accelerator.device)
     for batch in chain.from_iterable(rollout.minibatches):
         with torch.no_grad(), run.autocast():
-            now = networks.hidden(batch.ids)[batch.places]
+            now = final_states(networks.sampler, batch.ids)[batch.places]
             token_kl = linear_kl(
                 batch.hidden, head_before, now, networks.head(), temperature=run.job.temperature
             )
@@ -396,7 +402,7 @@ def kl_of_update(run: "Run", rollout: Rollout, head_before: Head) -> Float[Tenso
 def gather_responses(rollout: Rollout, returns: Tensor) -> list[Response]:
     """The responses of all processes, in the order of the step. A collective."""
     names = ("token_logp", "token_logq", "token_kl", "entropy", "values")
-    columns = {**{name: getattr(rollout, name) for name in names}, "returns": returns}
+    columns = {name: getattr(rollout, name) for name in names} | {"returns": returns}
     arrays = {name: x.cpu().double().numpy() for name, x in columns.items()}
     return gather_object(
         [
@@ -450,13 +456,14 @@ def set_up(job: PPOJob) -> Run:
     networks = ActorCritic(load_networks(job, job.reference_name, device=str(accelerator.device)))
     trained = torch.nn.ParameterList(x for x in networks.parameters() if x.requires_grad)
     accelerator.prepare_model(trained, evaluation_mode=True)  # gradients are added here, by ``learn``
-    optimizer = torch.optim.AdamW(trained, lr=job.learning_rate, weight_decay=0.0)
     return Run(
         job=job,
         accelerator=accelerator,
         networks=networks,
         trained=trained,
-        optimizer=accelerator.prepare_optimizer(optimizer),
+        optimizer=accelerator.prepare_optimizer(
+            torch.optim.AdamW(trained, lr=job.learning_rate, weight_decay=0.0)
+        ),
         rewards=load_rewards(
             job.rewards,
             tokenizer=networks.pair.tokenizer,
