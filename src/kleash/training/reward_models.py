@@ -3,7 +3,8 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -79,41 +80,41 @@ def load_reward_model(
         raise ModelError(
             f"{checkpoint} has {network.config.num_labels} labels; a reward is one number, so give one with 1"
         )
-    return _RewardModel(name, network.to(resolved_device).eval(), tokenizer, batch_tokens).scores
+    return partial(_scores, name, network.to(resolved_device).eval(), tokenizer, batch_tokens)
 
 
-class _RewardModel(NamedTuple):
-    name: str
-    network: Any
-    tokenizer: Any
-    batch_tokens: int
+@torch.inference_mode()
+def _scores(
+    name: str, network: Any, tokenizer: Any, batch_tokens: int, dialogues: Sequence[Dialogue]
+) -> list[float]:
+    """The reward of each dialogue by the model called ``name``, in their order."""
+    texts = [
+        torch.tensor(_tokens(name, network, tokenizer, dialogue), device=network.device)
+        for dialogue in dialogues
+    ]
+    padding, scores = network.config.pad_token_id, dict[int, float]()
+    for batch in batch_by_length(
+        [len(text) for text in texts], batch_tokens, max_sequences=1 if padding is None else None
+    ):
+        rows = [texts[at] for at in batch]
+        ids = pad_sequence(rows, batch_first=True, padding_value=padding or 0)
+        mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+        scores |= zip(batch, network(input_ids=ids, attention_mask=mask).logits[:, 0].tolist(), strict=True)
+    return [scores[at] for at in range(len(texts))]
 
-    @torch.inference_mode()
-    def scores(self, dialogues: Sequence[Dialogue]) -> list[float]:
-        """The reward of each dialogue, in their order."""
-        texts = [torch.tensor(self._tokens(dialogue), device=self.network.device) for dialogue in dialogues]
-        padding, scores = self.network.config.pad_token_id, dict[int, float]()
-        most = 1 if padding is None else len(texts)
-        for batch in batch_by_length([len(text) for text in texts], self.batch_tokens, max_sequences=most):
-            rows = [texts[at] for at in batch]
-            ids = pad_sequence(rows, batch_first=True, padding_value=padding or 0)
-            mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-            logits = self.network(input_ids=ids, attention_mask=mask).logits
-            scores |= zip(batch, logits[:, 0].tolist(), strict=True)
-        return [scores[at] for at in range(len(texts))]
 
-    def _tokens(self, dialogue: Dialogue) -> list[int]:
-        """The token ids of a dialogue in the reward model's chat template, or as plain text."""
-        if dialogue.messages is not None and getattr(self.tokenizer, "chat_template", None):
-            messages = [*dialogue.messages, {"role": "assistant", "content": dialogue.response}]
-            text, special = render_chat(self.tokenizer, messages), False
-        else:
-            text, special = dialogue.prompt + dialogue.response, True
-        tokens = list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
-        context = getattr(self.network.config, "max_position_embeddings", None)
-        if not tokens or (context is not None and len(tokens) > context):
-            raise CannotRunError(
-                f"the reward model {self.name} reads 1 to {context} tokens and {dialogue.name} has {len(tokens)}; "
-                "lower --max-new-tokens, or take shorter prompts"
-            )
-        return tokens
+def _tokens(name: str, network: Any, tokenizer: Any, dialogue: Dialogue) -> list[int]:
+    """The token ids of a dialogue in the reward model's chat template, or as plain text."""
+    if dialogue.messages is not None and getattr(tokenizer, "chat_template", None):
+        messages = [*dialogue.messages, {"role": "assistant", "content": dialogue.response}]
+        text, special = render_chat(tokenizer, messages), False
+    else:
+        text, special = dialogue.prompt + dialogue.response, True
+    tokens = list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+    context = getattr(network.config, "max_position_embeddings", None)
+    if not tokens or (context is not None and len(tokens) > context):
+        raise CannotRunError(
+            f"the reward model {name} reads 1 to {context} tokens and {dialogue.name} has {len(tokens)}; "
+            "lower --max-new-tokens, or take shorter prompts"
+        )
+    return tokens

@@ -5,7 +5,6 @@ import inspect
 import math
 import re
 import traceback
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -52,9 +51,12 @@ class RewardFunction:
         """Read the arguments of ``function``."""
         self.function = function
         parameters = inspect.signature(function).parameters
-        variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        named = {name: each for name, each in parameters.items() if each.kind not in variable}
-        self.takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+        named = {
+            name: each
+            for name, each in parameters.items()
+            if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        }
+        self.takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         """Whether it takes all other columns: ``**columns``."""
         names_responses = any(
             name in named and list(named)[1:2] != [name] for name in ("responses", "completions")
@@ -89,10 +91,10 @@ class RewardFunction:
         if all(dialogue.token_ids is not None for dialogue in dialogues):
             texts["completion_ids"] = [list(dialogue.token_ids or ()) for dialogue in dialogues]
         columns = dict.fromkeys(name for dialogue in dialogues for name in dialogue.columns)
-        names = [name for name in self.by_name if name in texts or name in columns]
+        names = [*self.by_name]
         if self.takes_all:
-            names += () if self.by_position else TRL_TEXTS
-            names += [name for name in columns if name not in (PROMPT, *TEXTS, *self.by_position)]
+            others = [name for name in columns if name not in (PROMPT, *TEXTS, *self.by_position)]
+            names += others if self.by_position else [*TRL_TEXTS, *others]
         named = {
             # copies, since a reward may change its arguments
             name: texts[name] if name in texts else [deepcopy(each.columns.get(name)) for each in dialogues]
@@ -127,7 +129,6 @@ def reward_values(
     except (CannotRunError, NonFiniteError):
         raise
     except Exception as error:  # a reward may raise anything
-        reason = f"{type(error).__name__}: {summarise_error(error)}"
         module, frames = split_path(spec)[0], traceback.walk_tb(error.__traceback__)
         lines = [
             f" in line {line} of {module}"
@@ -138,7 +139,8 @@ def reward_values(
             f"{len(dialogues)} responses, the first to {dialogues[0].name}" if dialogues else "no response"
         )
         raise CannotRunError(
-            f"the reward {spec} raises {reason}{''.join(lines[-1:])} (given {batch})"
+            f"the reward {spec} raises {type(error).__name__}: {summarise_error(error)}{''.join(lines[-1:])} "
+            f"(given {batch})"
         ) from error
     if values.shape != (len(dialogues),):
         raise ShapeError(
@@ -273,19 +275,20 @@ def load_rewards(
     """
     if not specs:
         raise OptionError("say what is rewarded: package.module:function, or the folder of a reward model")
-    rewards: list[Reward] = []
-    seen: Counter[str] = Counter()
-    for weight, what in map(weight_of, specs):
-        name = what.rpartition(":")[2] if ":" in what else Path(what).name
-        seen[name] += 1
-        function = (
-            RewardFunction(resolve_function(what, "a reward"))
+    weights, paths = zip(*map(weight_of, specs), strict=True)
+    names = [what.rpartition(":")[2] if ":" in what else Path(what).name for what in paths]
+    rewards = tuple(
+        Reward(
+            name=f"{name}-{names[:at].count(name) + 1}" if name in names[:at] else name,
+            weight=weights[at],
+            spec=what,
+            function=RewardFunction(resolve_function(what, "a reward"))
             if is_function(what)
-            else load_reward_model(what, device=device, dtype=dtype, batch_tokens=batch_tokens)
+            else load_reward_model(what, device=device, dtype=dtype, batch_tokens=batch_tokens),
         )
-        numbered = name if seen[name] == 1 else f"{name}-{seen[name]}"
-        rewards.append(Reward(name=numbered, weight=weight, spec=what, function=function))
-    return Rewards(rewards=tuple(rewards), tokenizer=tokenizer)
+        for at, (name, what) in enumerate(zip(names, paths, strict=True))
+    )
+    return Rewards(rewards=rewards, tokenizer=tokenizer)
 
 
 def check_rewards(
@@ -315,8 +318,6 @@ def require_scored(parts: Mapping[str, Float64[np.ndarray, " responses"]], names
     Raises:
         CannotRunError: naming the first response without one.
     """
-    if not parts:
-        return
     unscored = np.flatnonzero(np.isnan(np.stack(list(parts.values()))).all(0))
     if len(unscored):
         subject = "the reward" if len(parts) == 1 else "each of the rewards"
