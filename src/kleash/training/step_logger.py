@@ -93,19 +93,18 @@ class StepLogger(AttachedCallback):
             is_other = self.recorder is not None and (self.recorder.is_exact or trainer.beta != 0)
             kl = "drift/kl" if is_other else "kl/exact"
             ends = [f"_per_{per}{suffix}" for per in KL_UNITS for suffix in ("", "_error")]
-            self.metric_names |= {f"{monitor.name}/kl{end}": f"{kl}{end}" for end in ends}
-            self.metric_names[f"{monitor.name}/seconds"] = "time/drift"
+            names = {f"kl{end}": f"{kl}{end}" for end in ends} | {"seconds": "time/drift"}
             if self.recorder is None:
-                self.metric_names[f"{monitor.name}/tokens_per_sequence"] = "response/length"
-                self.metric_names[f"{monitor.name}/prompts"] = "response/prompts"
+                names |= {"tokens_per_sequence": "response/length", "prompts": "response/prompts"}
+            self.metric_names |= {f"{monitor.name}/{name}": metric for name, metric in names.items()}
         return self
 
     def was_stopped(self, trl_step: int) -> bool:
         """Whether the hacking monitor stopped the run at this step of TRL; if so, sets the outcome. A collective."""
         step, advice = trl_step // self.trl_steps_per_step, Advice()
         if self.run_log is not None:
-            records = read_steps(self.run_log.folder)
-            advice = self.run_log.advice(next((each.alerts for each in records if each.step == step), ()))
+            alerts = {record.step: record.alerts for record in read_steps(self.run_log.folder)}
+            advice = self.run_log.advice(alerts.get(step, ()))
         advice = of_first_process(advice)
         if advice.act == "stop":
             self.stopped = stopped_by(advice.alerts, step)
@@ -129,8 +128,9 @@ class StepLogger(AttachedCallback):
 
         After the last step of an epoch all waits for ``on_epoch_end``, where more may be due.
         """
-        ends = state.global_step >= state.max_steps
-        control.should_log |= control.should_save or control.should_evaluate or ends
+        control.should_log |= (
+            control.should_save or control.should_evaluate or state.global_step >= state.max_steps
+        )
         if control.should_training_stop or float(state.epoch).is_integer():
             self._due = {name: getattr(control, name) for name in DUE}
             vars(control).update(dict.fromkeys(DUE, False))
@@ -202,7 +202,7 @@ class StepLogger(AttachedCallback):
         metrics, self._logged = {**self._logged, **self.pop_metrics()}, {}
         advice = None
         if self.run_log is not None:
-            samples = [] if self.recorder is None else self.recorder.pop_samples()
+            samples = [] if self.recorder is None else self.recorder.samples
             controller, events, reason = self._callback(BetaController), list[str](), None
             if controller is not None and controller.since > self._trl_step:
                 reason = controller.reason
@@ -237,8 +237,9 @@ class StepLogger(AttachedCallback):
 
     def _callback(self, kind: type[Any]) -> Any:
         """The trainer's first callback of a kind, or None."""
-        callbacks = self.trainer.callback_handler.callbacks
-        return next((callback for callback in callbacks if isinstance(callback, kind)), None)
+        return next(
+            (each for each in self.trainer.callback_handler.callbacks if isinstance(each, kind)), None
+        )
 
     def _carry_out(self, advice: Advice, control: Any) -> None:
         """Do what the response to the step's alerts is, on this rank."""
@@ -328,8 +329,11 @@ class FolderLog(StepLogger):
         if self.run_log is not None and self.run_log.history:
             checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             policy = str(checkpoint) if checkpoint.is_dir() else ""
-            result = self.result(self.algorithm, policy=policy, out=str(self.folder.root))
-            self.result_of_run = finish(self.folder, self.run_log, result)
+            self.result_of_run = finish(
+                self.folder,
+                self.run_log,
+                self.result(self.algorithm, policy=policy, out=str(self.folder.root)),
+            )
 
     def _carry_out(self, advice: Advice, control: Any) -> None:
         """Also log the alerts, as ``BetaController`` does its events: ``kleash train`` shows its own."""

@@ -86,9 +86,8 @@ def loss_of_states(
             *policy, tokens, *teacher, lambda terms, _: weight * terms.kl, temperature=temperature
         )
         return loss, terms.kl, terms.entropy
-    weights = weight.expand(len(tokens))
     loss, per_token = linear_divergence_loss(
-        *teacher, *policy, weights=weights, divergence=record, temperature=temperature
+        *teacher, *policy, weights=weight.expand(len(tokens)), divergence=record, temperature=temperature
     )
     return loss, per_token, token_statistics(*policy, *policy, tokens, temperature=temperature).entropy_p
 
@@ -171,18 +170,20 @@ class DistillationMixin(TokenPromptsMixin):
         """The loss in place of TRL's, with the sum of the entropies and the number of tokens, as TRL's returns them."""
         mask: Bool[Tensor, "batch time"] = inputs["completion_mask"].bool()
         items: list[Any] = [self.items[index] for index in inputs[PROMPT_COLUMN].tolist()]
-        head = current_head(student, self._pair.policy.head, requires_grad=True)
-        policy = self._hidden_states(student, inputs)[mask], head
+        policy = (
+            self._hidden_states(student, inputs)[mask],
+            current_head(student, self._pair.policy.head, requires_grad=True),
+        )
         weight = 1 / (mask.sum() if num_items_in_batch is None else num_items_in_batch.to(mask.device))
         options = weight, self._record, self.temperature
-        if self._job.reads_lists:
-            loss, *columns = loss_of_lists(policy, items, *options, tail=self._job.tail)
-        else:
-            loss, *columns = loss_of_states(policy, self._teacher_side(inputs, items, mask), *options)
+        loss, *columns = (
+            loss_of_lists(policy, items, *options, tail=self._job.tail)
+            if self._job.reads_lists
+            else loss_of_states(policy, self._teacher_side(inputs, items, mask), *options)
+        )
         lengths = mask.sum(-1).tolist()
         nats, entropies = ([float(x.sum()) for x in column.double().split(lengths)] for column in columns)
-        hashes = [item.prompt_hash for item in items]
-        self._measured += zip(hashes, nats, lengths, entropies, strict=True)
+        self._measured += zip((item.prompt_hash for item in items), nats, lengths, entropies, strict=True)
         return loss, columns[1].sum(), mask.sum()
 
     def _hidden_states(self, network: Any, inputs: dict[str, Any]) -> Float[Tensor, "batch time dim"]:
@@ -275,7 +276,6 @@ def train_distill(job: DistillJob, run_log: RunLog | None) -> TrainingResult:
         NonFiniteError: if a loss is NaN or infinite.
         CannotRunError, MissingExtraError: if an option is unsupported here or a dependency is missing.
     """
-    trl = import_extra("trl", "trl")
     stored = None if job.teacher_cache is None else StoredReference(Path(job.teacher_cache))
     try:
         networks = load_networks(job, job.teacher_name, device=job.device, role="teacher", stored=stored)
@@ -283,15 +283,15 @@ def train_distill(job: DistillJob, run_log: RunLog | None) -> TrainingResult:
         raise TokenizerMismatchError(f"{error}; TRL's GOLDTrainer distils between tokenizers") from error
     if job.responses is None:
         items = read_prompts(job.source, networks.pair, limit=job.limit, reading=job)
-        rows = in_step_order(prompt_rows(items), job, copies=job.samples_per_prompt)
-        mixin = DistillationMixin
+        rows, mixin = prompt_rows(prompt.text for prompt in items), DistillationMixin
         longest = longest_row(items, job, networks.pair)
     else:
-        items, mixin = read_given(job, networks, stored), GivenResponsesMixin
-        rows = [{"prompt": "", PROMPT_COLUMN: number} for number in range(len(items))]
-        rows = in_step_order(import_extra("datasets", "trl").Dataset.from_list(rows), job)
+        items = read_given(job, networks, stored)
+        rows, mixin = prompt_rows(response.prompt_text for response in items), GivenResponsesMixin
         longest = max(response.num_input_tokens for response in items) + 1
-    trainer_class: Any = type("KleashDistillationTrainer", (mixin, trl.DistillationTrainer), {})
+    trainer_class: Any = type(
+        "KleashDistillationTrainer", (mixin, import_extra("trl", "trl").DistillationTrainer), {}
+    )
     trainer = trainer_class(
         model=networks.policy,
         args=trl_config(
@@ -301,7 +301,7 @@ def train_distill(job: DistillJob, run_log: RunLog | None) -> TrainingResult:
             temperature=job.temperature,
             max_completion_length=job.max_new_tokens,
         ),
-        train_dataset=rows,
+        train_dataset=in_step_order(rows, job, copies=job.samples_per_prompt),
         processing_class=networks.pair.tokenizer,
         peft_config=networks.lora,
     )

@@ -1,6 +1,6 @@
 """GRPO and RLOO by TRL's trainers with kleash's KL term, rewards and beta controllers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -96,8 +96,10 @@ def train_online(job: GRPOJob | RLOOJob, run_log: RunLog | None) -> TrainingResu
             **_arguments(job, longest_row(items, job, networks.pair)),
             reward_weights=[reward.weight for reward in rewards.rewards],
         ),
-        train_dataset=in_step_order(prompt_rows(prompts), job),
-        eval_dataset=prompt_rows(held_out, first=len(prompts)) if held_out else None,
+        train_dataset=in_step_order(prompt_rows(prompt.text for prompt in prompts), job),
+        eval_dataset=prompt_rows((prompt.text for prompt in held_out), first=len(prompts))
+        if held_out
+        else None,
         processing_class=networks.pair.tokenizer,
         peft_config=networks.lora,
         reference=networks.frozen,
@@ -131,7 +133,10 @@ def longest_row(prompts: Sequence[Prompt], job: OnlineJob, pair: Pair) -> int:
 
 def _arguments(job: GRPOJob | RLOOJob, longest: int) -> dict[str, Any]:
     """The fields of TRL's configuration that the job decides, for rows of at most ``longest`` tokens."""
-    arguments = {
+    of_grpo = {"scale_rewards": "none" if job.kl_place == "reward" else "group"}
+    rows = set_fields(job).get("num_generations_eval") or job.samples_per_prompt
+    of_held_out = held_out_arguments(job, rows=rows, updates=job.epochs, best="eval_reward")
+    return {
         **shared_arguments(job, rows=job.responses_per_step, row_tokens=longest, updates=job.epochs),
         "shuffle_dataset": False,
         "num_generations": job.samples_per_prompt,
@@ -139,17 +144,9 @@ def _arguments(job: GRPOJob | RLOOJob, longest: int) -> dict[str, Any]:
         "temperature": job.temperature,
         "num_iterations": job.epochs,
         "beta": job.beta,
+        **(of_grpo if isinstance(job, GRPOJob) else {}),
+        **(of_held_out if job.eval_prompts is not None else {}),
     }
-    if isinstance(job, GRPOJob):
-        arguments["scale_rewards"] = "none" if job.kl_place == "reward" else "group"
-    if job.eval_prompts is not None:
-        arguments |= held_out_arguments(
-            job,
-            rows=set_fields(job).get("num_generations_eval") or job.samples_per_prompt,
-            updates=job.epochs,
-            best="eval_reward",
-        )
-    return arguments
 
 
 def in_step_order(rows: Any, job: OnlineJob, *, copies: int = 1) -> Any:
@@ -157,14 +154,14 @@ def in_step_order(rows: Any, job: OnlineJob, *, copies: int = 1) -> Any:
 
     One pass over it, without shuffling, is the whole run, so that a resumed run finds its position by the step.
     """
-    order = prompt_indices(len(rows), range(job.steps * job.prompts_per_step), job.seed)
-    return rows.select([index for index in order for _ in range(copies)])
+    positions = (place // copies for place in range(job.steps * job.prompts_per_step * copies))
+    return rows.select(prompt_indices(len(rows), positions, job.seed))
 
 
-def prompt_rows(prompts: list[Prompt], *, first: int = 0) -> Any:
+def prompt_rows(texts: Iterable[str], *, first: int = 0) -> Any:
     """A data set with a row for each prompt: its text, and its number, from ``first``, in ``PROMPT_COLUMN``."""
     return import_extra("datasets", "trl").Dataset.from_list(
-        [{"prompt": prompt.text, PROMPT_COLUMN: number} for number, prompt in enumerate(prompts, first)]
+        [{"prompt": text, PROMPT_COLUMN: number} for number, text in enumerate(texts, first)]
     )
 
 
@@ -176,7 +173,6 @@ def _reward_function(reward: Reward, prompts: Sequence[Prompt], names: Sequence[
     """
 
     def function(*, completions: list[str], completion_ids: list[Any], **columns: Any) -> list[float]:
-        rows = zip(columns[PROMPT_COLUMN], completions, completion_ids, strict=True)
         dialogues = [
             Dialogue(
                 prompt=prompts[which].text,
@@ -186,7 +182,9 @@ def _reward_function(reward: Reward, prompts: Sequence[Prompt], names: Sequence[
                 columns=prompts[which].columns,
                 token_ids=tuple(ids),
             )
-            for which, completion, ids in rows
+            for which, completion, ids in zip(
+                columns[PROMPT_COLUMN], completions, completion_ids, strict=True
+            )
         ]
         return reward_values(reward.spec, reward.function, dialogues).tolist()
 

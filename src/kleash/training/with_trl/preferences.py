@@ -41,7 +41,6 @@ def train_dpo(job: DPOJob, run_log: RunLog | None) -> TrainingResult:
         NonFiniteError: if a loss is NaN or infinite.
         CannotRunError, MissingExtraError: if an option is unsupported here or a dependency is missing.
     """
-    trl = import_extra("trl", "trl")
     import kleash.integrations.trl.compat  # noqa: F401 (checks the installed TRL)
 
     rows = read_pairs(str(job.pairs), limit=job.limit, options=job)
@@ -50,17 +49,17 @@ def train_dpo(job: DPOJob, run_log: RunLog | None) -> TrainingResult:
     arguments = shared_arguments(job, rows=job.pairs_per_step, row_tokens=2 * job.max_tokens)
     if held_out is not None:
         arguments |= held_out_arguments(job, rows=arguments["per_device_train_batch_size"], best="eval_loss")
-    # the reference does not change, so that its pass over each pair is made once where pairs are read again
-    arguments["precompute_ref_log_probs"] = job.steps * job.pairs_per_step > len(rows)
     datasets = import_extra("datasets", "trl")
     with redirect_stderr(StringIO()):  # a progress bar of the reference's passes
-        trainer = trl.DPOTrainer(
+        trainer = import_extra("trl", "trl").DPOTrainer(
             model=networks.policy,
             ref_model=networks.frozen,
             args=trl_config(
                 job,
                 **arguments,
                 beta=job.beta,
+                # the reference does not change, so that its pass over each pair is made once where pairs are read again
+                precompute_ref_log_probs=job.steps * job.pairs_per_step > len(rows),
                 max_length=min(job.max_tokens, networks.pair.context_length or job.max_tokens),
             ),
             train_dataset=datasets.Dataset.from_list(rows),

@@ -19,6 +19,7 @@ from kleash.integrations.trl.kl_mixin import (
     prompt_hashes,
     response_mask,
 )
+from kleash.registry import options_given
 from kleash.store import Sample
 from kleash.training.hacking_monitor import KL_METRICS
 from kleash.training.response_metrics import Response, gather_object, response_metrics, to_samples
@@ -55,7 +56,6 @@ class ResponseRecorder:
                 response is to which no reward applies; None to let such responses be.
         """
         self.trainer, self.name_of = trainer, name_of
-        self.names = trainer.reward_func_names
         self.note: str | None = None
         """Why the exact KL, or any, is not measured, where it could have been."""
         self.is_exact = isinstance(trainer, KLMixin)
@@ -77,7 +77,8 @@ class ResponseRecorder:
         """A step whose responses were updated on before, the KL of these updates over its tokens, and their number."""
         self._passes: list[tuple[Tensor, Tensor]] = []
         """Log-probabilities and entropies of the tokens, in each pass of a model by the method of TRL that runs."""
-        self._samples: list[Sample] = []
+        self.samples: list[Sample] = []
+        """The responses that the last log is about; empty where it is about further passes over earlier ones."""
 
     def attach(self) -> None:
         """Put the recorder in front of methods of its trainer."""
@@ -96,18 +97,11 @@ class ResponseRecorder:
         exact, sampled = KL_METRICS[per]
         return exact if self.is_exact else sampled
 
-    def pop_samples(self) -> list[Sample]:
-        """The responses of the last log; empty if they were returned before."""
-        samples, self._samples = self._samples, []
-        return samples
-
     def pop_evaluation(self) -> tuple[dict[str, float], list[Sample]]:
         """Metrics of an evaluation, and its responses. A collective."""
         local, self._responses["eval"] = self._responses["eval"], []
         responses = gather_object(local)
-        if not responses:
-            return {}, []
-        measured = response_metrics(responses, self.trainer.beta)
+        measured = response_metrics(responses, self.trainer.beta) if responses else {}
         metrics = {name: measured[ours] for ours, name in EVALUATION.items() if ours in measured}
         return metrics, to_samples(responses)
 
@@ -123,16 +117,18 @@ class ResponseRecorder:
         if self._mode == "train":
             if self.name_of is not None:
                 require_scored(
-                    dict(zip(self.names, columns.numpy().T, strict=True)),
+                    dict(zip(self.trainer.reward_func_names, columns.numpy().T, strict=True)),
                     gather_object([self.name_of(row) for row in inputs]),
                 )
             groups = totals.view(-1, self.trainer.num_generations)
-            same = (groups == groups[:, :1]).all(-1).double()  # in RLOO, TRL's rewards may contain the KL
-            self.trainer._metrics["train"]["reward/zero_std_share"].append(same.mean().item())
+            share = (
+                (groups == groups[:, :1]).all(-1).double().mean()
+            )  # in RLOO, TRL's rewards may contain the KL
+            self.trainer._metrics["train"]["reward/zero_std_share"].append(share.item())
         self._rewarded = [
             {
                 "score": scores[row].item(),
-                "parts": dict(zip(self.names, columns[row].tolist(), strict=True)),
+                "parts": dict(zip(self.trainer.reward_func_names, columns[row].tolist(), strict=True)),
                 "prompt": _text(prompt),
                 "response": _text(completion),
             }
@@ -202,12 +198,12 @@ class ResponseRecorder:
         if tokens:
             metrics["kl/update"] = [nats / tokens]  # of the last update that shows
         responses = gather_object(local)
+        self.samples = to_samples(responses)
         if responses:
             measured = response_metrics(responses, self.trainer.beta)
             metrics.update({name: [x] for name, x in measured.items()})
             for name in () if "policy/entropy" in measured else MEANS_OVER_TOKENS:
                 metrics.pop(name, None)
-            self._samples = to_samples(responses)
 
     def _read(
         self,
@@ -218,28 +214,29 @@ class ResponseRecorder:
         entropy: Float[Tensor, "batch time"],
     ) -> list[Response]:
         """The responses of a micro-batch, with their columns in float64."""
-        known = {"token_logq": inputs.get(REFERENCE_LOGP), "token_kl": inputs.get(TOKEN_KL)}
-        columns = {"token_logp": inputs.get(POLICY_LOGP, logp), "entropy": entropy}
-        columns |= {name: column for name, column in known.items() if column is not None}
+        columns = options_given(
+            token_logp=inputs.get(POLICY_LOGP, logp),
+            token_logq=inputs.get(REFERENCE_LOGP),
+            token_kl=inputs.get(TOKEN_KL),
+            entropy=entropy,
+        )
         arrays = {name: column.detach().double().cpu().numpy() for name, column in columns.items()}
         hashes = prompt_hashes(inputs["prompt_ids"], inputs["prompt_mask"])
-        is_cut, counted = _is_truncated(inputs, self.trainer.eos_token_ids), mask.cpu().numpy()
+        ids, lengths, counted = (
+            inputs["completion_ids"],
+            inputs["completion_mask"].sum(-1),
+            mask.cpu().numpy(),
+        )
+        last = ids.gather(-1, (lengths - 1).clamp(min=0).unsqueeze(-1))[..., 0].tolist()
         return [
             Response(
                 prompt_hash=hashes[row],
-                is_truncated=is_cut[row],
+                is_truncated=last[row] not in self.trainer.eos_token_ids,
                 tokens={name: array[row][counted[row]] for name, array in arrays.items()},
                 **known_before,
             )
             for row, known_before in enumerate(rewarded)
         ]
-
-
-def _is_truncated(inputs: dict[str, Any], end_tokens: list[int]) -> list[bool]:
-    """For each response, whether it ends without an end token."""
-    ids, lengths = inputs["completion_ids"], inputs["completion_mask"].sum(-1)
-    last = ids.gather(-1, (lengths - 1).clamp(min=0).unsqueeze(-1))[..., 0]
-    return [token not in end_tokens for token in last.tolist()]
 
 
 def _text(turns: Any) -> str:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,18 +30,18 @@ PROMPT_COLUMN = "kleash_prompt"
 def suppress_output() -> Iterator[None]:
     """Context or decorator without progress bars and warnings of transformers, datasets and kleash's callbacks."""
     utils = import_extra("datasets.utils", "trl")
-    bars = utils.are_progress_bars_disabled()
-    utils.disable_progress_bars()
     callbacks = logging.getLogger("kleash.integrations.trainer")
-    level = callbacks.level
-    callbacks.setLevel(logging.ERROR)
-    try:
-        with suppress_library_output(), sandboxed_templates():  # TRL renders chat templates
-            yield
-    finally:
-        callbacks.setLevel(level)
-        if not bars:
-            utils.enable_progress_bars()
+    with (
+        suppress_library_output(),
+        sandboxed_templates(),  # since TRL renders chat templates
+        ExitStack() as restored,
+    ):
+        if not utils.are_progress_bars_disabled():
+            restored.callback(utils.enable_progress_bars)
+            utils.disable_progress_bars()
+        restored.callback(callbacks.setLevel, callbacks.level)
+        callbacks.setLevel(logging.ERROR)
+        yield
 
 
 def run_trainer(
