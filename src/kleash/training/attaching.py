@@ -173,8 +173,10 @@ def _check(trainer: Any, on_hacking: str, report_to: Sequence[str]) -> None:
 
 def _algorithm(trainer: Any) -> str:
     """The name of what the trainer trains by; TRL's classes are known by name, without importing it."""
-    known = (ALGORITHMS[base.__name__] for base in type(trainer).__mro__ if base.__name__ in ALGORITHMS)
-    return next(known, type(trainer).__name__.removesuffix("Trainer").lower() or "trainer")
+    return next(
+        (ALGORITHMS[base.__name__] for base in type(trainer).__mro__ if base.__name__ in ALGORITHMS),
+        type(trainer).__name__.removesuffix("Trainer").lower() or "trainer",
+    )
 
 
 def _drift_monitor(monitor: Any, reference: Any) -> "DriftMonitor | None":
@@ -201,8 +203,16 @@ def _leash(trainer: Any, controller: str | Leash, target_nats: float | None, per
             raise OptionError(f"the controller {controller} steers to a target; give target_nats")
         return None
     beta = trainer.beta or 1.0  # BetaController refuses a beta of 0
-    options = {"beta": beta, "beta_max": max(PIDBeta.beta_max, beta), "beta_min": min(PIDBeta.beta_min, beta)}
-    return controller_of(controller, {**options, "target_nats": target_nats, "per": per})
+    return controller_of(
+        controller,
+        {
+            "beta": beta,
+            "beta_max": max(PIDBeta.beta_max, beta),
+            "beta_min": min(PIDBeta.beta_min, beta),
+            "target_nats": target_nats,
+            "per": per,
+        },
+    )
 
 
 def _require_price(trainer: Any, algorithm: str, monitor: "DriftMonitor | None") -> None:
@@ -233,17 +243,16 @@ def _keep_best(args: Any) -> None:
 
 def _settings(trainer: Any, algorithm: str, leash: Leash | None) -> Mapping[str, Any]:
     """The settings of the run: its models, its controller, and the arguments that are not the default."""
-    arguments = {
-        field.name: value
-        for field in fields(trainer.args)
-        if isinstance(value := getattr(trainer.args, field.name), bool | int | float | str)
-        and value != field.default
-        and not field.name.startswith(NOT_DESCRIBED)
-        and not field.name.endswith("token")
-    }
     network = trainer.accelerator.unwrap_model(trainer.model)
     return {
-        **arguments,
+        **{
+            field.name: value
+            for field in fields(trainer.args)
+            if isinstance(value := getattr(trainer.args, field.name), bool | int | float | str)
+            and value != field.default
+            and not field.name.startswith(NOT_DESCRIBED)
+            and not field.name.endswith("token")
+        },
         "algorithm": algorithm,
         "trainer": type(trainer).__name__,
         "policy": str(getattr(network.config, "_name_or_path", "") or type(network).__name__),

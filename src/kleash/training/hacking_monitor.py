@@ -217,12 +217,11 @@ class HackingMonitor:
         half = self.window // 2
         then, last = history[max(0, best_at + 1 - half) : best_at + 1], history[-half:]
         kl_rise = self._kl(last).minus(self._kl(then))
-        training_change = level(last, "reward/score").minus(level(then, "reward/score"))
-        beyond_training = change.minus(training_change)
+        beyond_training = change.minus(level(last, "reward/score").minus(level(then, "reward/score")))
         is_beyond = beyond_training.value < -self.held_out_sure * beyond_training.error
         # else a policy that went back towards the reference, and lost as much on the training prompts
-        is_drift = not kl_rise.value <= self.sure * kl_rise.error or is_beyond
-        if is_drift and change.value < -self.held_out_sure * change.error:
+        is_over_optimised = not kl_rise.value <= self.sure * kl_rise.error or is_beyond
+        if is_over_optimised and change.value < -self.held_out_sure * change.error:
             certainty = (
                 f"by {-change.value / change.error:.1f} standard errors of the difference"
                 if change.error
@@ -326,8 +325,9 @@ def drawing_steps(history: History) -> list[StepRecord]:
     for record in history:
         if steps and not record.metrics.keys() & OF_RESPONSES:
             last = steps.pop()
-            metrics, alerts = {**last.metrics, **record.metrics}, (*last.alerts, *record.alerts)
-            record = replace(record, metrics=metrics, alerts=alerts)
+            record = replace(
+                record, metrics={**last.metrics, **record.metrics}, alerts=(*last.alerts, *record.alerts)
+            )
         steps.append(record)
     return steps
 

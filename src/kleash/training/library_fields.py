@@ -101,6 +101,7 @@ REFUSED_ONLINE: Mapping[str, str] = MappingProxyType(
 
 READERS: Mapping[type, Callable[[str], Any]] = MappingProxyType(
     {
+        NoneType: {"None": None}.__getitem__,
         bool: lambda text: {"true": True, "false": False}[text.lower()],
         int: int,
         float: float,
@@ -217,14 +218,11 @@ def _value(name: str, text: str, hint: Any) -> Any:
     """
     members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     kinds: list[Any] = [dict if is_dataclass(each) else get_origin(each) or each for each in members]
-    if text == "None" and NoneType in kinds:
-        return None
-    for kind, read in READERS.items():
-        if kind in kinds:
-            with suppress(ValueError, KeyError):
-                value = read(text)
-                if isinstance(value, list if kind is tuple else kind):
-                    return kind(value)
+    for kind in filter(kinds.__contains__, READERS):
+        with suppress(ValueError, KeyError):
+            value = READERS[kind](text)
+            if isinstance(value, list if kind is tuple else kind):
+                return tuple(value) if kind is tuple else value
     words = [word for member in members if get_origin(member) is Literal for word in get_args(member)]
     # pissa_niter_[number of iters]
     if str in kinds or any(fnmatchcase(text, re.sub(r"\[.*]", "[0-9]*", str(word))) for word in words):

@@ -70,7 +70,7 @@ def response_metrics(responses: Sequence[Response], beta: float) -> dict[str, fl
 
 def _token_metrics(responses: Sequence[Response]) -> dict[str, float]:
     """Metrics of responses with tokens: lengths, entropy, and KL as far as it is known."""
-    clusters = np.array([response.prompt_hash for response in responses])
+    clusters = np.unique([response.prompt_hash for response in responses], return_inverse=True)[1]
     lengths = np.array([len(response.tokens["entropy"]) for response in responses])
     columns = responses[0].tokens
     return {
@@ -87,11 +87,11 @@ def _reward_metrics(responses: Sequence[Response], beta: float) -> dict[str, flo
     if not scored:
         return {}
     scores = np.array([response.score for response in scored])
-    score = clustered_mean(scores, np.array([response.prompt_hash for response in scored]), unit="none")
+    clusters = np.array([response.prompt_hash for response in scored])
     adjusted = scores - np.array([beta * response.kl if beta else 0.0 for response in scored])
     has_kl = ~np.isnan(adjusted)
     return {
-        **with_errors({"reward/score": score}),
+        **with_errors({"reward/score": clustered_mean(scores, clusters, unit="none")}),
         "reward/score_std": float(scores.std(ddof=1)) if len(scores) > 1 else float("nan"),
         **({"reward/adjusted": float(adjusted[has_kl].mean())} if has_kl.any() else {}),
         **{
@@ -107,18 +107,20 @@ def _exact_metrics(
 ) -> dict[str, float]:
     """Metrics of the exact KL of each token."""
     sums = np.array([response.kl for response in responses])
-    label = np.unique(clusters, return_inverse=True)[1]
     token_kl = column_of(responses, "token_kl")
     return {
-        **_means(
-            sums, clusters, lengths, per_sequence="kl/exact_per_sequence", per_token="kl/exact_per_token"
+        **with_errors(
+            {
+                "kl/exact_per_sequence": clustered_mean(sums, clusters, lower=0.0),
+                "kl/exact_per_token": mean_per_token(sums, lengths, clusters),
+            }
         ),
         "kl/top_percent_share": top_share(token_kl, 0.01),
         "kl/max_token": float(token_kl.max()),
         "kl/max_token_per_sequence": float(
             np.mean([response.tokens["token_kl"].max(initial=0.0) for response in responses])
         ),
-        "kl/max_prompt": float((np.bincount(label, weights=sums) / np.bincount(label)).max()),
+        "kl/max_prompt": float((np.bincount(clusters, weights=sums) / np.bincount(clusters)).max()),
     }
 
 
@@ -133,20 +135,13 @@ def _sampled_metrics(
     sums = np.add.reduceat(token_kl["k3"], np.cumsum(lengths) - lengths)
     return {
         **{f"kl/{name}": float(values.mean()) for name, values in token_kl.items()},
-        **_means(sums, clusters, lengths, per_sequence="kl/k3_per_sequence", per_token="kl/k3"),
+        **with_errors(
+            {
+                "kl/k3_per_sequence": clustered_mean(sums, clusters, lower=0.0),
+                "kl/k3": mean_per_token(sums, lengths, clusters),
+            }
+        ),
     }
-
-
-def _means(
-    sums: np.ndarray, clusters: np.ndarray, lengths: np.ndarray, *, per_sequence: str, per_token: str
-) -> dict[str, float]:
-    """The means over responses and over tokens with their standard errors, clustered by prompt, under these names."""
-    return with_errors(
-        {
-            per_sequence: clustered_mean(sums, clusters, lower=0.0),
-            per_token: mean_per_token(sums, lengths, clusters),
-        }
-    )
 
 
 def column_of(responses: Sequence[Response], name: str) -> Float[np.ndarray, " tokens"]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from kleash.errors import RunFolderError, TrackerWarning, summarise_error
 from kleash.jobs import TrainJob
+from kleash.registry import options_given
 from kleash.reports.trackers import Tracker, open_trackers
 from kleash.reports.training import step_warnings
 from kleash.store import HackingAlert, Sample, StepRecord, TrainingFolder, read_steps
@@ -181,9 +182,9 @@ class RunLog:
             {"response/repetition": repetition(texts), "response/distinct": distinct(texts)} if texts else {}
         )
         means = means_by_prompt(samples, held_out)
-        target = {} if self.monitor.target_nats is None else {"kl/target": self.monitor.target_nats}
-        added = {**target, **text_metrics, **self._change_from_best(means)}
-        values = {name: float(value) for name, value in {**metrics, **added}.items()}
+        target = options_given(**{"kl/target": self.monitor.target_nats})
+        known = {**metrics, **target, **text_metrics, **self._change_from_best(means)}
+        values = {name: float(value) for name, value in known.items()}
         named = {spelt(name, self.job.metric_names): value for name, value in values.items()}  # or raises
         record = StepRecord(step=step, metrics=values, events=tuple(events), beta_reason=beta_reason)
         alerts = self.monitor.check([*self.history, record])
