@@ -222,20 +222,16 @@ class ResponseRecorder:
         )
         arrays = {name: column.detach().double().cpu().numpy() for name, column in columns.items()}
         hashes = prompt_hashes(inputs["prompt_ids"], inputs["prompt_mask"])
-        ids, lengths, counted = (
-            inputs["completion_ids"],
-            inputs["completion_mask"].sum(-1),
-            mask.cpu().numpy(),
-        )
-        last = ids.gather(-1, (lengths - 1).clamp(min=0).unsqueeze(-1))[..., 0].tolist()
+        ends = (inputs["completion_mask"].sum(-1, keepdim=True) - 1).clamp(min=0)
+        last_tokens = inputs["completion_ids"].gather(-1, ends)[:, 0].tolist()
         return [
             Response(
                 prompt_hash=hashes[row],
-                is_truncated=last[row] not in self.trainer.eos_token_ids,
-                tokens={name: array[row][counted[row]] for name, array in arrays.items()},
+                is_truncated=last_tokens[row] not in self.trainer.eos_token_ids,
+                tokens={name: array[row][is_counted] for name, array in arrays.items()},
                 **known_before,
             )
-            for row, known_before in enumerate(rewarded)
+            for row, (is_counted, known_before) in enumerate(zip(mask.cpu().numpy(), rewarded, strict=True))
         ]
 
 
