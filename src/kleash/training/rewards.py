@@ -93,8 +93,8 @@ class RewardFunction:
         columns = dict.fromkeys(name for dialogue in dialogues for name in dialogue.columns)
         names = [*self.by_name]
         if self.takes_all:
-            others = [name for name in columns if name not in (PROMPT, *TEXTS, *self.by_position)]
-            names += others if self.by_position else [*TRL_TEXTS, *others]
+            column_names = [name for name in columns if name not in (PROMPT, *TEXTS, *self.by_position)]
+            names += column_names if self.by_position else [*TRL_TEXTS, *column_names]
         named = {
             # copies, since a reward may change its arguments
             name: texts[name] if name in texts else [deepcopy(each.columns.get(name)) for each in dialogues]
