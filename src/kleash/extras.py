@@ -130,6 +130,17 @@ def require_attributes(package: str, attributes: Mapping[str, tuple[str, ...]]) 
         )
 
 
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Generator[Any]:
+    """Context in which an attribute of an object has another value, which it gives."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield value
+    finally:
+        setattr(owner, name, before)
+
+
 def replace_everywhere(owner: ModuleType, name: str, replacement: Any) -> None:
     """Replace a function of the module ``owner``, there and in all modules of its package that imported it by name."""
     original, package = getattr(owner, name), owner.__name__.partition(".")[0]

@@ -12,13 +12,13 @@ import contextlib
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any
 
 import torch
 
-from kleash.extras import import_extra
+from kleash.extras import import_extra, replaced
 
 HOOK_FLAGS = "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"
 """Attributes of ``torch.nn.Module`` that say how hooks are called."""
@@ -78,17 +78,11 @@ def without_mapped_files() -> Iterator[None]:
 
     Tensors of the file's dtype would otherwise stay mapped on a CPU, and change with the file.
     """
-    modules: list[Any] = [
-        import_extra(name, "models") for name in ("transformers.modeling_utils", "safetensors.torch")
-    ]
-    before = [module.safe_open for module in modules]
-    for module in modules:
-        module.safe_open = _UnmappedFile
-    try:
+    modules = (import_extra(name, "models") for name in ("transformers.modeling_utils", "safetensors.torch"))
+    with ExitStack() as replacements:
+        for module in modules:
+            replacements.enter_context(replaced(module, "safe_open", _UnmappedFile))
         yield
-    finally:
-        for module, function in zip(modules, before, strict=True):
-            module.safe_open = function
 
 
 @contextmanager
@@ -100,15 +94,9 @@ def without_zero3_loading() -> Iterator[None]:
     """
     integration = sys.modules.get("transformers.integrations.deepspeed")
     name = "_hf_deepspeed_config_weak_ref"
-    configuration = getattr(integration, name, None)
-    if configuration is None:
+    is_set = getattr(integration, name, None) is not None
+    with replaced(integration, name, None) if is_set else nullcontext():
         yield
-        return
-    setattr(integration, name, None)
-    try:
-        yield
-    finally:
-        setattr(integration, name, configuration)
 
 
 def class_of_config(config: Any) -> Any:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kleash.errors import SourceError
-from kleash.extras import import_extra
+from kleash.extras import import_extra, replaced
 
 WORKER = Path(__file__).with_name("worker.py")
 START = """
@@ -153,12 +153,8 @@ def sandboxed_templates() -> Iterator[None]:
     entering the context raises ``AttributeError``.
     """
     module: Any = import_extra("transformers.tokenization_utils_base", "models")
-    original = module.render_jinja_template
-    module.render_jinja_template = _render
-    try:
+    with replaced(module, "render_jinja_template", _render):
         yield
-    finally:
-        module.render_jinja_template = original
 
 
 def _render(conversations: Any, tools: Any = None, **request: Any) -> Any:

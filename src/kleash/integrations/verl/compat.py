@@ -57,12 +57,10 @@ def apply_kl_penalty(original: Callable[..., Any], data: Any, *args: Any, **kwar
     columns = {name: data.batch[name] for name in ("old_log_probs", "ref_log_prob")}
     is_counted = data.batch["response_mask"].bool()
     try:
-        for name, logprob in columns.items():
-            data.batch[name] = torch.where(is_counted, logprob, 0.0)
+        data.batch.update({name: torch.where(is_counted, logp, 0.0) for name, logp in columns.items()})
         return original(data, *args, **kwargs)
     finally:
-        for name, logprob in columns.items():
-            data.batch[name] = logprob
+        data.batch.update(columns)
 
 
 def need_reference_policy(original: Callable[..., bool], config: Any) -> bool:

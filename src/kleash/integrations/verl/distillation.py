@@ -40,5 +40,8 @@ def compute_topk_loss(
         outputs = original(student_logits, teacher_topk_log_probs, teacher_topk_ids, config, data_format)
     logp, ids = packed_positions(teacher_topk_log_probs), packed_positions(teacher_topk_ids)
     is_list = (logp != 0).any(-1) | (logp.shape[-1] == 1)
-    losses = top_k_distillation_loss(ids, logp, student_logits, is_list, divergence=divergence)
-    return outputs | {"distillation_losses": losses}
+    return outputs | {
+        "distillation_losses": top_k_distillation_loss(
+            ids, logp, student_logits, is_list, divergence=divergence
+        )
+    }

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from kleash.divergences import kl
 from kleash.errors import CannotRunError
+from kleash.extras import replaced
 from kleash.integrations.verl.compat import response_rows
-from kleash.integrations.verl.penalty import NAMES
+from kleash.integrations.verl.penalty import is_exact
 from kleash.linear import Head, linear_kl
 from kleash.models.heads import candidate_heads, head_logits
 from kleash.precision import normalised
@@ -40,10 +41,9 @@ class ExactKL:
         """Start without the reference's head."""
         self._head: Head | None = None
         """The reference's head, from its last pass."""
-        self._is_reference_pass = False
         self._head_input: Tensor | None = None
         """What the reference's head was called with in a pass: the final hidden states of the micro-batch."""
-        self._engines_without_adapter: list[Any] = []
+        self._engines_without_adapter: tuple[Any, ...] = ()
         """The engines whose adapter is off, so that they run the reference."""
         self.micro_batch_kl: Float[Tensor, "batch time"] | None = None
         """The KL of the micro-batch whose loss verl is computing; None outside of ``ppo_loss``."""
@@ -51,12 +51,9 @@ class ExactKL:
     @contextmanager
     def disable_adapter(self, original: Callable[..., Any], engine: Any) -> Iterator[None]:
         """``FSDPEngine.disable_adapter``, in whose context the engine runs the reference."""
-        self._engines_without_adapter.append(engine)
-        try:
-            with original(engine):
-                yield
-        finally:
-            self._engines_without_adapter.remove(engine)
+        engines = *self._engines_without_adapter, engine
+        with replaced(self, "_engines_without_adapter", engines), original(engine):
+            yield
 
     def forward_step(
         self,
@@ -66,24 +63,20 @@ class ExactKL:
         loss_function: Any,
         forward_only: bool,
     ) -> Any:
-        """``FSDPEngineWithLMHead.forward_step``, which records the input of the reference's head."""
-        is_reference = engine in self._engines_without_adapter or engine.engine_config.forward_only
-        records = is_reference and loss_function is None
-        with self._record_head(engine.module) if records else nullcontext():
+        """``FSDPEngineWithLMHead.forward_step``, which records input and weights of the reference's head."""
+        if not self._is_reference_pass(engine, loss_function):
+            return original(engine, micro_batch, loss_function, forward_only)
+        layer = engine.module.get_output_embeddings()
+        hook = nullcontext() if layer is None else layer.register_forward_pre_hook(self._record_head_call)
+        self._head = None
+        with hook, replaced(self, "_head_input", None):
             return original(engine, micro_batch, loss_function, forward_only)
 
-    @contextmanager
-    def _record_head(self, module: Any) -> Iterator[None]:
-        """Context in which the input of the head of ``module`` is recorded, and its weights are copied."""
-        layer = module.get_output_embeddings()
-        handle = None if layer is None else layer.register_forward_pre_hook(self._record_head_call)
-        self._is_reference_pass, self._head = True, None
-        try:
-            yield
-        finally:
-            self._is_reference_pass, self._head_input = False, None
-            if handle is not None:
-                handle.remove()
+    def _is_reference_pass(self, engine: Any, loss_function: Any) -> bool:
+        """Whether a pass is the reference's: without a loss, by an engine that never trains or has its adapter off."""
+        return loss_function is None and (
+            engine in self._engines_without_adapter or engine.engine_config.forward_only
+        )
 
     def _record_head_call(self, layer: Any, args: tuple[Any, ...]) -> None:
         """Record input and weights of the head; FSDP has gathered its weights only while it runs."""
@@ -106,9 +99,9 @@ class ExactKL:
     ) -> Any:
         """``FSDPEngineWithLMHead.prepare_model_outputs``, with hidden states, or the KL, in its output."""
         added: dict[str, Tensor] = {}  # computed first, since verl may overwrite the logits
-        if self._is_reference_pass:
+        if self._is_reference_pass(engine, logits_processor_func):
             added[REFERENCE_HIDDEN] = self._reference_hidden(engine, output, micro_batch)
-        elif is_exact(logits_processor_func):
+        elif has_exact_kl(logits_processor_func):
             added[TOKEN_KL] = self._token_kl(engine, output, output_args, micro_batch)
         return original(engine, output, output_args, micro_batch, logits_processor_func) | added
 
@@ -117,11 +110,9 @@ class ExactKL:
     ) -> Any:
         """``ppo_loss``; while it runs, ``micro_batch_kl`` is the KL of its micro-batch."""
         token_kl = model_output.get(TOKEN_KL)
-        self.micro_batch_kl = None if token_kl is None else response_rows(token_kl, data)
-        try:
+        kl = None if token_kl is None else response_rows(token_kl, data)
+        with replaced(self, "micro_batch_kl", kl):
             return original(config=config, model_output=model_output, data=data, dp_group=dp_group)
-        finally:
-            self.micro_batch_kl = None
 
     def _reference_hidden(self, engine: Any, output: Any, micro_batch: Any) -> Tensor:
         """The hidden states of all tokens, packed as by verl; chooses the head's layout and checks it.
@@ -137,8 +128,9 @@ class ExactKL:
             )
         hidden = pack(self._head_input, micro_batch).detach()
         heads = candidate_heads(engine.module.config, self._head)
-        self._head = min(heads, key=lambda head: head_error(logits, hidden, head))
-        error = head_error(logits, hidden, self._head)
+        error, self._head = min(
+            ((head_error(logits, hidden, head), head) for head in heads), key=lambda each: each[0]
+        )
         if not error <= MAX_HEAD_ERROR:
             raise CannotRunError(
                 f"the reference ({type(engine.module).__name__}) does not come apart into hidden states and head: the "
@@ -171,12 +163,10 @@ class ExactKL:
         return torch.nested.nested_tensor_from_jagged(token_kl, micro_batch["input_ids"].offsets())
 
 
-def is_exact(loss_function: Any) -> bool:
+def has_exact_kl(loss_function: Any) -> bool:
     """Whether the configuration in verl's loss function (a partial) has the exact KL as its KL loss."""
     config = getattr(loss_function, "keywords", {}).get("config")
-    if config is None or not config.use_kl_loss:
-        return False
-    return NAMES.get(config.kl_loss_type.removesuffix("+")) == "exact"
+    return config is not None and config.use_kl_loss and is_exact(config.kl_loss_type)
 
 
 def packed_logits(engine: Any, output: Any, micro_batch: Any) -> Float[Tensor, "tokens vocab"]:

@@ -37,7 +37,7 @@ EXACT_KL = ExactKL()
 def _kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """The penalty of a name; "exact" in verl's loss is the KL that its engine has computed, with ``+`` by k2."""
     value = EXACT_KL.micro_batch_kl
-    if value is None or penalty.NAMES.get(kl_penalty.removesuffix("+")) != "exact":
+    if value is None or not penalty.is_exact(kl_penalty):
         return penalty.kl_penalty(logprob, ref_logprob, kl_penalty)
     return with_k2_gradient(value, logprob, ref_logprob) if kl_penalty.endswith("+") else value
 
@@ -120,8 +120,9 @@ def install(*, exact: bool = False, top_k_distillation: str | None = None) -> No
     if top_k_distillation is not None:
         look_up(DIVERGENCES, top_k_distillation, "divergence")
         arguments = ("student_logits", "teacher_topk_log_probs", "teacher_topk_ids", "config", "data_format")
-        loss = partial(compute_topk_loss, top_k_distillation)
-        wrapped[TOP_K_LOSSES] = {"compute_forward_kl_topk": (arguments, loss)}
+        wrapped[TOP_K_LOSSES] = {
+            "compute_forward_kl_topk": (arguments, partial(compute_topk_loss, top_k_distillation))
+        }
     wrap_after_import(CORE, REPLACEMENTS, put=replace_everywhere)
     for module, wrappers in wrapped.items():
         wrap_after_import(module, wrappers)

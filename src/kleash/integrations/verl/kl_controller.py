@@ -65,8 +65,7 @@ def get_kl_controller(kl_ctrl: Any) -> KLController:
         UnknownNameError: if there is no such type.
         OptionError: if a field is unknown or a number is out of range.
     """
-    config = kl_ctrl if isinstance(kl_ctrl, Mapping) else vars(kl_ctrl)
-    settings = {str(name): value for name, value in config.items()}
+    settings: dict[str, Any] = dict(kl_ctrl if isinstance(kl_ctrl, Mapping) else vars(kl_ctrl))
     kind = look_up(CONTROLLER_TYPES, settings.get("type", "fixed"), "type of KL controller")
     record = {name: value for name, value in settings.items() if name not in VERL_FIELDS}
     if "per" in record:
@@ -121,9 +120,12 @@ def load_checkpoint(original: Callable[..., Any], trainer: Any, *args: Any, **kw
 def _load_state(controller: KLController, trainer: Any) -> None:
     """Restore the state of a controller from the folder that the trainer resumes from."""
     settings = trainer.config.trainer
-    folder = settings.resume_from_path if settings.resume_mode == "resume_path" else None
-    folder = folder or Path(settings.default_local_dir) / f"global_step_{trainer.global_steps}"
-    path = Path(folder).absolute() / CONTROLLER_FILE
+    folder = (
+        Path(settings.resume_from_path)
+        if settings.resume_mode == "resume_path"
+        else Path(settings.default_local_dir) / f"global_step_{trainer.global_steps}"
+    )
+    path = folder.absolute() / CONTROLLER_FILE
     if not path.exists():
         warnings.warn(
             f"{path} does not exist, so the KL controller begins anew at {controller.value}", stacklevel=4

@@ -38,6 +38,11 @@ NAMES: Mapping[str, str] = MappingProxyType(
 """verl's name -> kleash's; "exact" is new. With a ``+`` behind, any has the gradient of KL(policy || reference)."""
 
 
+def is_exact(kl_penalty: str) -> bool:
+    """Whether a name of verl's penalty, with or without ``+``, is that of the exact KL."""
+    return NAMES.get(kl_penalty.removesuffix("+")) == "exact"
+
+
 @validated
 def kl_penalty(
     logprob: Float[Tensor, "*logprobs"],
