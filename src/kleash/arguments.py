@@ -237,8 +237,8 @@ def check_tensor(name: str, value: Tensor, spec: ArgumentSpec) -> None:
         raise ShapeError(f"{description}; give {' or '.join(map(KINDS.__getitem__, spec.kinds))}{where}")
 
 
-def check_reward_order(name: str, returned: object) -> None:
-    """Raise an error if the return value of a reward function has no order, or is text.
+def check_reward_order(name: str, returned: Any) -> Any:
+    """The return value of a reward function, as it is; raises an error if it has no order, or is text.
 
     Raises:
         CannotRunError: for a mapping, a set or text.
@@ -249,3 +249,4 @@ def check_reward_order(name: str, returned: object) -> None:
             f"the reward {name} returned a {type_name}; it must return a sequence of numbers, one for "
             "each response in the order of the responses"
         )
+    return returned

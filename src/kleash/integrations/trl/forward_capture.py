@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.errors import CannotRunError, OptionError
+from kleash.extras import replaced
 from kleash.integrations.trl.compat import (
     MIXIN,
     add_fused_lm_head,
@@ -56,10 +57,8 @@ class ForwardCapture(MIXIN):
         """
         self._passes: list[ForwardPass] | None = None
         self._captures_hidden = False
-        self._captures = False
-        """Whether the hidden states of the passes are needed."""
-        self._head_layouts: tuple[Head, Head]
-        """Those of policy and reference (``read_head_layout``), once an exact KL is measured."""
+        self._head_layouts: tuple[Head, ...] = ()
+        """Those of policy and reference (``read_head_layout``) if an exact KL is measured, otherwise none."""
         self._stored_head: Head | None = None
         config = kwargs.get("args")
         if config is None:
@@ -67,7 +66,7 @@ class ForwardCapture(MIXIN):
                 "pass the configuration by keyword, args=GRPOConfig(beta=0.05), or with beta=0.0 for a KL that is only "
                 "logged: with TRL's default, 0, no KL would be trained"
             )
-        if reference is not None and getattr(config, "sync_ref_model", False):
+        if reference is not None and config.sync_ref_model:
             raise OptionError(
                 "sync_ref_model=True moves the copy of the policy that TRL loads as its reference, and reference= is a "
                 "model that stays as it is; leave one of them out"
@@ -77,24 +76,22 @@ class ForwardCapture(MIXIN):
         kwargs["args"].beta = 0.0 if reference is not None else config.beta or 1.0
         super().__init__(*args, **kwargs)
         self.beta = self.args.beta = config.beta
-        if reference is None:
-            network = self.accelerator.unwrap_model(self.model)
-            if self.ref_model is None and hasattr(network, "peft_config"):
-                require_unchanged_base(
-                    network, "reference", instead="give reference=, a separate model in memory"
-                )
-            return
-        require_two_networks(self.accelerator.unwrap_model(self.model), reference)
-        reference.requires_grad_(False)
-        in_float32 = getattr(self.args, "cast_lm_head_to_fp32", False)  # an option of GRPO, not of RLOO
-        add_fused_lm_head(reference, temperature=self.temperature, cast_lm_head_to_fp32=in_float32)
-        self.ref_model = prepare_frozen(self, reference)
+        network = self.accelerator.unwrap_model(self.model)
+        if reference is not None:
+            require_two_networks(network, reference)
+            reference.requires_grad_(False)
+            in_float32 = getattr(self.args, "cast_lm_head_to_fp32", False)  # an option of GRPO, not of RLOO
+            add_fused_lm_head(reference, temperature=self.temperature, cast_lm_head_to_fp32=in_float32)
+            self.ref_model = prepare_frozen(self, reference)
+        elif self.ref_model is None and hasattr(network, "peft_config"):
+            require_unchanged_base(
+                network, "reference", instead="give reference=, a separate model in memory"
+            )
 
     @contextmanager
     def _record_passes(self, *, hidden: bool) -> Iterator[list[ForwardPass]]:
         """Context in which every forward pass of TRL is appended to the list, with its hidden states if ``hidden``."""
-        passes: list[ForwardPass] = []
-        with replaced(self, "_passes", passes), replaced(self, "_captures_hidden", hidden):
+        with replaced(self, "_captures_hidden", hidden), replaced(self, "_passes", []) as passes:
             yield passes
 
     def _get_per_token_logps_and_entropies(
@@ -107,32 +104,39 @@ class ForwardCapture(MIXIN):
         **kwargs: Any,
     ) -> Any:
         """TRL's pass; in ``_record_passes`` it is recorded, and its log-probabilities are 0 at padding."""
-        original = super()._get_per_token_logps_and_entropies
-        args = (input_ids, attention_mask, logits_to_keep, *args)
-        if self._passes is None:
-            return original(model, *args, **kwargs)
+        states: list[Tensor] = []  # of each chunk of the batch
         backbone = find_backbone(base_network(self.accelerator.unwrap_model(model)))
-        with capture_hidden_states(backbone) if self._captures_hidden else nullcontext() as outputs:
-            result = original(model, *args, **kwargs)
-        hidden = None if outputs is None else torch.cat(outputs)[:, :-1][:, -logits_to_keep:]
-        # TRL multiplies by the mask, and attention may give NaN at padding.
-        is_counted = attention_mask[:, -logits_to_keep:].bool()
-        result = (torch.where(is_counted, result[0], 0.0), *result[1:])
-        self._passes.append(ForwardPass(logp=result[0], hidden=hidden))
-        return result
+        with (
+            backbone.register_forward_hook(lambda _, __, output: states.append(output.last_hidden_state))
+            if self._captures_hidden
+            else nullcontext()
+        ):
+            logp, *further_outputs = super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+            )
+        if self._passes is not None:
+            # TRL multiplies by the mask, and attention may give NaN at padding.
+            logp = torch.where(attention_mask[:, -logits_to_keep:].bool(), logp, 0.0)
+            hidden = torch.cat(states)[:, :-1][:, -logits_to_keep:] if states else None
+            self._passes.append(ForwardPass(logp=logp, hidden=hidden))
+        return logp, *further_outputs
 
     def _forward_pass(self, output: dict[str, Any], *, reference: bool, hidden: bool) -> ForwardPass:
         """A pass of the policy or the reference over a generated batch, without gradient."""
         batch = getattr(self.args, f"per_device_{self._mode}_batch_size")
         images = {name: output[name] for name in IMAGE_INPUTS if output.get(name) is not None}
-        no_checkpointing = disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
         model, adapter = self.model, nullcontext()
         if reference and self.ref_model is not None:
             model = self.ref_model
         elif reference:
-            network = self.accelerator.unwrap_model(model)
-            adapter = use_adapter(network, adapter_name="ref" if "ref" in network.peft_config else None)
-        with torch.no_grad(), no_checkpointing, adapter, self._record_passes(hidden=hidden) as passes:
+            adapters = self._reference_network.peft_config
+            adapter = use_adapter(self._reference_network, adapter_name="ref" if "ref" in adapters else None)
+        with (
+            torch.no_grad(),
+            disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
+            adapter,
+            self._record_passes(hidden=hidden) as passes,
+        ):
             self._get_per_token_logps_and_entropies(model, *whole_rows(output), batch, **images)
         return passes[-1]
 
@@ -147,12 +151,12 @@ class ForwardCapture(MIXIN):
         """
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         policy_head = read_head_layout(self.accelerator.unwrap_model(self.model), tokenizer, "policy")
-        reference_head = policy_head
-        if self.ref_model is not None:
-            reference_head = read_head_layout(
-                self.accelerator.unwrap_model(self.ref_model), tokenizer, "reference"
-            )
-        self._head_layouts, self._captures = (policy_head, reference_head), True
+        reference_head = (
+            policy_head
+            if self.ref_model is None
+            else read_head_layout(self._reference_network, tokenizer, "reference")
+        )
+        self._head_layouts = policy_head, reference_head
 
     @property
     def _mode(self) -> str:
@@ -193,31 +197,20 @@ def whole_rows(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:
 
 def prepare_frozen(trainer: Any, network: Any) -> Any:
     """A network that is not trained, placed or sharded as the trainer's policy is."""
-    if getattr(trainer, "is_deepspeed_enabled", False):
+    if trainer.is_deepspeed_enabled:
         return prepare_deepspeed(network, trainer.accelerator)
-    if getattr(trainer, "is_fsdp_enabled", False):
+    if trainer.is_fsdp_enabled:
         return prepare_fsdp(network, trainer.accelerator)
     return trainer.accelerator.prepare_model(network, evaluation_mode=True)
 
 
-@contextmanager
-def capture_hidden_states(backbone: Any) -> Iterator[list[Tensor]]:
-    """Context in which the final hidden states of each call of ``backbone`` are appended to the list."""
-    outputs: list[Tensor] = []
-    handle = backbone.register_forward_hook(lambda _, __, out: outputs.append(out.last_hidden_state))
-    try:
-        yield outputs
-    finally:
-        handle.remove()
-
-
-def without_autocast(network: Any) -> AbstractContextManager[None]:
+def without_autocast(network: Any) -> AbstractContextManager[Any]:
     """Context without the autocast that Accelerate puts around a network's forward: its logits are rounded twice."""
     original = vars(network).get("_original_forward")
     return nullcontext() if original is None else replaced(network, "forward", original)
 
 
-def without_head(network: Any) -> AbstractContextManager[None]:
+def without_head(network: Any) -> AbstractContextManager[Any]:
     """Context in which TRL's pass of a network ends at its final hidden states, and gives log-probabilities of 0."""
 
     def forward(*args: Any, labels: Tensor, fused_lm_head: bool, **inputs: Any) -> SimpleNamespace:
@@ -225,17 +218,6 @@ def without_head(network: Any) -> AbstractContextManager[None]:
         return SimpleNamespace(log_probs=states.new_zeros(labels[:, 1:].shape))
 
     return replaced(network, "forward", forward)
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Context in which an attribute of an object has another value."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def read_head_layout(network: Any, tokenizer: Any, role: str) -> Head:

@@ -1,10 +1,9 @@
 """TRL's GRPO with its KL replaced: exact or sampled, in the loss or in the reward."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 from kleash.integrations.trl.compat import GRPOTrainer
 from kleash.integrations.trl.kl_mixin import KLMixin
-from kleash.integrations.trl.terms import UpdateSize
 
 
 class GRPOLeash(KLMixin):
@@ -24,22 +23,17 @@ class GRPOLeash(KLMixin):
     With vLLM also the mismatch of trainer and engine, ``mismatch/*``.
     """
 
-    _unscaled: ClassVar = {"scale_rewards": "none", "multi_objective_aggregation": "sum_then_normalize"}
-
     @property
     def _is_off_policy(self) -> bool:
         """Whether TRL keeps the log-probabilities of an older policy."""
         return super()._is_off_policy or self.use_vllm
 
-    def _update_size(self, inputs: dict[str, Any]) -> UpdateSize:
-        """The sizes of the update that this micro-batch belongs to, as in TRL's loss."""
-        micro_batches = self.current_gradient_accumulation_steps if self.model.training else 1
+    def _update_size(self, inputs: dict[str, Any]) -> tuple[int, float]:
+        """The micro-batches of an update, and their mean number of tokens on one process, as in TRL's loss."""
         tokens = inputs["num_items_in_batch"].clamp(min=1).item() / self.accelerator.num_processes
-        if self.model.training:
-            tokens *= self.current_gradient_accumulation_steps / self.args.steps_per_generation
-        return UpdateSize(
-            micro_batches=micro_batches, tokens=tokens, max_length=self.args.max_completion_length
-        )
+        if not self.model.training:
+            return 1, tokens
+        return self.current_gradient_accumulation_steps, tokens / self.args.steps_per_generation
 
 
 class LeashedGRPOTrainer(GRPOLeash, GRPOTrainer):

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from kleash.arguments import check_reward_order
 from kleash.estimators import importance_weights
-from kleash.extras import import_extra
+from kleash.extras import import_extra, replaced
 from kleash.integrations.trl.compat import is_async_callable
-from kleash.integrations.trl.forward_capture import ForwardCapture, ForwardPass, replaced, without_head
+from kleash.integrations.trl.forward_capture import ForwardCapture, ForwardPass, without_head
 from kleash.integrations.trl.mismatch_metrics import mismatch_metrics
 from kleash.integrations.trl.sampling_settings import require_policy_samples
-from kleash.integrations.trl.terms import LOSS_TYPES, UpdateSize, kl_term, require_unscaled_reward
+from kleash.integrations.trl.terms import LOSS_TYPES, kl_term, require_unscaled_reward
 from kleash.kl_rules import default_scope
 from kleash.leash import group_advantages
 from kleash.linear import Head, LinearLoss, LinearOptions, linear_kl, linear_objective
@@ -77,18 +77,13 @@ def check_order_of(name: str, function: Callable[..., Any]) -> Callable[..., Any
     """
     if isinstance(function, torch.nn.Module):
         return function
-
-    def checked(returned: Any) -> Any:
-        check_reward_order(name, returned)
-        return returned
-
     if is_async_callable(function):
 
-        async def checked_coroutine(*args: Any, **kwargs: Any) -> Any:
-            return checked(await function(*args, **kwargs))
+        async def checked(*args: Any, **kwargs: Any) -> Any:
+            return check_reward_order(name, await function(*args, **kwargs))
 
-        return checked_coroutine
-    return lambda *args, **kwargs: checked(function(*args, **kwargs))
+        return checked
+    return lambda *args, **kwargs: check_reward_order(name, function(*args, **kwargs))
 
 
 class KLMixin(ForwardCapture):
@@ -100,9 +95,6 @@ class KLMixin(ForwardCapture):
     without it, TRL loads the checkpoint that the policy came from. With a beta of 0 (TRL's default) a warning says that
     the KL is only logged: it costs the reference in memory, its forward pass and that of the KL, no backward pass.
     """
-
-    _unscaled: ClassVar[Mapping[str, Any]] = {}
-    """Setting of TRL -> its value with which a reward that contains the KL is not rescaled."""
 
     # Many arguments, since they are options of a trainer; all by keyword.
     def __init__(
@@ -140,7 +132,7 @@ class KLMixin(ForwardCapture):
             off_policy=self._is_off_policy,
         )
         require_policy_samples(self._term, self)
-        require_unscaled_reward(self._term, self, self._unscaled)
+        require_unscaled_reward(self._term, self)
         if kl == "exact":
             self.measure_exact_kl()
         if self.beta == 0:
@@ -153,8 +145,8 @@ class KLMixin(ForwardCapture):
     @property
     def _reuses_responses(self) -> bool:
         """Whether some updates use samples of an older policy."""
-        micro_batches = self.args.steps_per_generation * self.args.num_iterations
-        return self.args.gradient_accumulation_steps % micro_batches != 0
+        args = self.args
+        return args.gradient_accumulation_steps % (args.steps_per_generation * args.num_iterations) != 0
 
     _is_off_policy = _reuses_responses
 
@@ -164,17 +156,16 @@ class KLMixin(ForwardCapture):
         with replaced(self, "beta", 0.0), self._record_passes(hidden=False) as passes:
             output = super()._generate_and_score_completions(inputs)
         self._keep_reference(output)
-        engine_logp, in_reward = output.get(ENGINE_LOGP), self._term.place == "reward"
-        if not passes and not in_reward and engine_logp is None:
-            return output
-        policy = passes[0] if passes else self._forward_pass(output, reference=False, hidden=False)
-        if engine_logp is not None:
-            mask = response_mask(output)
-            self._log_metrics(**mismatch_metrics(policy.logp, engine_logp, mask, self.accelerator))
-        if in_reward:
-            self._charge_advantages(output, policy.logp)
         if passes and self._is_off_policy:
-            output[OLD_LOGP] = policy.logp  # of which RLOO keeps sums
+            output[OLD_LOGP] = passes[0].logp  # of which RLOO keeps sums
+        in_reward = self._term.place == "reward"
+        if in_reward or ENGINE_LOGP in output:
+            policy = passes[0] if passes else self._forward_pass(output, reference=False, hidden=False)
+            if ENGINE_LOGP in output:
+                columns = policy.logp, output[ENGINE_LOGP], response_mask(output)
+                self._log_metrics(**mismatch_metrics(*columns, self.accelerator))
+            if in_reward:
+                self._charge_advantages(output, policy.logp)
         return output
 
     def _keep_reference(self, output: dict[str, Any]) -> None:
@@ -184,7 +175,7 @@ class KLMixin(ForwardCapture):
         """
         is_exact = self._term.estimator == "exact"
         with without_head(base_network(self._reference_network)) if is_exact else nullcontext():
-            reference = self._forward_pass(output, reference=True, hidden=self._captures)
+            reference = self._forward_pass(output, reference=True, hidden=bool(self._head_layouts))
         if not is_exact:
             output[REFERENCE_LOGP] = reference.logp
         if reference.hidden is not None:
@@ -205,46 +196,56 @@ class KLMixin(ForwardCapture):
         """
         mask = response_mask(output)
         per_token = self._term.per_token(policy_logp, output[REFERENCE_LOGP], mask)
-        rows = rows_by_prompt(per_token, mask, output["prompt_ids"], output["prompt_mask"])
-        self._kl_rows[self._mode] += rows
+        self._kl_rows[self._mode] += rows_by_prompt(
+            per_token, mask, output["prompt_ids"], output["prompt_mask"]
+        )
         kl = self.accelerator.gather(per_token.sum(-1))
         size = self.num_generations if self.model.training else self.num_generations_eval
         scored = self._is_scored.view(-1, size)
         is_compared = (scored & (scored.sum(-1, keepdim=True) > 1)).flatten()
-        groups = torch.arange(len(kl), device=kl.device) // size
-        excess = group_advantages(kl, groups, is_compared, corrected=self._loss_type == "rloo")
-        first = self.accelerator.process_index * len(mask)
-        output["advantages"] = output["advantages"] - self.beta * excess[first : first + len(mask)]
+        excess = group_advantages(
+            kl,
+            torch.arange(len(kl), device=kl.device) // size,
+            is_compared,
+            corrected=self._loss_type == "rloo",
+        )
+        own_excess = excess.split(len(mask))[self.accelerator.process_index]
+        output["advantages"] = output["advantages"] - self.beta * own_excess
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """TRL's loss without a KL, and the KL of the micro-batch times beta."""
-        with replaced(self, "beta", 0.0), self._record_passes(hidden=self._captures) as passes:
+        with replaced(self, "beta", 0.0), self._record_passes(hidden=bool(self._head_layouts)) as passes:
             loss = super()._compute_loss(model, inputs)
         mask = response_mask(inputs)
-        if self._captures and self._term.estimator != "exact" and TOKEN_KL not in inputs:
+        if self._head_layouts and self._term.estimator != "exact" and TOKEN_KL not in inputs:
             self._keep_exact_kl(passes[0], inputs, mask)  # once for each response
         if self._term.place == "reward":
             return loss
-        size = self._update_size(inputs)
-        token_weights = LOSS_TYPES[self._loss_type].token_weights(mask.float(), size)
+        micro_batches, tokens = self._update_size(inputs)
+        token_weights = LOSS_TYPES[self._loss_type].token_weights(
+            mask.float(), tokens, self.args.max_completion_length
+        )
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.beta != 0):
-            kl = self._micro_batch_kl(passes[0], inputs, mask, token_weights)
-        # the weights divide by the micro-batches of an update, and TRL logs a mean over them
-        trained = (token_weights * kl.per_token).sum().float() * size.micro_batches
+            kl = self._micro_batch_kl(passes[0], inputs, mask, token_weights / micro_batches)
+        trained = (token_weights * kl.per_token).sum().float()
         self._log_metrics(kl=self.accelerator.reduce(trained, reduction="mean").item())
-        rows = rows_by_prompt(kl.per_token, mask, inputs["prompt_ids"], inputs["prompt_mask"])
-        self._kl_rows[self._mode] += rows
+        self._kl_rows[self._mode] += rows_by_prompt(
+            kl.per_token, mask, inputs["prompt_ids"], inputs["prompt_mask"]
+        )
         return loss if self.beta == 0 else loss + self.beta * kl.loss
 
-    def _update_size(self, inputs: dict[str, Any]) -> UpdateSize:
-        """The sizes of the update that a micro-batch belongs to; of RLOO, a mean over the micro-batch's responses."""
-        return UpdateSize(micro_batches=1, tokens=1.0, max_length=self.args.max_completion_length)
+    def _update_size(self, inputs: dict[str, Any]) -> tuple[int, float]:
+        """The micro-batches of an update, and their mean number of tokens: 1 in RLOO, whose loss divides by neither."""
+        return 1, 1.0
 
     def _keep_exact_kl(self, policy_pass: ForwardPass, inputs: dict[str, Any], mask: Tensor) -> None:
         """Measure the exact KL of each token, where a sampled one is trained."""
-        states = self._both_hidden(policy_pass, inputs, mask)
         with torch.no_grad():
-            nats = linear_kl(*states, temperature=self.temperature, options=self._linear_options)
+            nats = linear_kl(
+                *self._both_hidden(policy_pass, inputs, mask),
+                temperature=self.temperature,
+                options=self._linear_options,
+            )
         inputs[TOKEN_KL] = torch.zeros_like(policy_pass.logp).masked_scatter(mask, nats.to(policy_pass.logp))
 
     def _both_hidden(
@@ -264,8 +265,10 @@ class KLMixin(ForwardCapture):
         """
         behaviour, ratios = None, None
         if self._term.ratio != "none":
-            behaviour = self._behaviour_logp(inputs)
-            behaviour = policy_pass.logp.detach() if behaviour is None else behaviour
+            # What drew the tokens: the engine; where its value is not known, the policy of then.
+            behaviour = inputs.get(OLD_LOGP, policy_pass.logp.detach())
+            if ENGINE_LOGP in inputs:
+                behaviour = torch.where(inputs[ENGINE_LOGP].isnan(), behaviour, inputs[ENGINE_LOGP])
             weights = importance_weights(
                 policy_pass.logp, behaviour, mask, level=self._term.ratio, cap=self._term.cap
             )
@@ -310,14 +313,6 @@ class KLMixin(ForwardCapture):
             later_kl = future_kl_loss(policy_pass.logp, token_kl, mask, weights=ratios)
             loss = loss + (token_weights * later_kl).sum()
         return LinearLoss(loss, token_kl if ratios is None else token_kl * ratios)
-
-    def _behaviour_logp(self, inputs: dict[str, Any]) -> Tensor | None:
-        """Log-probabilities under what drew the tokens: the engine's, or the old ones where those are not known.
-
-        None if the current policy drew them.
-        """
-        old, engine = inputs.get(OLD_LOGP), inputs.get(ENGINE_LOGP)
-        return old if old is None or engine is None else torch.where(engine.isnan(), old, engine)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """TRL's method, with the KL of the responses since the last log."""

@@ -1,7 +1,5 @@
 """TRL's RLOO with its KL replaced: exact or sampled, in the loss or in the reward."""
 
-from typing import ClassVar
-
 from kleash.integrations.trl.compat import RLOOTrainer
 from kleash.integrations.trl.kl_mixin import KLMixin
 
@@ -17,8 +15,6 @@ class RLOOLeash(KLMixin):
     Logged: ``kl``, ``kl/per_token``, ``kl/per_sequence``, the latter two with ``_error`` (clustered by prompt), of the
     responses since the last log, and ``beta``.
     """
-
-    _unscaled: ClassVar = {"normalize_advantages": False}
 
 
 class LeashedRLOOTrainer(RLOOLeash, RLOOTrainer):

@@ -14,36 +14,24 @@ from kleash.registry import look_up
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateSize:
-    """The sizes by which TRL's losses divide the sum over a micro-batch."""
-
-    micro_batches: int
-    """Micro-batches of an update, whose losses are added up."""
-    tokens: float
-    """Tokens of an update on one process: the divisor of a mean over the update's tokens."""
-    max_length: int
-    """Largest number of tokens of a response."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class LossType:
     """How one of TRL's losses averages over tokens."""
 
     aggregation: str
     """The name of this average in ``kleash.losses.AGGREGATIONS``."""
-    token_weights: Callable[[Tensor, UpdateSize], Tensor]
-    """Mask as numbers, ``[batch, time]`` -> the weight of each token in the loss of an update."""
+    token_weights: Callable[[Tensor, float, int], Tensor]
+    """The weight of each token in the loss of a micro-batch, ``[batch, time]``; the loss of an update is a mean over
+    its micro-batches. Of: the mask as numbers; the mean number of tokens in a micro-batch of the update; the largest
+    length of a response."""
 
 
 _SEQUENCE_MEAN = LossType(
     aggregation="sequence_mean",
-    token_weights=lambda mask, size: (
-        mask / mask.sum(-1, keepdim=True).clamp(min=1) / len(mask) / size.micro_batches
-    ),
+    token_weights=lambda mask, tokens, length: mask / mask.sum(-1, keepdim=True).clamp(min=1) / len(mask),
 )
-_UPDATE_MEAN = LossType(aggregation="token_mean", token_weights=lambda mask, size: mask / size.tokens)
+_UPDATE_MEAN = LossType(aggregation="token_mean", token_weights=lambda mask, tokens, length: mask / tokens)
 _SEQUENCE_SUM = LossType(
-    aggregation="sequence_sum", token_weights=lambda mask, size: mask / len(mask) / size.micro_batches
+    aggregation="sequence_sum", token_weights=lambda mask, tokens, length: mask / len(mask)
 )
 LOSS_TYPES: Mapping[str, LossType] = MappingProxyType(
     {
@@ -51,20 +39,28 @@ LOSS_TYPES: Mapping[str, LossType] = MappingProxyType(
         "sapo": _SEQUENCE_MEAN,
         "bnpo": LossType(
             aggregation="token_mean",
-            token_weights=lambda mask, size: mask / mask.sum().clamp(min=1) / size.micro_batches,
+            token_weights=lambda mask, tokens, length: mask / mask.sum().clamp(min=1),
         ),
         "dapo": _UPDATE_MEAN,
         "cispo": _UPDATE_MEAN,
         "vespo": _UPDATE_MEAN,
         "dr_grpo": LossType(
             aggregation="constant",
-            token_weights=lambda mask, size: mask / (len(mask) * size.max_length) / size.micro_batches,
+            token_weights=lambda mask, tokens, length: mask / (len(mask) * length),
         ),
         "luspo": _SEQUENCE_SUM,
         "rloo": _SEQUENCE_SUM,
     }
 )
 """Loss type of TRL's GRPO, or "rloo" -> how it averages over tokens."""
+UNSCALED: Mapping[str, Any] = MappingProxyType(
+    {
+        "scale_rewards": "none",
+        "multi_objective_aggregation": "sum_then_normalize",
+        "normalize_advantages": False,
+    }
+)
+"""Setting of TRL's GRPO (the first two) or RLOO -> the value with which a reward is left alone."""
 
 
 # Many arguments, since they are options of a trainer; all by keyword.
@@ -134,22 +130,19 @@ def kl_term(
     )
 
 
-def require_unscaled_reward(term: KLTerm, trainer: Any, unscaled: Mapping[str, Any]) -> None:
+def require_unscaled_reward(term: KLTerm, trainer: Any) -> None:
     """Check that TRL does not rescale a reward that contains the KL.
 
     Args:
         term: the KL term of the trainer.
-        trainer: of TRL, with the settings as its attributes.
-        unscaled: name of a setting -> the value with which the reward is left alone.
+        trainer: of TRL, with those of the settings ``UNSCALED`` that it knows as its attributes.
 
     Raises:
         OptionError: naming a setting that would scale or clip the KL.
     """
-    if term.place != "reward":
-        return
-    for name, required in unscaled.items():
-        value = getattr(trainer, name)
-        if value != required:
+    for name, required in UNSCALED.items():
+        value = getattr(trainer, name, required)
+        if term.place == "reward" and value != required:
             raise OptionError(
                 f"{name} is {value!r}, which would scale or cut the KL in the reward; give {required!r}, or "
                 "kl_place='loss'"
