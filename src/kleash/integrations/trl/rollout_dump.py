@@ -1,18 +1,21 @@
 """A callback that writes the rollouts of TRL's GRPO and RLOO for ``kleash mismatch`` and ``kleash doctor``."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.diagnosis import write_rollouts
 from kleash.errors import CannotRunError, OptionError
+from kleash.extras import replaced
 from kleash.integrations.trainer.callback import AttachedCallback
 from kleash.integrations.trl.compat import GRPOTrainer, RLOOTrainer
-from kleash.integrations.trl.forward_capture import replaced, whole_rows
+from kleash.integrations.trl.forward_capture import whole_rows
 from kleash.integrations.trl.kl_mixin import ENGINE_LOGP, OLD_LOGP, REFERENCE_LOGP, KLMixin
 from kleash.models.live_models import base_network
 from kleash.precision import normalised
@@ -55,36 +58,30 @@ class RolloutDump(AttachedCallback):
                 "none; write its batches with kleash.diagnosis.write_rollouts"
             )
         super().attach(trainer)
-        attached: Any = trainer
-        generate = attached._generate_and_score_completions
-
-        def generate_and_write(inputs: Any) -> Any:
-            step = attached.state.global_step
-            if not attached.model.training or step < self._next:
-                return generate(inputs)
-            with _generation_columns(attached) as columns:
-                output = generate(inputs)
-            self._next = step + self.every
-            self._write(output, columns, step)
-            return output
-
-        attached._generate_and_score_completions = generate_and_write
+        self.trainer._generate_and_score_completions = partial(
+            self._generate_and_write, self.trainer._generate_and_score_completions
+        )
         return self
 
-    def _write(self, output: dict[str, Any], columns: list["GenerationLogprobs"], step: int) -> None:
-        """Write a batch that TRL has generated."""
-        batch = dict(output)
-        if ENGINE_LOGP not in batch:
-            batch[ENGINE_LOGP] = _engine_column(batch["completion_ids"], columns)
-        self._add_columns(batch)
-        is_known = ~batch[ENGINE_LOGP].isnan()  # vLLM leaves some out
-        batch["completion_mask"] = batch["completion_mask"] * is_known
-        name = f"step-{step:06d}-rank-{self.trainer.accelerator.process_index}.jsonl"
-        write_rollouts(self.folder / name, batch, version=step)
+    def _generate_and_write(self, generate: Callable[[Any], dict[str, Any]], inputs: Any) -> dict[str, Any]:
+        """TRL's method, and every so many steps its batch in a file."""
+        step = self.trainer.state.global_step
+        if not self.trainer.model.training or step < self._next:
+            return generate(inputs)
+        with _generations(self.trainer) as generations:
+            output = generate(inputs)
+        self._next = step + self.every
+        self._write(output, generations, step)
+        return output
 
-    def _add_columns(self, batch: dict[str, Any]) -> None:
-        """Add the trainer's column, in the mode in which it trains, and with kleash's KL the reference's."""
-        device, trainer = batch["completion_ids"].device, self.trainer
+    def _write(self, output: dict[str, Any], generations: list[list[Tensor]], step: int) -> None:
+        """Write a batch that TRL has generated, with the columns that it lacks.
+
+        They are the engine's, the trainer's in the mode in which it trains, and with kleash's KL the reference's.
+        """
+        batch, trainer, device = dict(output), self.trainer, output["completion_ids"].device
+        if ENGINE_LOGP not in batch:
+            batch[ENGINE_LOGP] = _engine_column(batch["completion_ids"], generations)
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             if OLD_LOGP not in batch:
                 batch[OLD_LOGP] = trainer._get_per_token_logps_and_entropies(
@@ -92,65 +89,57 @@ class RolloutDump(AttachedCallback):
                 )[0]
             if REFERENCE_LOGP not in batch and isinstance(trainer, KLMixin):
                 batch[REFERENCE_LOGP] = trainer._forward_pass(batch, reference=True, hidden=False).logp
-
-
-class GenerationLogprobs:
-    """The last of a generation's processors: keeps the log-probabilities of the tokens that are drawn after it."""
-
-    def __init__(self) -> None:
-        """Start with the first token."""
-        self.columns: list[Tensor] = []
-        self._last: Tensor | None = None
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """The scores unchanged."""
-        self._keep(input_ids[:, -1:])
-        self._last = normalised(scores.float())
-        return scores
-
-    def of(self, completion_ids: Tensor) -> Tensor | None:
-        """Log-probabilities [batch, time] of all tokens, NaN after the last step; None if the shapes differ."""
-        steps = len(self.columns) + 1
-        if self._last is None or len(self._last) != len(completion_ids) or steps > completion_ids.shape[1]:
-            return None
-        self._keep(completion_ids[:, steps - 1 : steps])
-        values = torch.full(completion_ids.shape, torch.nan, device=completion_ids.device)
-        values[:, :steps] = torch.cat(self.columns, dim=1)
-        return values
-
-    def _keep(self, drawn: Tensor) -> None:
-        """Keep the value of the tokens [batch, 1] that were drawn from the last distribution."""
-        if self._last is not None:
-            self.columns.append(self._last.gather(-1, drawn.to(self._last.device)))
+        batch["completion_mask"] = (
+            batch["completion_mask"] * ~batch[ENGINE_LOGP].isnan()
+        )  # vLLM leaves some out
+        rank = trainer.accelerator.process_index
+        write_rollouts(self.folder / f"step-{step:06d}-rank-{rank}.jsonl", batch, version=step)
 
 
 @contextmanager
-def _generation_columns(trainer: Any) -> Iterator[list[GenerationLogprobs]]:
-    """Context in which transformers' ``generate`` keeps log-probabilities: a column for each call of it."""
-    network = base_network(trainer.accelerator.unwrap_model(trainer.model))
-    make_processors, columns = network._get_logits_processor, list[GenerationLogprobs]()
+def _generations(trainer: Any) -> Iterator[list[list[Tensor]]]:
+    """Context in which transformers' ``generate`` keeps log-probabilities: for each call of it, those of its steps.
 
-    def with_column(*args: Any, **kwargs: Any) -> Any:
-        """The processors that ``generate`` makes, and one that keeps log-probabilities."""
+    Of the last step the whole distribution [batch, vocab], of the others those of the tokens [batch, 1] drawn from it.
+    """
+    network = base_network(trainer.accelerator.unwrap_model(trainer.model))
+    make_processors, generations = network._get_logits_processor, list[list[Tensor]]()
+
+    def with_last(*args: Any, **kwargs: Any) -> Any:
+        """The processors that ``generate`` makes, and after them ``_keep_step``."""
         processors = make_processors(*args, **kwargs)
-        columns.append(GenerationLogprobs())
-        processors.append(columns[-1])
+        generations.append([])
+        processors.append(partial(_keep_step, generations[-1]))
         return processors
 
-    with replaced(network, "_get_logits_processor", with_column):
-        yield columns
+    with replaced(network, "_get_logits_processor", with_last):
+        yield generations
 
 
-def _engine_column(completion_ids: Tensor, columns: list[GenerationLogprobs]) -> Tensor:
-    """The log-probabilities of the one generation of a batch.
+def _keep_step(steps: list[Tensor], input_ids: Tensor, scores: Tensor) -> Tensor:
+    """A processor that keeps the distribution which the next token is drawn from; the scores unchanged."""
+    if steps:
+        steps[-1] = steps[-1].gather(-1, input_ids[:, -1:])
+    steps.append(normalised(scores.float()))
+    return scores
+
+
+def _engine_column(
+    completion_ids: Int[Tensor, "batch time"], generations: list[list[Tensor]]
+) -> Float[Tensor, "batch time"]:
+    """The log-probabilities of the one generation of a batch, NaN after its last step.
 
     Raises:
-        CannotRunError: if there was none, or several, as with tools.
+        CannotRunError: if there was none, or several, as with tools, or one of another shape.
     """
-    column = columns[0].of(completion_ids) if len(columns) == 1 else None
-    if column is None:
+    steps = generations[0] if len(generations) == 1 else []
+    batch, time = completion_ids.shape
+    if not 0 < len(steps) <= time or len(steps[-1]) != batch:
         raise CannotRunError(
-            f"RolloutDump found {len(columns)} calls of generate for a batch of {len(completion_ids)} responses, and "
-            "reads the log-probabilities of one; generate with vLLM in GRPO, which returns them"
+            f"RolloutDump found {len(generations)} calls of generate for a batch of {batch} responses, and reads the "
+            "log-probabilities of one; generate with vLLM in GRPO, which returns them"
         )
+    column = torch.full(completion_ids.shape, torch.nan, device=completion_ids.device)
+    last = steps[-1].gather(-1, completion_ids[:, len(steps) - 1 : len(steps)])
+    column[:, : len(steps)] = torch.cat([*steps[:-1], last], dim=1)
     return column
