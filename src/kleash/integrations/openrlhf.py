@@ -144,19 +144,21 @@ def install(*, controller: Mapping[str, Any] | None = None, cap: float | None = 
     warn_if_untested("openrlhf", at_least="0.11", below="0.12")
     adaptive = partial(_adaptive, dict(controller or {"kind": "ziegler"}))
     adaptive(0.1, 1.0, 1000)  # raises now if an option is invalid
-    functions = {
-        "compute_approx_kl": (
-            ("log_probs", "log_probs_base", "log_probs_old", "kl_estimator", "unbiased_gradient"),
-            partial(compute_approx_kl, cap=cap),
-        ),
-        "compute_reward": (("r", "kl_coef", "kl", "action_mask", "reward_clip_range"), compute_reward),
+    replacements: Mapping[str, Wrappers] = {
+        UTILS: {
+            "compute_approx_kl": (
+                ("log_probs", "log_probs_base", "log_probs_old", "kl_estimator", "unbiased_gradient"),
+                partial(compute_approx_kl, cap=cap),
+            ),
+            "compute_reward": (("r", "kl_coef", "kl", "action_mask", "reward_clip_range"), compute_reward),
+        },
+        "openrlhf.trainer.ppo_utils.kl_controller": {
+            "AdaptiveKLController": (("init_kl_coef", "target", "horizon"), adaptive),
+            "FixedKLController": (("kl_coef",), _fixed),
+        },
     }
-    controllers = {
-        "AdaptiveKLController": (("init_kl_coef", "target", "horizon"), adaptive),
-        "FixedKLController": (("kl_coef",), _fixed),
-    }
-    wrap_after_import(UTILS, functions, put=replace_everywhere)
-    wrap_after_import("openrlhf.trainer.ppo_utils.kl_controller", controllers, put=replace_everywhere)
+    for module, replaced in replacements.items():
+        wrap_after_import(module, replaced, put=replace_everywhere)
     for module, wrapped in WRAPPED.items():
         wrap_after_import(module, wrapped)
 

@@ -57,7 +57,7 @@ class BetaController(AttachedCallback, ExportableState):
             raise OptionError("the controller's beta is 0, so no KL would be trained; give it a beta above 0")
         if any(isinstance(callback, BetaController) for callback in trainer.callback_handler.callbacks):
             raise OptionError("this trainer has a BetaController already; one beta is steered by one")
-        if getattr(trainer.args, "restore_callback_states_from_checkpoint", False):
+        if trainer.args.restore_callback_states_from_checkpoint:
             raise OptionError(
                 "restore_callback_states_from_checkpoint makes new callbacks that know no trainer; leave it False: "
                 "BetaController reads its state from the checkpoint itself"
@@ -87,10 +87,11 @@ class BetaController(AttachedCallback, ExportableState):
         if kl is None or state.global_step == self.since:
             return
         batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        drawn = (state.global_step - self.since) * batch
-        sequences = max(1, round(drawn / getattr(args, "num_iterations", 1)))  # TRL uses each so many times
+        drawn = (
+            (state.global_step - self.since) * batch / getattr(args, "num_iterations", 1)
+        )  # TRL reuses each
         before, error = self.controller, (logs or {}).get(f"{self.metric}_error")
-        self.controller = before.after(kl, sequences=sequences, standard_error=error)
+        self.controller = before.after(kl, sequences=max(1, round(drawn)), standard_error=error)
         self.reason = beta_reason(before, self.controller, kl)
         if self.reason is not None:
             LOG.info("step %d: %s", state.global_step, self.reason)

@@ -50,8 +50,7 @@ def require_batch(trainer: Any) -> None:
 
 def halve_learning_rate(trainer: Any) -> None:
     """Halve the learning rate of the optimiser and of the scheduler, also the one that is logged."""
-    scheduler = trainer.lr_scheduler
-    scheduler = getattr(scheduler, "scheduler", scheduler)  # inside Accelerate's
+    scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)  # inside Accelerate's
     scheduler.base_lrs = [rate / 2 for rate in scheduler.base_lrs]
     scheduler._last_lr = [rate / 2 for rate in scheduler._last_lr]
     for group in trainer.optimizer.param_groups:

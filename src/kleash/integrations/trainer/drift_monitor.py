@@ -10,7 +10,7 @@ from kleash.extras import import_extra
 from kleash.integrations.trainer.callback import AttachedCallback
 from kleash.leash.controller_base import KL_UNITS
 from kleash.measuring import Drift
-from kleash.measuring.drift import DriftPart, draw_drift, drift_of
+from kleash.measuring.drift import draw_drift, drift_of
 from kleash.measuring.live_pair import live_pair, load_beside_live
 from kleash.models import (
     Model,
@@ -25,6 +25,7 @@ from kleash.models import (
 )
 from kleash.models.live_models import require_two_networks
 from kleash.registry import options_given, require_above, require_at_least, require_choice
+from kleash.store.metrics import with_errors
 
 LOG = logging.getLogger(__name__)
 
@@ -124,13 +125,12 @@ class DriftMonitor(AttachedCallback):
             rank, world_size = self.trainer.accelerator.process_index, self.trainer.accelerator.num_processes
             prompts = self._parsed_prompts[rank::world_size]
             with turns_of(pair, self.sampling.temperature or 1.0):
-                part = (
-                    draw_drift(pair, prompts, self.sampling, batch_tokens=self.batch_tokens)
+                parts = (
+                    [draw_drift(pair, prompts, self.sampling, batch_tokens=self.batch_tokens)]
                     if prompts
-                    else None
+                    else []
                 )
-        parts: list[DriftPart | None] = import_extra("accelerate.utils", "models").gather_object([part])
-        return drift_of([part for part in parts if part is not None])
+        return drift_of(import_extra("accelerate.utils", "models").gather_object(parts))
 
     def _measure_and_log(self, control: Any) -> None:
         """Measure the drift and log it; stop the training if the KL is beyond the budget."""
@@ -139,10 +139,12 @@ class DriftMonitor(AttachedCallback):
         self.log_metrics(
             control,
             {
-                f"{self.name}/kl_per_token": drift.per_token.value,
-                f"{self.name}/kl_per_token_error": drift.per_token.standard_error,
-                f"{self.name}/kl_per_sequence": drift.per_sequence.value,
-                f"{self.name}/kl_per_sequence_error": drift.per_sequence.standard_error,
+                **with_errors(
+                    {
+                        f"{self.name}/kl_per_token": drift.per_token,
+                        f"{self.name}/kl_per_sequence": drift.per_sequence,
+                    }
+                ),
                 f"{self.name}/tokens_per_sequence": drift.tokens / drift.sequences,
                 f"{self.name}/prompts": float(drift.per_token.clusters),
                 f"{self.name}/seconds": monotonic() - start,
@@ -176,8 +178,7 @@ class DriftMonitor(AttachedCallback):
 
 def _tokenizer(trainer: Any) -> Any:
     """The tokenizer of a trainer, which may be a part of its processor; raises ModelError if there is none."""
-    tokenizer = getattr(trainer, "processing_class", None)
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     if tokenizer is None:
         raise ModelError("the trainer has no processing_class; give it the policy's tokenizer")
     return tokenizer
