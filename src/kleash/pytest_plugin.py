@@ -21,9 +21,9 @@ def kleash_audit() -> "Callable[..., Audit]":
         def test_our_kl_penalty(kleash_audit):
             kleash_audit(kl_penalty, "loss", arguments={"kind": "k3"}, fail_on={"zero_gradient", "dead_gradient"})
 
-    Its arguments are the function, the convention by which it is called (a name of ``kleash.auditing.CONVENTIONS`` or
-    a record), keyword ``arguments`` to bind, and ``fail_on``: the kinds of findings that fail the test (those of
-    docs/reference/auditing.md), "wrong", "fragile" or "note" for all of that severity, or "fault" (the default) for
+    Its arguments are the function, the convention by which it is called (a name of ``kleash.auditing.CONVENTIONS``, a
+    call or a record), keyword ``arguments`` to bind, and ``fail_on``: the kinds of findings that fail the test (those
+    of docs/reference/auditing.md), "wrong", "fragile" or "note" for all of that severity, or "fault" (the default) for
     wrong and fragile. A string may hold several, separated by commas. It returns the ``Audit``.
     """
 

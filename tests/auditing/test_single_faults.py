@@ -1,13 +1,10 @@
 """Functions with a single fault are reported with exactly that fault, and right functions with none."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from right_functions import RIGHT, whole_responses
 from single_faults import FAULTS, k3, masked, right
 
-import kleash
 from kleash.auditing import CONVENTIONS, audit, from_fields
 
 
@@ -89,8 +86,3 @@ def test_the_mean_over_a_batch_is_noted(mean, words):
 def test_a_gradient_that_is_nearly_right_is_so_many_per_cent_off():
     found = audit(lambda p, q: 0.998 * right(p, q) + 0.002 * k3(p, q), "loss")
     assert "not KL(p ‖ q): on the far pair it is 0.32 % off" in found.verdict[1]
-
-
-def test_the_sign_of_the_convention_is_removed():
-    found = audit(lambda p, q: -kleash.kl(p, q), replace(CONVENTIONS["log_probabilities"], name="-", sign=-1))
-    assert not found.faults and found.value == "KL(p ‖ q)"

@@ -6,7 +6,7 @@ function, so that state does not carry over from one audit to the next.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from types import MappingProxyType
@@ -94,7 +94,6 @@ WHOLE = CONVENTIONS["log_probabilities"]
 EXACT_SEQUENCE = from_fields("exact_sequence", "logp", "logq", "token_logp", gives="sequence")
 SAMPLED_LOGITS = from_fields("sampled_logits", "logits_p", "logits_q", "tokens")
 PER_WORD = from_fields("per_word", "logp", "logq", gives="vocabulary")
-MEAN_MASKED = from_fields("mean_masked", "logp", "logq", "mask", gives="mean")
 
 
 def over_steps() -> dict[str, FaultyFunction]:
@@ -213,11 +212,6 @@ def cached_by_address() -> Function:
     return function
 
 
-def private_noise() -> Function:
-    draw = torch.Generator().manual_seed(1)
-    return lambda p, q: right(p, q) * (0.5 + torch.rand(p.shape, generator=draw))
-
-
 def detached_in_turns() -> Function:
     calls = count()
     return lambda p, q: right(p, q).detach() if next(calls) % 2 else right(p, q)
@@ -266,7 +260,6 @@ def calls() -> dict[str, FaultyFunction]:
         "global noise, unbiased": faulty(
             lambda p, q: right(p, q) * (0.5 + torch.rand(p.shape)), "loss", "random", **note
         ),
-        "own noise, unbiased": made(private_noise, "loss", "random", **note),
         "numpy's noise": faulty(numpys_noise, "metric", "random", **note),
         "noise and half the size": faulty(lambda p, q: right(p, q) * torch.rand(p.shape), "loss", *BOTH),
         "writes into the reference's log-probabilities": faulty(in_place, "loss", "changes_inputs"),
@@ -291,10 +284,6 @@ def batches() -> dict[str, FaultyFunction]:
         some = slice(max(1, len(p) - 1))
         return masked(p[some], q[some], mask[some]).sum() / mask[some].sum()
 
-    def mean_of_distributions(p: Tensor, q: Tensor, mask: Tensor) -> Tensor:
-        inside = [torch.where(mask.unsqueeze(-1), x, 0.0) for x in (p, q)]
-        return torch.where(mask, kleash.kl(*inside), 0.0).mean()
-
     def off_by_one(p: Tensor, q: Tensor, mask: Tensor) -> Tensor:
         return masked(p, q, torch.cat([mask[:, :1], mask[:, :-1]], -1))
 
@@ -313,17 +302,12 @@ def batches() -> dict[str, FaultyFunction]:
         "divided by the longest length": mean(lambda x, m: x.sum() / (m.sum(-1).max() * len(m)))(reduction),
         "over the first response's length": mean(lambda x, m: x.sum() / (m[0].sum() * len(m)))(reduction),
         "without the last response": faulty(left_out, "mean_loss_with_mask", reduction, denominator),
-        "centred over the batch": faulty(lambda p, q: u_of(p, q) - u_of(p, q).mean(), "reward", batch),
-        "rolled over the batch": faulty(lambda p, q: right(p, q).roll(1, 0), "loss", batch),
         "batch norm of logits": faulty(normalised, "logits", batch),
         "gradient of the neighbour": faulty(neighbours_gradient, "loss", batch),
         "mask off by one": faulty(off_by_one, "loss_with_mask", "padding_counts", *GRADIENT),
         "0 / 0 if masked": faulty(lambda p, q, m: masked(p, q, m) / m, "loss_with_mask", "nan_from_padding"),
         "mask inverted": faulty(
             lambda p, q, m: masked(p, q, ~m), "loss_with_mask", "padding_counts", "other_divergence"
-        ),
-        "padding in the denominator of distributions": faulty(
-            mean_of_distributions, MEAN_MASKED, denominator
         ),
     }
 
@@ -379,9 +363,6 @@ def ranges() -> dict[str, FaultyFunction]:
 
     return {
         "k1 clamped at 10": fragile(lambda p, q: u_of(p, q).clamp(-10, 10), "reward", "flat_value"),
-        "k2 clamped at 200": fragile(
-            lambda p, q: (u_of(p, q).square() / 2).clamp(max=200), "loss", "dead_gradient"
-        ),
         "log ratio clamped at 3": faulty(
             lambda p, q: u_of(p, q).clamp(-3, 3).square() / 2, "loss", "dead_gradient"
         ),
@@ -440,9 +421,7 @@ def whole_mistakes() -> dict[str, FaultyFunction]:
             lambda p, q: of_logits(p / 2, q / 2), "logits", biased, *GRADIENT
         ),
         "hidden states of the wrong model": faulty(hidden_of_p, "hidden", biased, other),
-        "k3 of the other direction": faulty(lambda p, q: k3(q, p), "metric", "wrong_direction"),
         "skewed": faulty(skewed, WHOLE, *ANY_VALUE),
-        "policy detached": faulty(lambda p, q: kleash.kl(p.detach(), q), WHOLE, "detached"),
         "reference forgotten": faulty(lambda p, q: u_of(p, 0 * q), "reward", "cross_entropy", *ANY_VALUE),
         "mean over responses and words": faulty(mean_over_words, "mean_log_probabilities", *ANY_VALUE),
     }
@@ -462,18 +441,10 @@ RIGHT_FUNCTIONS: Mapping[str, tuple[Function, str | Convention]] = MappingProxyT
     {
         "k1 reward on the last token": (lambda p, q: u_of(p, q).sum(-1, keepdim=True) * is_last(p), "reward"),
         "k1 reward given one token late": (one_token_late, "reward"),
-        "mean of responses' means": (
-            lambda p, q, mask: (masked(p, q, mask).sum(-1) / mask.sum(-1)).mean(),
-            "mean_loss_with_mask",
-        ),
         "score function, token by token": (surrogate(lambda u: u), "sequence_loss"),
         "score function of whole responses": (surrogate(to_go), "sequence_loss"),
         "exact KL with its past as baseline": (future(lambda d: d.cumsum(-1) - d), EXACT_SEQUENCE),
         "exact KL with its future": (future(lambda d: to_go(d) - d), EXACT_SEQUENCE),
-        "minus k1, as a reward": (
-            lambda p, q: -u_of(p, q),
-            replace(CONVENTIONS["reward"], name="-", sign=-1),
-        ),
         "k1 with its control variate": (lambda p, q: u_of(p, q) + 0.3 * torch.expm1(-u_of(p, q)), "metric"),
         "prefix weights on k1": (
             lambda p, q, b: (up(p) - up(b)).cumsum(-1).exp() * u_of(p, q),

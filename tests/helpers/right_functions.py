@@ -99,6 +99,9 @@ RIGHT: dict[str, Callable[..., Tensor]] = {
     "mean_logits_with_mask": lambda p, q, mask: of_masked(p, q, mask).sum() / mask.sum(),
     "distillation": reverse_of_logits,
     "mean_distillation": lambda p, q: reverse_of_logits(p, q).mean(),
+    "mean_distillation_with_labels": lambda p, q, labels: (
+        of_masked(q, p, labels != -100).sum() / (labels != -100).sum()
+    ),
     "hidden": head_matmul,
     "heads": kleash.linear_kl,
 }

@@ -83,8 +83,25 @@ def saturated(p: Tensor, q: Tensor) -> Tensor:
     return torch.where(u.abs() < 30, u, 30 * u.sign())
 
 
+def flat_with_labels(student: Tensor, teacher: Tensor, labels: Tensor, ignored: int = -100) -> Tensor:
+    """The mean of KL(teacher ‖ student) over the positions [positions, vocab] whose label is not ``ignored``."""
+    teacher, student = (x[labels != ignored].log_softmax(-1) for x in (up(teacher), up(student)))
+    return kleash.kl(teacher, student).mean()
+
+
+def at_labels(p: Tensor, q: Tensor, labels: Tensor) -> Tensor:
+    """k3 of the tokens that are labels, from the logits of all positions."""
+    counted = labels != -100
+    p, q = (up(x)[counted].log_softmax(-1).gather(-1, labels[counted, None]) for x in (p, q))
+    return k3(p, q).mean()
+
+
+def with_counts(*, ref: Tensor, logps: Tensor, response_mask: Tensor, count: Tensor) -> dict[str, Tensor]:
+    return {"kl": masked(logps, ref, response_mask.bool()).sum() / count, "count": count}
+
+
 class Planted(NamedTuple):
-    function: Callable[..., Tensor]
+    function: Callable[..., Any]
     convention: str | Convention
     faults: set[str]
     """The faults that the audit names, no more and no less."""
@@ -96,6 +113,8 @@ class Planted(NamedTuple):
 WHOLE = CONVENTIONS["log_probabilities"]
 JEFFREYS = replace(WHOLE, name="jeffreys", claims="jeffreys")
 NAN_AT_ZEROS = {"nan_value"}
+LABELS = "f(logits_p.flatten(0, 1), logits_q.flatten(0, 1), labels.flatten()) -> mean"
+SHIFTED = "f(F.pad(logits_p, (0, 0, 0, 1)), F.pad(logits_q, (0, 0, 0, 1)), F.pad(labels, (1, 0), value=-100))"
 HALF_RIGHT = {"biased_value", "wrong_gradient", "dead_gradient"}
 
 FAULTS: dict[str, Planted] = {
@@ -143,7 +162,7 @@ FAULTS: dict[str, Planted] = {
         lambda p, q, mask: right(p * mask, q * mask), "loss_with_mask", {"nan_from_padding"}
     ),
     "mask forgotten": Planted(
-        lambda p, q, mask: right(p, q), "loss_with_mask", {"padding_counts", "nan_from_padding"}
+        lambda p, q, label_mask: right(p, q), "loss_with_mask", {"padding_counts", "nan_from_padding"}
     ),
     "mean over padding": Planted(
         lambda p, q, mask: masked(p, q, mask).mean(), "mean_loss_with_mask", {"padding_in_denominator"}
@@ -207,6 +226,29 @@ FAULTS: dict[str, Planted] = {
     "dropout of the logits": Planted(
         lambda p, q: kleash.kl(dropout(up(p), 0.1).log_softmax(-1), up(q).log_softmax(-1)),
         *("logits", {"biased_value", "wrong_gradient", "nan_value"}, {"random"}),
+    ),
+    "labels": Planted(flat_with_labels, f"{LABELS} reverse_kl", set(), {"token_gradient"}),
+    "labels of another number": Planted(
+        partial(flat_with_labels, ignored=-1),
+        f"{LABELS} reverse_kl",
+        {"padding_in_denominator", "nan_from_padding"},
+    ),
+    "labels are shifted inside": Planted(
+        lambda p, q, labels: flat_with_labels(p[:, :-1], q[:, :-1], labels[:, 1:]),
+        *(f"{SHIFTED} -> mean reverse_kl", set()),
+    ),
+    "labels are overwritten": Planted(
+        lambda p, q, labels: flat_with_labels(p, q, labels.clamp_(min=-1), -1),
+        *("f(logits_p, logits_q, labels) -> reverse_kl mean", {"changes_inputs"}),
+    ),
+    "tokens are read at the labels": Planted(at_labels, LABELS, {"wrong_gradient", "nan_gradient"}),
+    "keywords and a dictionary": Planted(
+        with_counts,
+        "f(ref=token_logq, logps=token_logp, response_mask=mask.long(), count=mask.sum())['kl'] -> mean",
+        set(),
+    ),
+    "a list, the reference first": Planted(
+        lambda q, p: [*(q - p)], "torch.stack(f(token_logq, token_logp)) -> minus reward", set()
     ),
     "exp(t)(t - l)": Planted(textbook, WHOLE, NAN_AT_ZEROS, {"cancellation"}),
     "probability twice": Planted(lambda p, q: up(p).exp() * u_of(p, q), "metric", {"weighted_twice"}),

@@ -1,7 +1,7 @@
 """Audit of KL implementations: what they estimate and what they differentiate."""
 
 from kleash.auditing.api import audit, audits_of
-from kleash.auditing.conventions import CONVENTIONS, Convention, from_fields
+from kleash.auditing.conventions import CONVENTIONS, Convention, from_call, from_fields
 from kleash.auditing.targets.resolution import cases_of
 from kleash.auditing.toy_distributions import AuditInputs
 
@@ -12,5 +12,6 @@ __all__ = [
     "audit",
     "audits_of",
     "cases_of",
+    "from_call",
     "from_fields",
 ]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kleash.auditing.audited_function import AuditedFunction, KeptPrecision
+from kleash.auditing.audited_function import AuditedFunction, KeptPrecision, parameter_roles
 from kleash.auditing.checks.batches import batch_findings, batch_mean, check_padding
 from kleash.auditing.checks.estimates import estimate_sentences, gradient_findings, value_findings
 from kleash.auditing.checks.evidence import Evidence, gather_evidence
@@ -26,19 +26,23 @@ from kleash.auditing.checks.purity import (
     check_purity,
     restored_process_settings,
 )
-from kleash.auditing.conventions import CONVENTIONS, Convention
+from kleash.auditing.conventions import CONVENTIONS, Convention, find_convention
 from kleash.auditing.finding_kinds import SEVERITIES, remedy_of
 from kleash.auditing.quantities import is_quantity
 from kleash.auditing.targets.cases import Case
 from kleash.auditing.targets.packages import version_of
-from kleash.auditing.toy_distributions import SEQUENCES, leaf_inputs
-from kleash.errors import CannotRunError, KleashError, ShapeError
-from kleash.registry import look_up
+from kleash.auditing.toy_distributions import IGNORED, SEQUENCES, leaf_inputs
+from kleash.errors import CannotRunError, KleashError, OptionError, ShapeError
 from kleash.store.audit import FAULTS, Audit, Finding
 from kleash.version import __version__
 
 REPEATS = 12
 """Calls that are averaged in each evaluation of a random function."""
+MISTAKABLE: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "mask": ("labels", ("label", "target")),
+    "labels": ("mask", ("mask",)),
+}
+"""Field that says which positions count -> the other one, and words in the names of parameters that mean that."""
 BATCH_MEANS: Mapping[str, tuple[str, ...]] = {
     "": (),
     "tokens": ("Over a batch it takes the mean over all unmasked tokens.",),
@@ -66,7 +70,8 @@ def audit(
 
     Args:
         function: the KL function; called hundreds of times on tiny tensors, on the CPU.
-        convention: how it is called and what it returns: a name of ``CONVENTIONS``, or a ``Convention``.
+        convention: how it is called and what it returns: a name of ``CONVENTIONS``, a call as ``from_call`` has it, or
+            a ``Convention``.
         name: its name in the audit; None for its module and qualified name.
         arguments: keyword arguments for every call.
 
@@ -75,6 +80,7 @@ def audit(
 
     Raises:
         UnknownNameError: if no convention has this name.
+        OptionError: if a parameter for labels would get a mask, or one for a mask labels; if a call is not Python.
         CannotRunError: if the function raises an error or returns no tensor.
         ShapeError: if its result does not have the shape of the convention.
 
@@ -86,13 +92,16 @@ def audit(
         raise CannotRunError(f"{function!r} cannot be called; give the function that computes the KL")
     audited = AuditedFunction(
         function=function,
-        convention=look_up(CONVENTIONS, convention, "convention"),
+        convention=find_convention(convention),
         name=name or _function_name(function),
         arguments=dict(arguments or {}),
     )
+    _require_labels_or_mask(audited)
     with restored_process_settings(), KeptPrecision() as precision, suppress(KleashError):
         audited.call(leaf_inputs(SEQUENCES))
         audited = replace(audited, keeps_precision=precision.has_converted)
+        if audited.convention.sees != "tokens" and _reads_tokens(audited):
+            audited = replace(audited, convention=replace(audited.convention, sees="tokens"))
     with restored_process_settings():
         impurities = list[Finding]()
         try:
@@ -102,6 +111,33 @@ def audit(
             if any(finding.kind == "stateful" for finding in impurities):
                 return _record(audited, impurities, last=f"Nothing else could be determined: {error}.")
             raise type(error)(f"{error}{_advice(audited)}") from error
+
+
+def _require_labels_or_mask(audited: AuditedFunction) -> None:
+    """Raise OptionError if a parameter whose name says labels gets the mask, or the other way round."""
+    for parameter, field in parameter_roles(audited.function, audited.convention).items():
+        other, words = MISTAKABLE.get(field, ("", ()))
+        if any(word in parameter.lower() for word in words) and field not in parameter.lower():
+            raise OptionError(
+                f"{audited.name} would get the {field} as its {parameter!r}; labels are tokens, {IGNORED} where "
+                "nothing counts, and a mask is True where something does; write the call as the convention: "
+                + _line(audited.convention, _call_of(audited.convention).replace(field, other) + ")")
+            )
+
+
+def _reads_tokens(audited: AuditedFunction) -> bool:
+    """Whether the result for a response changes with its tokens where the distributions stay."""
+    inputs = leaf_inputs(SEQUENCES).select(slice(1))
+    shifted = (inputs.tokens + 1) % inputs.logp.shape[-1]
+    first, again = audited.call(inputs), audited.call(inputs)
+    return torch.equal(first, again) and not torch.equal(
+        first, audited.call(replace(inputs, tokens=shifted, labels=shifted))
+    )
+
+
+def _line(convention: Convention, call: str) -> str:
+    """The call as ``from_call`` takes it, with the result of the convention."""
+    return repr(f"{call} -> {convention.gives} {convention.claims} {convention.place}")
 
 
 def _advice(audited: AuditedFunction) -> str:
@@ -128,7 +164,8 @@ def _advice(audited: AuditedFunction) -> str:
     )
     return (
         f"; choose the convention that fits it{f' ({fitting})' if fitting else ''}, bind its reduction or other "
-        "arguments, or wrap it in a function that fits, with vocabularies of 2, 3 and 8 tokens"
+        f"arguments, or write the call as the convention, such as {_line(convention, f'{call})[0]')}, or wrap it, for "
+        "vocabularies of 2, 3 and 8 tokens"
     )
 
 

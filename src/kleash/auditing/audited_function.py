@@ -1,9 +1,10 @@
 """The audited function, called by its convention; its results are brought to one shape and sign."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kleash.auditing.conventions import Convention
-from kleash.auditing.toy_distributions import P_FIELDS, AuditInputs
+from kleash.auditing.toy_distributions import P_FIELDS, SEQUENCES, AuditInputs, leaf_inputs
 from kleash.errors import CannotRunError, MissingExtraError, ShapeError, summarise_error
 
 RESULT_AXES: Mapping[str, int] = MappingProxyType({"vocabulary": 3, "token": 2, "sequence": 1, "mean": 0})
@@ -36,6 +37,28 @@ class KeptPrecision(TorchDispatchMode):
             options["dtype"] = torch.promote_types(args[0].dtype, torch.float32)
             self.has_converted = True
         return func(*args, **options)
+
+
+def parameter_roles(function: Callable[..., Any], convention: Convention) -> dict[str, str]:
+    """Parameter of the function -> the field of ``AuditInputs`` that it gets, or a view of; of those that are known."""
+    inputs, roles = leaf_inputs(SEQUENCES), dict[str, str]()
+    fields = {tensor.data_ptr(): field for field, tensor in vars(inputs).items()}
+
+    def note(*args: Any, **kwargs: Any) -> None:
+        bound = signature(function).bind_partial(*args, **kwargs)
+        roles.update(
+            {
+                name: fields[x.data_ptr()]
+                for name, x in bound.arguments.items()
+                if isinstance(x, Tensor) and x.data_ptr() in fields
+            }
+        )
+
+    with suppress(
+        Exception
+    ):  # without a signature, with another, or with a result that the call goes on with
+        convention.call(note, inputs)
+    return roles
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,7 +89,8 @@ class AuditedFunction:
 
     def call_in_place(self, inputs: AuditInputs) -> Tensor:
         """``call`` without the copies: the function may overwrite ``inputs``."""
-        description = f"convention {self.convention.name!r}, {self.convention.summary}"
+        named = "" if "(" in self.convention.name else f"convention {self.convention.name!r}, "
+        description = f"{named}{self.convention.summary}"
         try:
             result = self.convention.call(partial(self.function, **self.arguments), inputs)
         except MissingExtraError as error:  # such as an import of a checkout that was not loaded

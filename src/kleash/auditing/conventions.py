@@ -1,14 +1,17 @@
 """Conventions: how a KL function is called and what its result means, one record each."""
 
+import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from kleash.auditing.toy_distributions import AuditInputs
 from kleash.divergences import DIVERGENCES
+from kleash.errors import OptionError
 from kleash.linear import Head
 from kleash.registry import look_up, require_choice
 
@@ -40,7 +43,8 @@ class Convention:
     """"vocabulary" [sequences, steps, vocab], to be summed over the last axis; "token" [sequences, steps];
     "sequence" [sequences], the sum of each response; "mean", one number, the mean over the mask."""
     sees: Sees = "tokens"
-    """The kind of its arguments: log-probabilities of sampled tokens, whole distributions, or hidden states."""
+    """The kind of its arguments: log-probabilities of sampled tokens, whole distributions, or hidden states. A function
+    of the latter whose result changes with the tokens reads them there, and is audited as one of tokens."""
     sign: Sign = 1
     """-1 if it is meant to return minus the divergence."""
     takes_behaviour: bool = False
@@ -68,7 +72,6 @@ SHAPES: Mapping[str, str] = MappingProxyType(
 
 SEEN_FIELDS: Mapping[Sees, frozenset[str]] = MappingProxyType(
     {
-        "tokens": frozenset(("tokens",)),
         "hidden": frozenset(("hidden_p", "hidden_q")),
         "distributions": frozenset(("logp", "logq", "probs_p", "probs_q", "logits_p", "logits_q")),
     }
@@ -79,36 +82,84 @@ SEEN_FIELDS: Mapping[Sees, frozenset[str]] = MappingProxyType(
 def from_fields(name: str, *names: str, **options: Any) -> Convention:
     """The convention of a function that takes these fields of ``AuditInputs``, in this order.
 
-    Without ``sees``, one that takes whole distributions or hidden states sees them, except with ``tokens``, at which
-    they are then read.
+    Without ``sees``, one that takes whole distributions or hidden states sees them.
     """
-    options.setdefault("sees", next((key for key, of in SEEN_FIELDS.items() if of & {*names}), "tokens"))
-    return Convention(
-        name=name,
-        summary=f"f({', '.join(names)}) -> {SHAPES[options.get('gives', 'token')]}",
-        call=lambda function, inputs: function(*(getattr(inputs, field) for field in names)),
-        takes_behaviour="behaviour_logp" in names,
-        takes_mask="mask" in names,
-        **options,
-    )
+    return _of_expression(name, f"f({', '.join(names)})", **options)
 
 
 def packed(name: str, *names: str, **options: Any) -> Convention:
     """The convention of a function on one axis: these fields, the tokens of all responses concatenated."""
-
-    def call(function: Callable[..., Any], inputs: AuditInputs) -> Any:
-        result = function(*(getattr(inputs, field).flatten(0, 1) for field in names))
-        if isinstance(result, Tensor) and result.shape == (inputs.tokens.numel(),):
-            return result.reshape(inputs.tokens.shape)
-        return result
-
+    flat = ", ".join(f"{field}.flatten()" for field in names)
     return replace(
-        from_fields(name, *names, **options),
+        _of_expression(name, f"f({flat}).view_as(tokens)", **options),
         summary=f"f({', '.join(names)}) -> [tokens], all responses concatenated",
-        call=call,
     )
 
 
+def from_call(line: str) -> Convention:
+    """The convention that a line describes: ``f(logits_p, teacher=logits_q, labels=labels)[0] -> mean reverse_kl``.
+
+    Before the arrow stands a Python expression of ``f``, the fields of ``AuditInputs``, ``Head``, ``torch`` and ``F``,
+    which is ``torch.nn.functional``; it is evaluated in each call. After it stand, in any order, values of ``place``,
+    ``gives`` and ``sees``, a key of ``DIVERGENCES``, and ``minus`` for a sign of -1.
+
+    Raises:
+        OptionError: if the expression is not one of Python.
+        UnknownNameError: if a word after the arrow has no meaning.
+    """
+    expression, _, words = line.partition("->")
+    try:
+        return _of_expression(
+            line, expression.strip(), **dict(look_up(WORDS, word, "word after ->") for word in words.split())
+        )
+    except SyntaxError as error:
+        raise OptionError(
+            f"the call of the convention {line!r} is no Python expression: {error.msg}"
+        ) from error
+
+
+def _of_expression(name: str, expression: str, **options: Any) -> Convention:
+    """The convention whose call is a Python expression, as ``from_call`` has it."""
+    code = compile(expression, "<convention>", "eval")
+    used = {node.id for node in ast.walk(ast.parse(expression)) if isinstance(node, ast.Name)}
+    options.setdefault("sees", next((key for key, of in SEEN_FIELDS.items() if of & used), "tokens"))
+    return Convention(
+        name=name,
+        summary=f"{expression} -> {SHAPES[options.get('gives', 'token')]}",
+        call=lambda function, inputs: eval(code, {**EXPRESSION_NAMES, **vars(inputs), "f": function}),
+        takes_behaviour="behaviour_logp" in used,
+        takes_mask=not used.isdisjoint(("mask", "labels")),
+        **options,
+    )
+
+
+def find_convention(convention: str | Convention) -> Convention:
+    """The convention of this name of ``CONVENTIONS``, or that a line with a call describes, or the record itself."""
+    if isinstance(convention, str) and "(" in convention:
+        return from_call(convention)
+    return look_up(CONVENTIONS, convention, "convention")
+
+
+EXPRESSION_NAMES: Mapping[str, Any] = MappingProxyType(
+    {"torch": torch, "F": torch.nn.functional, "Head": Head}
+)
+"""What the call of a convention may use beside the function and the fields of ``AuditInputs``."""
+WORDS: Mapping[str, tuple[str, Any]] = MappingProxyType(
+    {
+        **{
+            word: (field, word)
+            for field, words in {
+                "place": get_args(Place),
+                "gives": get_args(Gives),
+                "sees": get_args(Sees),
+                "claims": DIVERGENCES,
+            }.items()
+            for word in words
+        },
+        "minus": ("sign", -1),
+    }
+)
+"""Word after the arrow of a call -> the field of ``Convention`` and its value."""
 TOKEN_FIELDS = ("token_logp", "token_logq")
 
 
@@ -145,15 +196,11 @@ _CONVENTIONS = (
     from_fields("mean_logits_with_mask", "logits_p", "logits_q", "mask", gives="mean"),
     from_fields("distillation", "logits_p", "logits_q", claims="reverse_kl"),
     from_fields("mean_distillation", "logits_p", "logits_q", claims="reverse_kl", gives="mean"),
-    from_fields("hidden", "hidden_p", "head_p", "hidden_q", "head_q"),
-    Convention(
-        name="heads",
-        summary="f(hidden_p, Head(head_p), hidden_q, Head(head_q)) -> [sequences, steps]",
-        call=lambda function, inputs: function(
-            inputs.hidden_p, Head(inputs.head_p), inputs.hidden_q, Head(inputs.head_q)
-        ),
-        sees="hidden",
+    from_fields(
+        "mean_distillation_with_labels", "logits_p", "logits_q", "labels", claims="reverse_kl", gives="mean"
     ),
+    from_fields("hidden", "hidden_p", "head_p", "hidden_q", "head_q"),
+    _of_expression("heads", "f(hidden_p, Head(head_p), hidden_q, Head(head_q))"),
 )
 CONVENTIONS: Mapping[str, Convention] = MappingProxyType({record.name: record for record in _CONVENTIONS})
 """Name -> record. ``p`` is the policy, ``q`` the reference; ``dataclasses.replace`` makes variants."""

@@ -11,6 +11,9 @@ import torch
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
+IGNORED = -100
+"""The label of positions that do not count, as in ``torch.nn.functional.cross_entropy``."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AuditInputs:
@@ -22,6 +25,8 @@ class AuditInputs:
     tokens: Int[Tensor, "sequences steps"]
     mask: Bool[Tensor, "sequences steps"]
     """False in the padding."""
+    labels: Int[Tensor, "sequences steps"]
+    """The tokens, and ``IGNORED`` in the padding."""
     token_logp: Float[Tensor, "sequences steps"]
     token_logq: Float[Tensor, "sequences steps"]
     behaviour_logp: Float[Tensor, "sequences steps"]
@@ -91,6 +96,7 @@ def make_inputs(
     return AuditInputs(
         tokens=tokens,
         mask=torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask,
+        labels=tokens.clone() if mask is None else torch.where(mask, tokens, IGNORED),
         token_logp=at_tokens(logp).to(dtype),
         token_logq=at_tokens(logq).to(dtype),
         behaviour_logp=at_tokens(behaviour).to(dtype),

@@ -22,11 +22,6 @@ def weighted_kl_loss(
     return kl_loss(token_logp, token_logq, mask, estimator=estimator, weights=weights)
 
 
-def verl_kl_penalty(token_logp: Tensor, token_logq: Tensor, *, name: str = "low_var_kl+") -> Tensor:
-    """kleash's replacement of verl's ``kl_penalty``."""
-    return kl_penalty(token_logp, token_logq, name)
-
-
 KLEASH = Target(
     name="kleash",
     package="kleash",
@@ -49,6 +44,11 @@ KLEASH = Target(
         ),
         make_case("kl", "kleash.divergences.kl", "log_probabilities", function=kl),
         make_case("linear_kl", "kleash.linear.linear_kl", "heads", function=linear_kl),
-        make_case("verl_k3+", "kleash.integrations.verl.kl_penalty", "loss", function=verl_kl_penalty),
+        make_case(
+            "verl_k3+",
+            "kleash.integrations.verl.kl_penalty",
+            "f(token_logp, token_logq, 'low_var_kl+')",
+            function=kl_penalty,
+        ),
     ),
 )

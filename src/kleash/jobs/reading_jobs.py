@@ -134,8 +134,9 @@ class AuditJob(Options):
     trust_source: bool = False
     """Run the code in --source without asking; needed where there is no terminal to ask."""
     convention: str | None = None
-    """How package.module:function or FILE:function is called and what it returns: "loss", "reward", "logits" ...;
-    without it, an error explains the most common conventions and lists all."""
+    """How package.module:function or FILE:function is called and what it returns: "loss", "reward", "logits" ...,
+    or the call itself, "f(logits_p, logits_q, labels) -> mean kl"; without it, an error explains the most common
+    conventions and lists all."""
     set: tuple[str, ...] = ()
     """Keyword arguments to call it with."""
     out: Page = Path("audit.html")

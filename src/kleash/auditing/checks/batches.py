@@ -12,7 +12,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kleash.auditing.audited_function import AuditedFunction
 from kleash.auditing.checks.evidence import Matched
-from kleash.auditing.toy_distributions import HEADS, P_FIELDS, Q_FIELDS, SEQUENCES, AuditInputs, leaf_inputs
+from kleash.auditing.toy_distributions import (
+    HEADS,
+    IGNORED,
+    P_FIELDS,
+    Q_FIELDS,
+    SEQUENCES,
+    AuditInputs,
+    leaf_inputs,
+)
 from kleash.errors import KleashError
 from kleash.store.audit import Finding, MaskRow
 
@@ -176,7 +184,7 @@ def padded_inputs(fill: str | None) -> AuditInputs:
                 for name, x in tensors.items()
             },
         )
-    return replace(inputs, mask=mask).as_leaves()
+    return replace(inputs, mask=mask, labels=torch.where(mask, inputs.tokens, IGNORED)).as_leaves()
 
 
 def check_padding(audited: AuditedFunction) -> tuple[tuple[MaskRow, ...], list[Finding]]:

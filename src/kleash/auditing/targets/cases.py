@@ -6,12 +6,11 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from kleash.auditing.conventions import CONVENTIONS, Convention, from_fields
+from kleash.auditing.conventions import CONVENTIONS, SHAPES, Convention, find_convention
 from kleash.auditing.targets.checkouts import load_function
 from kleash.auditing.targets.packages import INSTALL_COMMANDS, import_target, quiet, stand_ins
 from kleash.dotted import Function
 from kleash.errors import CannotRunError, OptionError
-from kleash.registry import look_up
 
 
 def not_loaded(*_: Any, **__: Any) -> Any:
@@ -115,13 +114,8 @@ class Target:
         )
 
 
-HIDDEN_FIELDS = ("hidden_p", "head_p", "hidden_q", "head_q")
-
 MINUS_REWARD = replace(CONVENTIONS["reward_with_mask"], name="minus_reward_with_mask", sign=-1)
 """Minus the KL per token, as it is added to the scores."""
-MINUS_SEQUENCE_REWARD = replace(CONVENTIONS["sequence_reward"], name="minus_sequence_reward", sign=-1)
-MEAN_OF_HIDDEN = from_fields("mean_hidden", *HIDDEN_FIELDS, gives="mean")
-SAMPLED_FROM_LOGITS = from_fields("sampled_from_logits", "logits_p", "logits_q", "tokens")
 
 STUDENT_NOTE = "the student is p, the teacher q"
 TOP_2_NOTE = "k = 2, so that a small vocabulary is truncated"
@@ -129,8 +123,14 @@ TOP_2_NOTE = "k = 2, so that a small vocabulary is truncated"
 
 def claiming(convention: str | Convention, claims: str) -> Convention:
     """The convention of a function that should compute another divergence."""
-    record = look_up(CONVENTIONS, convention, "convention")
+    record = find_convention(convention)
     return replace(record, name=f"{record.name}, {claims}", claims=claims)
+
+
+def as_in_words(line: str, call: str) -> Convention:
+    """The convention of a call that is written out, which audits show as a shorter one."""
+    record = find_convention(line)
+    return replace(record, summary=f"{call} -> {SHAPES[record.gives]}")
 
 
 def make_case(
@@ -149,7 +149,7 @@ def make_case(
     return Case(
         name=name,
         audits=audits,
-        convention=look_up(CONVENTIONS, convention, "convention"),
+        convention=find_convention(convention),
         notes=notes,
         function=function,
         fragile=fragile,

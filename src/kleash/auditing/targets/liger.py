@@ -7,7 +7,7 @@ GPU and are not audited here.
 import torch
 from torch import Tensor
 
-from kleash.auditing.targets.cases import MEAN_OF_HIDDEN, STUDENT_NOTE, Target, claiming, make_case
+from kleash.auditing.targets.cases import STUDENT_NOTE, Target, as_in_words, make_case
 from kleash.auditing.targets.packages import import_target
 
 
@@ -38,36 +38,24 @@ def grpo_loss(
     return loss
 
 
-def uncorrected_grpo_loss(token_logp: Tensor, token_logq: Tensor, mask: Tensor) -> Tensor:
-    """``grpo_loss`` without bias correction, which needs no behaviour log-probabilities."""
-    return grpo_loss(token_logp, token_logq, None, mask)
-
-
-def jsd_loss(
-    hidden_p: Tensor, weight_p: Tensor, hidden_q: Tensor, weight_q: Tensor, *, beta: float = 1.0
-) -> Tensor:
-    """Liger's ``LigerFusedLinearJSDLoss`` without its cross-entropy: the mean over positions, a scalar.
-
-    Student p, teacher q; beta 1 is KL(p || q), 0 is KL(q || p).
-    """
-    loss = import_target("liger_kernel.chunked_loss").LigerFusedLinearJSDLoss(
-        weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta, compiled=False
-    )
-    rows_p, rows_q = hidden_p.flatten(0, -2), hidden_q.flatten(0, -2)
-    return loss(rows_p, weight_p, rows_q, weight_q, torch.zeros(len(rows_p), dtype=torch.long))
-
-
 LIGER_GRPO = "liger_kernel.chunked_loss.grpo_loss.LigerFusedLinearGRPOFunction.ppo_loss_fn"
 GRPO_NOTE = (
     "advantages 0 and beta 1, so that the whole loss is its KL term; starting from the log-probabilities that "
     "LigerFusedLinearGRPOLoss computes from hidden states"
 )
+JSD_CALL = (
+    "f(weight_hard_loss=0, weight_soft_loss=1, compiled=False)"
+    "(hidden_p.flatten(0, 1), head_p, hidden_q.flatten(0, 1), head_q, tokens.flatten()) -> mean "
+)
+"""Without its cross-entropy; beta 1 is KL(p || q), 0 is KL(q || p)."""
 LIGER = Target(
     name="liger",
     package="liger_kernel",
     modules=("liger_kernel.chunked_loss",),
     cases=(
-        make_case("grpo", LIGER_GRPO, "mean_loss_with_mask", GRPO_NOTE, function=uncorrected_grpo_loss),
+        make_case(
+            "grpo", LIGER_GRPO, "f(token_logp, token_logq, None, mask) -> mean", GRPO_NOTE, function=grpo_loss
+        ),
         make_case(
             "grpo_bias_correction",
             LIGER_GRPO,
@@ -80,10 +68,9 @@ LIGER = Target(
             make_case(
                 name,
                 "liger_kernel.chunked_loss.LigerFusedLinearJSDLoss",
-                claiming(MEAN_OF_HIDDEN, claims),
+                as_in_words(JSD_CALL + claims, "f(hidden_p, head_p, hidden_q, head_q)"),
                 STUDENT_NOTE,
                 "its cross-entropy weighted 0; not compiled",
-                function=jsd_loss,
                 beta=beta,
             )
             for name, beta, claims in (

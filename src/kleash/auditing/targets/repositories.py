@@ -12,23 +12,18 @@ import torch
 from torch import Tensor
 
 from kleash.auditing.conventions import Convention
-from kleash.auditing.targets.cases import STUDENT_NOTE, Case, Target, claiming, make_case
+from kleash.auditing.targets.cases import STUDENT_NOTE, Case, Target, as_in_words, claiming, make_case
 from kleash.auditing.toy_distributions import AuditInputs
 
 
 def with_ratio(keyword: str, *, of_behaviour: bool = True) -> Convention:
     """f(token_logp, token_logq, keyword=ratio); the ratio is p / behaviour, or p / p of value 1, with its gradient."""
-
-    def call(function: Callable[..., Any], inputs: AuditInputs) -> Any:
-        below = inputs.behaviour_logp if of_behaviour else inputs.token_logp.detach()
-        return function(inputs.token_logp, inputs.token_logq, **{keyword: (inputs.token_logp - below).exp()})
-
-    return Convention(
-        name=f"loss_with_{'behaviour' if of_behaviour else 'attached'}_ratio",
-        summary=f"f(token_logp, token_logq, {keyword}=p / {'behaviour' if of_behaviour else '(p, detached)'}) "
-        "-> [sequences, steps]",
-        call=call,
-        takes_behaviour=of_behaviour,
+    below, words = (
+        ("behaviour_logp", "behaviour") if of_behaviour else ("token_logp.detach()", "(p, detached)")
+    )
+    return as_in_words(
+        f"f(token_logp, token_logq, {keyword}=(token_logp - {below}).exp())",
+        f"f(token_logp, token_logq, {keyword}=p / {words})",
     )
 
 
@@ -40,47 +35,19 @@ def ref_kl_loss(function: Callable[..., Any], inputs: AuditInputs) -> Tensor:
     return torch.stack([function(SimpleNamespace(loss_weights=None, **record)).loss for record in records])
 
 
-def estimate_kl(index: int) -> Convention:
-    """Open Instruct's estimators, of which the configuration chooses one by its index."""
-
-    def call(function: Callable[..., Any], inputs: AuditInputs) -> Tensor:
-        log_ratio = (inputs.token_logp - inputs.token_logq).clamp(-40.0, 40.0)
-        return function(log_ratio, (inputs.token_logp - inputs.behaviour_logp).exp())[index]
-
-    return Convention(
-        name=f"estimate_kl_{index}",
-        summary=f"f(token_logp - token_logq, clamped at 40, p / behaviour)[{index}] -> [sequences, steps]",
-        call=call,
-        takes_behaviour=index == 3,
-    )
-
-
-def distillation_loss(loss: Callable[..., Any], inputs: AuditInputs) -> Tensor:
-    """torchtune's loss modules: student, teacher and labels, which are -100 where nothing counts."""
-    labels = torch.where(inputs.mask, 0, -100).flatten()
-    return loss()(inputs.logits_p.flatten(0, 1), inputs.logits_q.flatten(0, 1), labels)
-
-
 NEMO_KL = "nemo_rl/algorithms/utils.py:calculate_kl"
 SKYRL_KL = "skyrl/backends/skyrl_train/utils/ppo_utils.py:compute_approx_kl"
 MILES_KL = "miles/backends/training_utils/loss_hub/math_utils.py:compute_approx_kl"
 PRIME_LOSS = "src/prime_rl/trainer/rl/loss.py"
 PENALTY_NOTE = "subtracted from the reward of its token"
 MEAN_NOTE = "per token; the trainer takes a mean of it"
-MISMATCH = Convention(
-    name="mismatch",
-    summary="f(trainer, inference engine)[2] -> [sequences, steps]",
-    call=lambda function, inputs: function(inputs.token_logq, inputs.token_logp)[2],
-    place="metric",
+MISMATCH = "f(token_logq, token_logp)[2] -> metric"
+MODULE = as_in_words(
+    "f()(logits_p.flatten(0, 1), logits_q.flatten(0, 1), labels.flatten()) -> mean",
+    "f()(logits_p, logits_q, labels)",
 )
-MODULE = Convention(
-    name="loss_module",
-    summary="f()(logits_p, logits_q, labels) -> mean over the mask",
-    call=distillation_loss,
-    gives="mean",
-    sees="distributions",
-    takes_mask=True,
-)
+ESTIMATE_KL = "f((token_logp - token_logq).clamp(-40, 40), {ratio})[{index}]"
+"""Open Instruct's estimators, of which the configuration chooses one by its index."""
 SLIME_ESTIMATORS = ("k1", "k2", "k3", "low_var_kl")
 
 
@@ -207,9 +174,17 @@ OPEN_INSTRUCT = Target(
     repository="https://github.com/allenai/open-instruct",
     cases=tuple(
         make_case(
-            f"kl_estimator_{index}", "open_instruct/model_utils.py:estimate_kl", estimate_kl(index), MEAN_NOTE
+            f"kl_estimator_{index}",
+            "open_instruct/model_utils.py:estimate_kl",
+            as_in_words(
+                ESTIMATE_KL.format(index=index, ratio=ratio),
+                f"f(token_logp - token_logq, clamped at 40, p / behaviour)[{index}]",
+            ),
+            MEAN_NOTE,
         )
-        for index in range(4)
+        for index, ratio in enumerate(
+            (*3 * ("torch.ones_like(token_logp)",), "(token_logp - behaviour_logp).exp()")
+        )
     ),
 )
 TORCHTUNE = Target(

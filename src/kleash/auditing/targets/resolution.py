@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import entry_points
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from kleash import dotted
-from kleash.auditing.conventions import CONVENTIONS, Convention
+from kleash.auditing.audited_function import parameter_roles
+from kleash.auditing.conventions import CONVENTIONS, find_convention
 from kleash.auditing.targets.cases import Case, Target
 from kleash.auditing.targets.checkouts import load_function
 from kleash.auditing.targets.liger import LIGER
@@ -19,7 +19,6 @@ from kleash.auditing.targets.packages import INSTALL_COMMANDS
 from kleash.auditing.targets.repositories import REPOSITORIES
 from kleash.auditing.targets.trl import TRL
 from kleash.auditing.targets.verl import VERL
-from kleash.auditing.toy_distributions import SEQUENCES, leaf_inputs
 from kleash.errors import OptionError, UnknownNameError
 from kleash.registry import grouped, look_up
 
@@ -90,34 +89,23 @@ def cases_of(
         raise OptionError(
             f"how is {target} called? give --convention, the name after the call:{listed}\n"
             "p is the policy, q the reference; token_logp are log-probabilities of sampled tokens, logp those of the "
-            "whole vocabulary. A loss is differentiated, a reward detached, a metric only logged"
+            "whole vocabulary. A loss is differentiated, a reward detached, a metric only logged\n"
+            "any other call is written out: --convention 'f(student=logits_p, teacher=logits_q, labels=labels)[0] "
+            "-> mean reverse_kl'"
         )
-    record = look_up(CONVENTIONS, convention, "convention")
+    record = find_convention(convention)
+    roles = ", ".join(f"{name} = {role}" for name, role in parameter_roles(function, record).items())
     return (
         Case(
             name=target,
             function=function,
             convention=record,
             arguments=_parse_arguments(arguments),
-            notes=(*(loaded.notes if loaded else ()), *_roles(function, record)),
+            notes=(*(loaded.notes if loaded else ()), *((f"called with {roles}",) if roles else ())),
             package=loaded.file if loaded else package.partition(".")[0],
             commit=loaded.commit if loaded else "",
         ),
     )
-
-
-def _roles(function: dotted.Function, convention: Convention) -> tuple[str, ...]:
-    """The note which of its parameters get which inputs, for a reader who knows their names; () where unknown."""
-    inputs, roles = leaf_inputs(SEQUENCES), dict[str, str]()
-    fields = {id(tensor): field for field, tensor in vars(inputs).items()}
-
-    def note(*args: Any, **kwargs: Any) -> None:
-        bound = signature(function).bind_partial(*args, **kwargs)
-        roles.update({name: fields[id(x)] for name, x in bound.arguments.items() if id(x) in fields})
-
-    with suppress(ValueError, TypeError):  # without a signature, or with another; then the audit says more
-        convention.call(note, inputs)
-    return (f"called with {', '.join(f'{name} = {role}' for name, role in roles.items())}",) if roles else ()
 
 
 def _parse_arguments(assignments: Sequence[str]) -> dict[str, Any]:

@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 
 from kleash.auditing.targets.cases import (
-    MINUS_SEQUENCE_REWARD,
-    SAMPLED_FROM_LOGITS,
     STUDENT_NOTE,
     TOP_2_NOTE,
     Case,
     Target,
-    claiming,
+    as_in_words,
     make_case,
 )
 from kleash.auditing.targets.packages import import_target
@@ -109,11 +107,6 @@ def grpo_loss(
     return trainer._compute_loss(None, trainer_inputs(token_logp, token_logq, mask, behaviour_logp))
 
 
-def uncorrected_grpo_loss(token_logp: Tensor, token_logq: Tensor, mask: Tensor) -> Tensor:
-    """``grpo_loss`` with ``use_bias_correction_kl=False``, which needs no behaviour log-probabilities."""
-    return grpo_loss(token_logp, token_logq, None, mask, use_bias_correction_kl=False)
-
-
 def gmpo_loss(token_logp: Tensor, token_logq: Tensor, mask: Tensor) -> Tensor:
     """The loss of TRL's experimental ``GMPOTrainer`` with advantages 0 and beta 1: its KL term, a scalar."""
     trainer = uninitialised_trainer(
@@ -157,40 +150,6 @@ def rloo_reward(token_logp: Tensor, token_logq: Tensor) -> Tensor:
     return trainer._generate_and_score_completions([{"prompt": ""}] * len(p))["advantages"][::2]
 
 
-def chunked_divergence(
-    hidden_p: Tensor,
-    weight_p: Tensor,
-    hidden_q: Tensor,
-    weight_q: Tensor,
-    *,
-    beta: float = 1.0,
-) -> Tensor:
-    """TRL's ``ChunkedDivergenceFunction``: student p, teacher q; beta 1 is KL(p || q), 0 is KL(q || p)."""
-    rows_p, rows_q = hidden_p.flatten(0, -2), hidden_q.flatten(0, -2)
-    divergence, _ = import_target("trl.kernels.chunked_divergence").ChunkedDivergenceFunction.apply(
-        rows_p, weight_p, None, rows_q, weight_q, None, beta, 1.0
-    )
-    return divergence.reshape(hidden_p.shape[:-1])
-
-
-def generalised_jsd(logits_p: Tensor, logits_q: Tensor, *, beta: float = 0.5) -> Tensor:
-    """TRL's ``GKDTrainer.generalized_jsd_loss``, one number per position: student p, teacher q."""
-    return (
-        import_target("trl.experimental.gkd.gkd_trainer")
-        .GKDTrainer.generalized_jsd_loss(logits_p, logits_q, beta=beta, reduction="none")
-        .sum(-1)
-    )
-
-
-def generalised_jsd_batchmean(
-    logits_p: Tensor, logits_q: Tensor, mask: Tensor, *, beta: float = 0.5
-) -> Tensor:
-    """TRL's ``GKDTrainer.generalized_jsd_loss`` as the trainer reduces it, over the positions in the mask."""
-    return import_target("trl.experimental.gkd.gkd_trainer").GKDTrainer.generalized_jsd_loss(
-        logits_p, logits_q, labels=torch.where(mask.bool(), 0, -100), beta=beta
-    )
-
-
 SDFT = "trl.experimental.sdft.loss_utils"
 GKD_LOSS = "trl.experimental.gkd.gkd_trainer.GKDTrainer.generalized_jsd_loss"
 GRPO_PATH = "trl.trainer.grpo_trainer.GRPOTrainer._compute_loss"
@@ -213,27 +172,11 @@ def grpo_case(name: str, *notes: str, **arguments: Any) -> Case:
     )
 
 
-def distillation_cases(name: str, beta: float, claims: str) -> tuple[Case, Case]:
-    """TRL's two implementations of the generalised Jensen-Shannon divergence, from hidden states and from logits."""
-    return (
-        make_case(
-            f"chunked_{name}",
-            "trl.kernels.chunked_divergence.ChunkedDivergenceFunction",
-            claiming("hidden", claims),
-            STUDENT_NOTE,
-            function=chunked_divergence,
-            beta=beta,
-        ),
-        make_case(
-            f"gkd_{name}",
-            GKD_LOSS,
-            claiming("logits", claims),
-            STUDENT_NOTE,
-            function=generalised_jsd,
-            beta=beta,
-        ),
-    )
-
+CHUNKED_CALL = (
+    "f(hidden_p.flatten(0, 1), head_p, None, hidden_q.flatten(0, 1), head_q, None, {beta}, 1.0)[0]"
+    ".view_as(tokens)"
+)
+"""Without biases, at a temperature of 1; beta 1 is KL(p || q), 0 is KL(q || p)."""
 
 TRL = Target(
     name="trl",
@@ -251,10 +194,10 @@ TRL = Target(
         make_case(
             "grpo_plain",
             GRPO_PATH,
-            "mean_loss_with_mask",
+            "f(token_logp, token_logq, None, mask) -> mean",
             UNINITIALISED_NOTE,
-            "use_bias_correction_kl=False",
-            function=uncorrected_grpo_loss,
+            function=grpo_loss,
+            use_bias_correction_kl=False,
         ),
         grpo_case("grpo_sequence_ratio", importance_sampling_level="sequence"),
         make_case(
@@ -267,21 +210,44 @@ TRL = Target(
         make_case(
             "rloo",
             "trl.trainer.rloo_trainer.RLOOTrainer._generate_and_score_completions",
-            MINUS_SEQUENCE_REWARD,
+            "f(token_logp, token_logq) -> minus sequence reward",
             "the trainer's own method, on an object that was never initialised, with scores of 0 and beta 1; read off "
             "the advantage of each response in a group of two whose other response has a KL of 0",
             function=rloo_reward,
         ),
-        *distillation_cases("forward", 0.0, "reverse_kl"),
-        *distillation_cases("jsd", 0.5, "jensen_shannon"),
-        *distillation_cases("reverse", 1.0, "kl"),
+        *(
+            case
+            for name, beta, claims in (
+                ("forward", 0.0, "reverse_kl"),
+                ("jsd", 0.5, "jensen_shannon"),
+                ("reverse", 1.0, "kl"),
+            )
+            for case in (
+                make_case(
+                    f"chunked_{name}",
+                    "trl.kernels.chunked_divergence.ChunkedDivergenceFunction.apply",
+                    as_in_words(
+                        f"{CHUNKED_CALL.format(beta=beta)} -> {claims}",
+                        f"f(hidden_p, head_p, hidden_q, head_q, beta={beta})",
+                    ),
+                    STUDENT_NOTE,
+                ),
+                make_case(
+                    f"gkd_{name}",
+                    GKD_LOSS,
+                    f"f(logits_p, logits_q) -> vocabulary {claims}",
+                    STUDENT_NOTE,
+                    beta=beta,
+                    reduction="none",
+                ),
+            )
+        ),
         make_case(
             "gkd_masked",
             GKD_LOSS,
-            "mean_logits_with_mask",
+            "f(logits_p, logits_q, labels) -> mean",
             STUDENT_NOTE,
             "with labels, and reduced as the trainer reduces it",
-            function=generalised_jsd_batchmean,
             beta=1.0,
         ),
         make_case(
@@ -307,7 +273,7 @@ TRL = Target(
         make_case(
             "sdft_sampled",
             f"{SDFT}.compute_sampled_token_self_distillation_loss",
-            SAMPLED_FROM_LOGITS,
+            "f(logits_p, logits_q, tokens)",
             STUDENT_NOTE,
             distillation_alpha=1.0,
         ),

@@ -10,6 +10,7 @@ from kleash.auditing.targets.cases import (
     STUDENT_NOTE,
     TOP_2_NOTE,
     Target,
+    as_in_words,
     claiming,
     make_case,
 )
@@ -28,16 +29,6 @@ def kl_loss(
     core = import_target("verl.trainer.ppo.core_algos")
     per_token = core.kl_penalty(logprob=token_logp, ref_logprob=token_logq, kl_penalty=kl_penalty)
     return core.agg_loss(loss_mat=per_token, loss_mask=mask, loss_agg_mode=loss_agg_mode)
-
-
-def kl_loss_per_response(
-    token_logp: Tensor, token_logq: Tensor, mask: Tensor, *, kl_penalty: str = "low_var_kl"
-) -> Tensor:
-    """``kl_loss`` with ``seq-mean-token-sum`` on each response alone: the sum over its tokens."""
-    rows = zip(token_logp.split(1), token_logq.split(1), mask.split(1), strict=True)
-    return torch.stack(
-        [kl_loss(*row, kl_penalty=kl_penalty, loss_agg_mode="seq-mean-token-sum") for row in rows]
-    )
 
 
 def kl_reward(token_logp: Tensor, token_logq: Tensor, mask: Tensor, *, kl_penalty: str = "kl") -> Tensor:
@@ -127,11 +118,16 @@ VERL = Target(
         make_case(
             "loss_seq-mean-token-sum",
             "verl.trainer.ppo.core_algos.agg_loss",
-            "sequence_loss_with_mask",
+            as_in_words(
+                "torch.stack([f(*x) for x in zip(token_logp.split(1), token_logq.split(1), mask.split(1))]) "
+                "-> sequence",
+                "f(token_logp, token_logq, mask)",
+            ),
             TWO_STEPS,
             "each response in a batch of its own",
-            function=kl_loss_per_response,
+            function=kl_loss,
             kl_penalty="low_var_kl+",
+            loss_agg_mode="seq-mean-token-sum",
         ),
         make_case(
             "distillation_topk",
