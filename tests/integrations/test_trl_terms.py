@@ -295,6 +295,7 @@ HOT = {"temperature": 2.0, "top_k": -1, "generation_kwargs": {"temperature": 2.0
         (K1_REWARD, {"scale_rewards": "group"}, "scale_rewards is 'group'"),
         ({"kl_cap": 2.0}, {"num_iterations": 2}, "cap is 2.0 and there is no ratio"),
         (K1_REWARD, {"multi_objective_aggregation": "normalize_then_sum"}, "multi_objective_aggregation"),
+        ({}, {"use_liger_kernel": True}, "replaces layers of the policy and not of the reference"),
         ({"kl": "k3"}, {"top_p": 0.9}, "top_p is 0.9, so tokens are drawn from another distribution"),
         ({"kl": "k2"}, {"top_k": 20}, "top_k is 20"),
         ({"kl": "k3"}, {"min_p": 0.05}, "min_p is 0.05"),

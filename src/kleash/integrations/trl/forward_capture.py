@@ -51,8 +51,8 @@ class ForwardCapture(MIXIN):
         """Make TRL's trainer, with the model ``reference`` in place of the one that TRL would load.
 
         Raises:
-            OptionError: if the configuration is not passed by keyword; or if ``reference`` is given, and TRL is to move
-                the reference, or it is the policy's network.
+            OptionError: if the configuration is not passed by keyword, or asks for Liger's layers; or if ``reference``
+                is given, and TRL is to move the reference, or it is the policy's network.
             ModelError: if an adapter has changed the base that is to be the reference.
         """
         self._passes: list[ForwardPass] | None = None
@@ -70,6 +70,11 @@ class ForwardCapture(MIXIN):
             raise OptionError(
                 "sync_ref_model=True moves the copy of the policy that TRL loads as its reference, and reference= is a "
                 "model that stays as it is; leave one of them out"
+            )
+        if config.use_liger_kernel:
+            raise OptionError(
+                "use_liger_kernel=True replaces layers of the policy and not of the reference, so that two equal "
+                "models would have a KL above 0; leave it out"
             )
         kwargs["args"] = copy(config)
         # TRL loads a reference unless beta is 0, and the KL is logged at a beta of 0 too.
