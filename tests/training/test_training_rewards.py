@@ -37,6 +37,8 @@ def generated(prompts, responses):
     return (0.5 for _ in responses)
 def one_short(prompts, responses):
     return [1.0] * (len(responses) - 1)
+def exits(prompts, responses):
+    raise SystemExit(0)
 def nothing(prompts, responses):
     pass
 def raises(prompts, responses):
@@ -158,7 +160,8 @@ def test_empty_reward_list_is_refused() -> None:
         ("one_short", ShapeError,
             "my_rewards:one_short returned numbers of shape (2,) for 3 responses; it must return one each"),
         ("nothing", CannotRunError, "the reward my_rewards:nothing raises TypeError: 'NoneType'"),
-        ("raises", CannotRunError, "raises raises ValueError: no such judge in line 21 of my_rewards (given 3 "),
+        ("raises", CannotRunError, "raises raises ValueError: no such judge in line 23 of my_rewards (given 3 "),
+        ("exits", CannotRunError, "the reward my_rewards:exits raises SystemExit: 0 in line 19 of my_rewards"),
         ("nan", NonFiniteError,
             "is nan for response 1 and 2 of 3 responses in all; it must be a finite number"),
         ("words", CannotRunError, "my_rewards:words raises ValueError: could not convert string to float"),

@@ -128,7 +128,7 @@ def reward_values(
         values = np.array(returned, dtype=np.float64)
     except (CannotRunError, NonFiniteError):
         raise
-    except Exception as error:  # a reward may raise anything
+    except (Exception, SystemExit) as error:  # a reward may raise anything
         module, frames = split_path(spec)[0], traceback.walk_tb(error.__traceback__)
         lines = [
             f" in line {line} of {module}"
