@@ -186,15 +186,18 @@ class Steps:
         say(self._console, sentence, style="dim")
 
     def working(self, step: int, activity: str) -> None:
-        """Say what is done in a step that is not finished, at most every 30 seconds."""
-        self._begin(step)
+        """Say what is done in a step that is not finished, at most every 30 seconds.
+
+        The time is counted from the first step of this process, or from one that is done again.
+        """
+        if not self._first_step or step < self._first_step:
+            self._first_step, self._start_time = step, self._clock()
         if self._clock() - self._last_line_time >= MAX_SECONDS_BETWEEN_LINES:
             say(self._console, f"step {step}/{self._steps}: {activity}", style="dim")
             self._last_line_time = self._clock()
 
     def stepped(self, record: StepRecord) -> None:
         """Show a step with its events and alerts, and the time that the rest takes at the pace so far."""
-        self._begin(record.step)
         seconds, done = self._clock() - self._start_time, record.step - self._first_step + 1
         left = seconds / done * (self._steps - record.step)
         time_left = f"about {format_duration(left)} left" if left > 0 else ""
@@ -210,11 +213,6 @@ class Steps:
         ]
         parts = filter(None, (", ".join(cells), time_left))
         say(self._console, f"step {record.step}/{self._steps}: {', '.join(parts)}")
-
-    def _begin(self, step: int) -> None:
-        """Count the time from the first step of this process, or from one that is done again."""
-        if not self._first_step or step < self._first_step:
-            self._first_step, self._start_time = step, self._clock()
 
 
 def _cell(record: StepRecord, name: str) -> str:

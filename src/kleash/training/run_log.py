@@ -152,6 +152,7 @@ class RunLog:
         resumed = [f"going on after step {step}"] if step else []
         for note in (*notes, *resumed):
             self.display.note(note)
+        self.display.working(step + 1, "starting")
 
     def step(
         self,
