@@ -33,9 +33,10 @@ def test_a_planted_link_is_not_followed(tmp_path, monkeypatch):
             "[enforce fail at inline_container.cc:672] . unexpected pos 55 vs 54",
             "no space is left to write {} (",
         ),
+        ("basic_ios::clear: iostream error", "no space is left to write {} (basic_ios::clear: "),
         ("I/O error: No space left on device (os error 28)", "no space is left to write {} (I/O error: "),
     ],
-    ids=["ENOSPC", "EDQUOT", "EIO", "EACCES", "torch", "safetensors"],
+    ids=["ENOSPC", "EDQUOT", "EIO", "EACCES", "torch", "a stream", "safetensors"],
 )
 def test_an_error_of_the_disk_says_how_to_go_on(number, sentence, tmp_path, monkeypatch):
     def fail(descriptor):

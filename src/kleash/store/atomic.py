@@ -14,7 +14,12 @@ TEMPORARY = ".writing-"
 """How the names of unfinished files begin."""
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT} if hasattr(errno, "EDQUOT") else {errno.ENOSPC})
 """Numbers of the errors of a full disk: that of the machine, or a user's quota on a shared one."""
-FULL_DISK_WORDS = (*map(os.strerror, NO_SPACE), "PytorchStreamWriter failed writing", "unexpected pos")
+FULL_DISK_WORDS = (
+    *map(os.strerror, NO_SPACE),
+    "PytorchStreamWriter failed writing",
+    "unexpected pos",
+    "iostream error",
+)
 """Words in the errors that safetensors and torch raise there: no OSError, and torch gives no reason."""
 
 
