@@ -14,7 +14,7 @@ from ppo_cases import tiny_job
 from safetensors.torch import load_file
 
 from kleash.errors import RunFolderError
-from kleash.records import read_steps
+from kleash.records import TrainingFolder, read_steps
 from kleash.reports.folder_report import write_report_of
 from kleash.store.checksums import seal_folder
 from kleash.store.training_folder import last_checkpoint
@@ -109,6 +109,7 @@ def test_resuming_with_an_edited_reward_function_is_refused(path, folder, tmp_pa
     job = tiny_job(folder, out=str(tmp_path / "run"), steps=1, reward=(path,))
     train(job)
     assert train(replace(job, steps=2, resume=True)).steps == 2
+    assert TrainingFolder(tmp_path / "run").header().settings["steps"] == 2, "for --config run.json"
     source.write_text(source.read_text().replace("float(len(r))", "-float(len(r))"))
     with pytest.raises(RunFolderError, match=f"the fingerprint of the reward {path} was 'sha256:"):
         train(replace(job, steps=3, resume=True))

@@ -35,8 +35,8 @@ Temperature = Annotated[Positive, Allowed("from 0.0001 to 10 000", lambda x: 1e-
 SHIPPED_REWARD = "kleash.training.example_rewards:heroine"
 """What the shipped policy is rewarded for when nothing else is asked: easy to hack."""
 
-CONTINUATION_OPTIONS = frozenset({*OUTPUT_OPTIONS, "steps", "checkpoint_every", "metric_names"})
-"""Fields that a resumed run may change: where it goes, how long it is, how it is shown."""
+CONTINUATION_OPTIONS = frozenset({*OUTPUT_OPTIONS, "checkpoint_every", "metric_names"})
+"""Fields that a resumed run may change, beside ``steps``: where it goes, how it is shown."""
 
 
 @dataclass(frozen=True, kw_only=True)

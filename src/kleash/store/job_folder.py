@@ -23,8 +23,9 @@ SOURCE = "source.jsonl"
 ADVICE_IF_LOCKED = "wait for it, or give another --out"
 PROBE_NATS = 0.05
 """Largest median difference between two answers of one server to its probe; rounding in bfloat16 stays below it."""
-PLACE_OF_CACHE = "reference_cache"
-"""Option that may differ: hidden states are the same wherever they lie, and a sweep with its cache can be moved."""
+MAY_DIFFER = {"reference_cache", "steps"}
+"""Options that may differ: hidden states are the same wherever they lie, so a sweep with its cache can be moved; and a
+training may go on for more steps."""
 KIND_OF_FINGERPRINT = "sha256:"
 """Prefix of fingerprints, which are made from every byte of the files."""
 
@@ -72,7 +73,7 @@ class RunHeader:
             **{
                 f"--{name.replace('_', '-')}": value
                 for name, value in self.settings.items()
-                if name != PLACE_OF_CACHE
+                if name not in MAY_DIFFER
             },
             "the source's content (sha256)": self.source_sha256[:16],
             **{f"the fingerprint of the {what}": mark for what, mark in self.fingerprints.items()},
@@ -159,7 +160,9 @@ class JobFolder(ABC):
             if self.begun:
                 require_same(self.root, self.header(), header)
             remove_leftovers(self.root)
-            if not self.begun:
+            if self.begun:
+                write_checked(self.root, self.root / HEADER, to_json(header))  # with what may differ
+            else:
                 begin_header(self.root, header)
             yield self
 
