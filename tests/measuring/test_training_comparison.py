@@ -99,6 +99,7 @@ def test_command_prints_writes_a_page_and_its_json_has_every_number(folders, tmp
     assert main(["compare", *map(str, folders), "--out", str(page)]) == 0
     printed = capsys.readouterr().out
     assert "2 training runs compared over steps 4 to 7" in printed and "k3 for exact" in printed
+    assert "shared prompts" in printed and "not measured" in printed
     text = page.read_text(encoding="utf-8")
     assert text.count("<svg") == 2 and "KL per sequence" in text, "reward and beta are drawn"
     assert main(["compare", *map(str, folders), "--out", str(page), "--json"]) == 0
@@ -107,6 +108,22 @@ def test_command_prints_writes_a_page_and_its_json_has_every_number(folders, tmp
     assert main(["compare", *map(str, folders), "--out", str(page), "--format", "csv"]) == 0
     rows = capsys.readouterr().out.splitlines()
     assert sum(row.startswith("second,first,") for row in rows) == 2
+
+
+def test_runs_of_one_trainer_of_others_say_its_defaults_and_which_has_no_kl(tmp_path, capsys):
+    kinds = {"priced": ({"beta": 0.3}, {"kl/k3_per_sequence": 2.5}), "free": ({}, {"reward/score": 1.0})}
+    for name, (settings, metrics) in kinds.items():
+        settings = {"algorithm": "grpo", "trainer": "GRPOTrainer", **settings}
+        known = {"reference": "q"} if name == "priced" else {}
+        header = replace(header_of(GRPOJob()), fingerprints=known, settings=settings)
+        with TrainingFolder(tmp_path / name).writing(header, resume=False):
+            append_step(tmp_path / name, StepRecord(step=1, metrics=metrics), [])
+    pages = ["--out", str(tmp_path / "page.html")]
+    assert main(["compare", *(str(tmp_path / name) for name in kinds), *pages]) == 0
+    printed = capsys.readouterr().out
+    for said in ("free has: beta the default for 0.3", "by k3", "  2.5  ", "free has no KL to a reference"):
+        assert said in printed
+    assert "another reference" not in printed, "which the second run does not record"
 
 
 def test_runs_of_other_prompts_are_shown_and_not_paired(drawn, tmp_path):

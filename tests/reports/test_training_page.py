@@ -13,7 +13,7 @@ from kleash.errors import RunFolderError
 from kleash.records import GRPOJob, PPOJob, StepRecord, TrainingFolder
 from kleash.reports import write_training_report
 from kleash.reports.folder_report import write_report_of
-from kleash.reports.training import format_metric, run_warnings
+from kleash.reports.training import format_metric, run_warnings, summary_cards
 from kleash.reports.training_charts import run_charts, thin_steps
 
 
@@ -54,6 +54,8 @@ def test_a_number_of_every_other_step_is_a_line_through_them():
         )
         for step in range(1, 9)
     ]
+    cards = summary_cards(header_of(GRPOJob()), [*history, StepRecord(step=9, metrics={})], None)
+    assert ("KL per sequence", "8.00 nats", "after step 8") in cards
     (axes,) = drawn(run_charts(history)["kl-sequence"])
     assert list(curves(axes).values()) == [([2, 4, 6, 8], [2.0, 4.0, 6.0, 8.0])]
 

@@ -9,7 +9,14 @@ import numpy as np
 
 from kleash.errors import RunFolderError
 from kleash.registry import grouped
-from kleash.store.comparison import PAIRED, SHOWN, ComparedTraining, RunDifference, TrainingComparison
+from kleash.store.comparison import (
+    KLS,
+    PAIRED,
+    SHOWN,
+    ComparedTraining,
+    RunDifference,
+    TrainingComparison,
+)
 from kleash.store.job_folder import RunHeader
 from kleash.store.metrics import metric_of, number_of
 from kleash.store.steps import STEPS, PromptRecord, StepRecord, read_prompt_means
@@ -19,6 +26,7 @@ from kleash.version import __version__
 
 NOT_COMPARED = {"steps", "report_to", "seed"}
 """Options that do not make a run another one."""
+DEFAULT = "the default"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,16 +62,25 @@ def compare_training(folders: Sequence[Path], names: Sequence[str]) -> TrainingC
     runs = [_read(folder, name) for folder, name in zip(folders, names, strict=True)]
     last = min(run.history[-1].step for run in runs)
     steps = range(last // 2 + 1, last + 1)
+    compared = tuple(_compared(run, runs[0], steps) for run in runs)
+    references = [run.header.fingerprints.get("reference") for run in runs]
     return TrainingComparison(
         kleash=__version__,
         first_step=steps.start,
         last_step=last,
-        runs=tuple(_compared(run, runs[0], steps) for run in runs),
+        runs=compared,
         differences=tuple(_difference(run, runs[0], steps) for run in runs[1:]),
-        warnings=tuple(
-            f"{run.name} has another reference than {names[0]}"
-            for run in runs[1:]
-            if run.header.fingerprints.get("reference") != runs[0].header.fingerprints.get("reference")
+        warnings=(
+            *(
+                f"{name} has another reference than {names[0]}"
+                for name, reference in zip(names, references, strict=True)
+                if None not in (reference, references[0]) and reference != references[0]
+            ),
+            *(
+                f"{run.name} has no KL to a reference in these steps"
+                for run in compared
+                if run.numbers.keys().isdisjoint(KLS)
+            ),
         ),
     )
 
@@ -87,22 +104,23 @@ def _read(folder: Path, name: str) -> _TrainingRun:
 def _compared(run: _TrainingRun, first: _TrainingRun, steps: range) -> ComparedTraining:
     """A run's entry in the comparison: its means over the compared steps, and where its settings differ from the first.
 
-    A metric of ``PAIRED`` is the mean over prompts, with its error; one of ``SHOWN`` is the mean over steps.
+    A metric of ``PAIRED`` is the mean over prompts, with its error; one of ``SHOWN`` is the mean over steps. Settings
+    of two runs to which kleash was attached lack what is the default of their trainer.
     """
     numbers = {
         metric: clustered_mean(np.array([*values.values()]), np.arange(len(values)), unit=_unit(metric))
         for metric in PAIRED
         if (values := run.by_prompt(metric, steps))
     }
-    for metric in SHOWN:
-        values = [
-            record.metrics[metric]
-            for record in run.history
-            if record.step in steps and metric in record.metrics
-        ]
-        if values:
-            numbers[metric] = number_of({metric: fmean(values)}, metric)
+    in_steps = [record.metrics for record in run.history if record.step in steps]
+    numbers |= {
+        metric: number_of({metric: fmean(values)}, metric)
+        for metric in SHOWN
+        if (values := [metrics[metric] for metrics in in_steps if metric in metrics])
+    }
     settings, first_settings = run.header.settings, first.header.settings
+    is_attached = "trainer" in settings and settings["trainer"] == first_settings.get("trainer")
+    of_both = settings.keys() & first_settings.keys()
     return ComparedTraining(
         name=run.name,
         folder=str(run.folder),
@@ -110,9 +128,10 @@ def _compared(run: _TrainingRun, first: _TrainingRun, steps: range) -> ComparedT
         steps=run.history[-1].step,
         numbers=numbers,
         settings={
-            option: f"{value} for {first_settings[option]}"
-            for option, value in settings.items()
-            if option in first_settings.keys() - NOT_COMPARED and value != first_settings[option]
+            option: f"{settings.get(option, DEFAULT)} for {first_settings.get(option, DEFAULT)}"
+            for option in {**settings, **first_settings}
+            if (is_attached or option in of_both) and option not in NOT_COMPARED
+            if settings.get(option, DEFAULT) != first_settings.get(option, DEFAULT)
         },
         alerts=sum(len(record.alerts) for record in run.history),
         ended="running or interrupted" if run.result is None else run.result.stopped or "finished",
@@ -134,7 +153,6 @@ def _difference(run: _TrainingRun, first: _TrainingRun, steps: range) -> RunDiff
         answered |= means.keys()
         answered_first |= first_means.keys()
     shared_prompts = len(answered & answered_first)
-    warning = f"{run.name} and {first.name} share no prompt in these steps, so they are not compared in pairs"
     return RunDifference(
         name=run.name,
         minus=first.name,
@@ -142,7 +160,11 @@ def _difference(run: _TrainingRun, first: _TrainingRun, steps: range) -> RunDiff
         only_here=len(answered) - shared_prompts,
         only_there=len(answered_first) - shared_prompts,
         differences=differences,
-        warnings=(warning,) if answered and answered_first and not shared_prompts else (),
+        warnings=(
+            f"{run.name} and {first.name} share no prompt in these steps, so they are not compared in pairs",
+        )
+        if answered and answered_first and not shared_prompts
+        else (),
     )
 
 

@@ -24,12 +24,12 @@ from kleash.reports.gate_verdicts import describe_gate
 from kleash.reports.page import write_page
 from kleash.reports.training_charts import MAX_POINTS, MAX_ROWS, metric_line, metric_values, thin_steps
 from kleash.store import Comparison, StepRecord, read_steps
-from kleash.store.comparison import PAIRED, TrainingComparison
+from kleash.store.comparison import KLS, PAIRED, TrainingComparison
 from kleash.store.metrics import title_of
 from kleash.store.statistics import BOUND_STATISTICS, COMPARED, PERPLEXITIES, kl_directions, label_of
 from kleash.store.summary import summarize
 
-CHARTED = (*PAIRED, "beta", "policy/entropy", "pairs/accuracy", "teacher/divergence")
+CHARTED = (*PAIRED, *KLS[1:], "beta", "policy/entropy", "pairs/accuracy", "teacher/divergence")
 FRONTIER = ("reward/score", "kl/exact_per_sequence")
 """The metrics that are drawn against each other, the second on the horizontal axis."""
 STROKES = tuple(product(("-", "--", ":"), (ACCENT, MUTED, INK)))

@@ -1,6 +1,5 @@
 """The report of a training run."""
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,12 +84,12 @@ def summary_cards(
     held_out_first = sorted(METRICS.items(), key=lambda item: not item[0].startswith(HELD_OUT))
     for name, metric in held_out_first:
         steps = [record for record in history if name in record.metrics]
-        is_shown = name in last or (name.startswith(HELD_OUT) and steps)
-        if not metric.card or not is_shown:
+        if not metric.card or not steps:
             continue
-        note = f"{format_value(first.get(name, math.nan))} in the first step"
-        if name.startswith(HELD_OUT):
-            note = f"after step {steps[-1].step}"
+        is_of_each = name in first and name in last
+        note = (
+            f"{format_value(first[name])} in the first step" if is_of_each else f"after step {steps[-1].step}"
+        )
         if target is not None and name == target_name:
             note += f"; target {format_value(target)}"
         rows.append((metric.card, format_metric(steps[-1].metrics, name), note))
@@ -133,8 +132,7 @@ def metrics_table(history: Sequence[StepRecord]) -> list[tuple[str, str, str, st
     return [
         (
             name,
-            format_value(first.get(name, math.nan)),
-            format_value(last.get(name, math.nan)),
+            *(format_value(step[name]) if name in step else "" for step in (first, last)),
             metric_of(name).unit,
             metric_of(name).meaning,
         )

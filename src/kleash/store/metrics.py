@@ -91,6 +91,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "kl/k3_error": Metric(unit="nats", meaning="standard error of kl/k3, clustered by prompt"),
         "kl/k3_per_sequence": Metric(
             unit="nats",
+            card="KL per sequence by k3",
             meaning="KL(policy ‖ reference) between responses by k3 of the sampled tokens, summed over a response, "
             "mean over responses",
         ),
@@ -124,6 +125,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "drift/kl_per_sequence": Metric(
             unit="nats",
+            card="KL per sequence of the monitor",
             meaning="KL(policy ‖ reference) between responses to a DriftMonitor's prompts, where the step has a "
             "KL of its own: the monitor's prompts and reference may be others",
         ),

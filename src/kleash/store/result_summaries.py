@@ -151,16 +151,20 @@ def _(comparison: Comparison) -> Summary:
 
 @summarize.register
 def _(comparison: TrainingComparison) -> Summary:
+    paired = (comparison.runs[0].numbers, *(each.differences for each in comparison.differences))
     tables = [
         SummaryTable(
-            header=("run", title_of(metric), *DIFFERENCE_HEADER),
+            header=("run", title_of(metric), *DIFFERENCE_HEADER, "shared prompts"),
             rows=tuple(
                 (
                     Name(run.name),
                     *_number_cells(run.numbers.get(metric)),
                     *_difference_cells(difference, metric),
+                    str(numbers[metric].clusters) if metric in numbers else "0",
                 )
-                for run, difference in zip(comparison.runs, (None, *comparison.differences), strict=True)
+                for run, difference, numbers in zip(
+                    comparison.runs, (None, *comparison.differences), paired, strict=True
+                )
             ),
         )
         for metric in PAIRED
@@ -197,9 +201,9 @@ def _(comparison: TrainingComparison) -> Summary:
 
 
 def _number_cells(number: Estimate | None) -> tuple[str, str]:
-    """A number with its error, and its interval; empty where there is none."""
+    """A number with its error, and its interval."""
     if number is None:
-        return "", ""
+        return "not measured", ""
     interval = cells(number)[1] if any(map(math.isfinite, number.ci95)) else ""
     return with_error(number), interval or UNKNOWN_INTERVAL
 
