@@ -28,15 +28,7 @@ def samples(values: np.ndarray, prompt: str) -> list[Sample]:
     ]
 
 
-def write(
-    folder: Path,
-    values: np.ndarray,
-    job: GRPOJob,
-    *,
-    reference: str = "q",
-    prompt: str = "prompt",
-    without: str = "",
-) -> Path:
+def write(folder, values, job, *, reference="q", prompt="prompt", without="") -> Path:
     """A run whose step t drew ``values[t]``, and which answered held-out prompts in its last step.
 
     Its settings do not say ``without``, as those of a trainer that kleash was attached to.

@@ -33,11 +33,16 @@ def test_every_metric_with_values_has_a_chart(hostile):
     assert tuple(figure["id"] for figure in hostile.all("figure")) == names
 
 
-def test_the_headlines_are_those_of_the_last_step(hostile):
+def test_the_headlines_are_those_of_the_last_step_and_what_happened_is_told(hostile):
     last = healthy(60)[-1].metrics
     kl, error = last["kl/exact_per_sequence"], last["kl/exact_per_sequence_error"]
     assert f"KL per sequence {kl:.2f} ± {error:.2f} nats 0 in the first step; target 6.00" in hostile.words
     assert "Steps 60 finished" in hostile.words
+    assert "Step 60: KL(p ‖ q) is gone" in hostile.words
+    assert "Step 60: beta was bounded" in hostile.words
+    assert "saw nothing" not in hostile.words
+    steps = [int(step) for step in re.findall(r"Step (\d+) Samples of step", hostile.words)]
+    assert steps == [1, 13, 25, 36, 48, 60]
 
 
 def test_a_tiny_number_is_formatted_in_scientific_notation():
@@ -47,23 +52,12 @@ def test_a_tiny_number_is_formatted_in_scientific_notation():
 
 
 def test_a_number_of_every_other_step_is_a_line_through_them():
-    history = [
-        StepRecord(
-            step=step,
-            metrics={"pairs/margin": 1.0, **({} if step % 2 else {"kl/exact_per_sequence": float(step)})},
-        )
-        for step in range(1, 9)
-    ]
-    cards = summary_cards(header_of(GRPOJob()), [*history, StepRecord(step=9, metrics={})], None)
+    kls = [{} if step % 2 else {"kl/exact_per_sequence": float(step)} for step in range(1, 10)]
+    history = [StepRecord(step=at, metrics={"pairs/margin": 1.0, **kl}) for at, kl in enumerate(kls, 1)]
+    cards = summary_cards(header_of(GRPOJob()), history, None)
     assert ("KL per sequence", "8.00 nats", "after step 8") in cards
     (axes,) = drawn(run_charts(history)["kl-sequence"])
     assert list(curves(axes).values()) == [([2, 4, 6, 8], [2.0, 4.0, 6.0, 8.0])]
-
-
-def test_the_watch_s_words_and_the_events_are_told(hostile):
-    assert "Step 60: KL(p ‖ q) is gone" in hostile.words
-    assert "Step 60: beta was bounded" in hostile.words
-    assert "saw nothing" not in hostile.words
 
 
 def test_the_command_repeats_the_run(hostile):
@@ -95,11 +89,6 @@ def test_a_target_per_token_is_drawn_where_kl_is_per_token():
     assert legend(axes) == ["exact", "k1", "k3", "target"] and axes.lines[-1].get_ydata()[0] == 0.1
 
 
-def test_samples_are_shown_from_the_first_step_to_the_last(hostile):
-    steps = [int(step) for step in re.findall(r"Step (\d+) Samples of step", hostile.words)]
-    assert steps == [1, 13, 25, 36, 48, 60]
-
-
 def test_a_dpo_run_shows_its_own_metrics(tmp_path):
     page = Page(write_report_of(write_pairs_run(tmp_path / "run")))
     assert [figure["id"] for figure in page.all("figure")] == ["pairs"]
@@ -112,8 +101,8 @@ def test_a_dpo_run_shows_its_own_metrics(tmp_path):
 
 def test_errors_over_few_prompts_carry_a_warning():
     steps = [
-        StepRecord(step=1, metrics={"response/prompts": 30.0}),
-        StepRecord(step=2, metrics={"beta": 1.0}),
+        StepRecord(step=at, metrics=each)
+        for at, each in ((1, {"response/prompts": 30.0}), (2, {"beta": 1.0}))
     ]
     assert run_warnings(steps) == run_warnings(steps[1:]) == ()
     few = StepRecord(step=3, metrics={"response/prompts": 8.0})
@@ -140,9 +129,8 @@ def test_beta_over_decades_is_drawn_on_a_logarithmic_axis():
 
 @pytest.mark.usefixtures("undrawn")
 def test_disabled_switches_are_part_of_the_command(tmp_path):
-    folder = write_run(
-        tmp_path / "run", healthy(3), PPOJob(whiten=False, trust_remote_code=True, clip_range_value=None)
-    )
+    job = PPOJob(whiten=False, trust_remote_code=True, clip_range_value=None)
+    folder = write_run(tmp_path / "run", healthy(3), job)
     text = Page(write_training_report(folder)).words
     assert "kleash train ppo --steps 3 --no-whiten --clip-range-value None --trust-remote-code" in text
 
@@ -151,16 +139,13 @@ def test_disabled_switches_are_part_of_the_command(tmp_path):
 def test_a_run_without_a_step_raises(tmp_path):
     folder = TrainingFolder(tmp_path / "run")
     with folder.writing(header_of(PPOJob()), resume=False):
-        (folder.root / "checkpoints" / "checkpoint-1").mkdir(
-            parents=True
-        )  # which a kill left without checksums
+        (folder.root / "checkpoints" / "checkpoint-1").mkdir(parents=True)  # left without checksums
     with pytest.raises(RunFolderError, match="without a step"):
         write_training_report(folder.root)
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_stopped_run_shows_the_reason(tmp_path):
-    folder = write_run(tmp_path / "run", healthy(3), GRPOJob())
-    result = replace(TrainingFolder(folder).result(), stopped="the hacking monitor stopped it")
-    TrainingFolder(folder).write_result(result)
-    assert "Steps 3 the hacking monitor stopped it" in Page(write_training_report(folder)).words
+    files = TrainingFolder(write_run(tmp_path / "run", healthy(3), GRPOJob()))
+    files.write_result(replace(files.result(), stopped="the hacking monitor stopped it"))
+    assert "Steps 3 the hacking monitor stopped it" in Page(write_training_report(files.root)).words

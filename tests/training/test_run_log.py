@@ -50,12 +50,8 @@ def test_logged_step_is_on_disk(tmp_path: Path) -> None:
         run_log.step(1, {"kl/k4": 1.0})
     assert run_log.step(1, {"beta": 0.1, "reward/part/x": 2}, SAMPLES, ["beta was bounded"]) == Advice()
     (record,) = read_steps(tmp_path)
-    assert record.metrics == {
-        "beta": 0.1,
-        "reward/part/x": 2.0,
-        "response/repetition": 0.0,
-        "response/distinct": (2 + 6) / 18,  # two runs that all have, and the last of each
-    }
+    texts = {"response/repetition": 0.0, "response/distinct": (2 + 6) / 18}  # two that all have, and the last
+    assert record.metrics == {"beta": 0.1, "reward/part/x": 2.0, **texts}
     assert record.events == ("beta was bounded",)
     assert [one.sample for one in read_samples(tmp_path)] == [SAMPLES[at] for at in (0, 1, 3, 4)]
     assert run_log.display.records == [record]  # type: ignore[attr-defined]

@@ -120,7 +120,6 @@ def _compared(run: _TrainingRun, first: _TrainingRun, steps: range) -> ComparedT
     }
     settings, first_settings = run.header.settings, first.header.settings
     is_attached = "trainer" in settings and settings["trainer"] == first_settings.get("trainer")
-    of_both = settings.keys() & first_settings.keys()
     return ComparedTraining(
         name=run.name,
         folder=str(run.folder),
@@ -130,7 +129,8 @@ def _compared(run: _TrainingRun, first: _TrainingRun, steps: range) -> ComparedT
         settings={
             option: f"{settings.get(option, DEFAULT)} for {first_settings.get(option, DEFAULT)}"
             for option in {**settings, **first_settings}
-            if (is_attached or option in of_both) and option not in NOT_COMPARED
+            if (is_attached or option in settings.keys() & first_settings.keys())
+            and option not in NOT_COMPARED
             if settings.get(option, DEFAULT) != first_settings.get(option, DEFAULT)
         },
         alerts=sum(len(record.alerts) for record in run.history),

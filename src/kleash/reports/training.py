@@ -132,7 +132,8 @@ def metrics_table(history: Sequence[StepRecord]) -> list[tuple[str, str, str, st
     return [
         (
             name,
-            *(format_value(step[name]) if name in step else "" for step in (first, last)),
+            format_value(first[name]) if name in first else "",
+            format_value(last[name]) if name in last else "",
             metric_of(name).unit,
             metric_of(name).meaning,
         )
