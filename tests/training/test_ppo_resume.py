@@ -212,14 +212,14 @@ def test_a_checkpoint_without_checksums_is_refused(copied):
         train(copied)
 
 
-@pytest.mark.parametrize("lines", [0, 1, None])
-def test_missing_steps_are_refused(copied, lines):
+@pytest.mark.parametrize(("lines", "said"), [(0, "is damaged"), (1, "is damaged"), (None, "cannot be read")])
+def test_missing_steps_are_refused(copied, lines, said):
     path = Path(copied.out) / "steps.jsonl"
     if lines is None:
         path.unlink()
     else:
         path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:lines]))
-    with pytest.raises(RunFolderError, match=r"steps\.jsonl"):
+    with pytest.raises(RunFolderError, match=rf"steps\.jsonl {said}"):
         write_report_of(path.parent)
     with pytest.raises(RunFolderError, match=r"steps\.jsonl"):
         train(copied)

@@ -205,8 +205,8 @@ def _lines(path: Path) -> list[bytes]:
     Raises:
         RunFolderError: if the file cannot be read, or does not begin with the lines that were written.
     """
+    checksums = Checksums.read(path.parent)
     with reading(path, BROKEN):
-        content = path.read_bytes() if path.exists() else b""
-    Checksums.read(path.parent).require_beginning(path, content, BROKEN)
-    whole = content[: content.rfind(b"\n") + 1]
-    return [line + b"\n" for line in whole.split(b"\n")[:-1]]
+        content = path.read_bytes() if path.exists() or checksums.expects(path) else b""
+    checksums.require_beginning(path, content, BROKEN)
+    return [line + b"\n" for line in content.split(b"\n")[:-1]]
