@@ -96,7 +96,7 @@ def test_a_dpo_run_shows_its_own_metrics(tmp_path):
     assert "Steps 3 running or interrupted" in page.words
     assert "kleash train dpo --pairs p.jsonl --steps 3" in page.words
     assert "No reward hacking alerts." in page.words
-    assert "learns from given pairs of responses" in page.words and "samples new responses" not in page.words
+    assert "numbers of a step are over its batch" in page.words and "samples new responses" not in page.words
 
 
 def test_errors_over_few_prompts_carry_a_warning():

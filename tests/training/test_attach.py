@@ -114,7 +114,7 @@ def test_plain_grpo_is_steered_by_k3(trl, folder, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("controller", ["fixed", FixedBeta(beta=0.3)])
-def test_masked_responses_have_no_kl_and_the_last_step_is_written(trl, folder, tmp_path, controller):
+def test_masked_responses_have_no_kl_and_the_last_step_is_written(trl, folder, tmp_path, controller, caplog):
     """All of them are truncated here; and the trainer logs every tenth step, of which there are two."""
     trainer = grpo(trl, folder, tmp_path, mask_truncated_completions=True, logging_steps=10)
     log = kleash.attach(trainer, target_nats=1.0, controller=controller, out=tmp_path / "run")
@@ -123,17 +123,56 @@ def test_masked_responses_have_no_kl_and_the_last_step_is_written(trl, folder, t
     assert step.step == log.result_of_run.steps == 2 and step.metrics["response/cut_share"] == 1
     assert step.metrics["beta"] == 0.3 and step.metrics["kl/target"] == 1.0 and step.metrics["reward/score"]
     assert not step.metrics.keys() & {"kl/exact_per_sequence", "policy/entropy", "policy/clip_share"}
+    assert (
+        "truncated: mask_truncated_completions leaves nothing" in step.events[0]
+        and step.events[0] in caplog.text
+    )
 
 
-def test_the_kl_in_the_reward_is_no_spread_of_scores(trl, folder, tmp_path):
-    of_parts = [lambda prompts, part=part, **_: part * (len(prompts) // 2) for part in ([0.1, 0.3], [0.2, 0])]
+@pytest.mark.parametrize("method", ["_compute_loss", "compute_loss"])
+@pytest.mark.parametrize("by_trl", [True, False])
+def test_own_loss_is_measured_in_a_pass_of_trl(trl, folder, tmp_path, caplog, by_trl, method):
+    """A policy gradient, whose pass is the second one, without entropies; or the network's own."""
+    from kleash.integrations.trl import GRPOLeash
+    from kleash.integrations.trl.forward_capture import whole_rows
+
+    def loss(trainer, model, inputs, **_):
+        run, at = trainer._get_per_token_logps_and_entropies, inputs["completion_ids"].unsqueeze(-1)
+        logp = whole_logp(model, inputs, 1.0).gather(-1, at)[..., 0]
+        for one in (trainer.ref_model, model) if by_trl else ():
+            logp = run(one, *whole_rows(inputs))[0]
+        return -(logp * inputs["advantages"].unsqueeze(1) * inputs["completion_mask"]).mean()
+
+    theirs = type("Theirs", (trl.package.GRPOTrainer,), {method: loss})
+    trainer = make(theirs, trl.package.GRPOConfig, str(folder), tmp_path / "trl")
+    moved(trainer.model, 0.1)
+    log = kleash.attach(trainer, target_nats=1e-3, out=tmp_path / "run")
+    trainer.train()
+    first, second = read_steps(tmp_path / "run")
+    assert log.algorithm == "grpo" and len(read_samples(tmp_path / "run")) == 8
+    assert (first.metrics.get("kl/k3", 0.0) > 0) == (trainer.beta > 0.3) == by_trl
+    assert not {"policy/entropy", "policy/clip_share"} & first.metrics.keys() and not second.events
+    said = ("step 1: the loss of Theirs makes no pass", "'kl/k3_per_sequence' was logged in 2 steps")
+    assert {by_trl} == {sentence not in caplog.text for sentence in said} == {not first.events}
+    if not by_trl:
+        leashed = type("Leashed", (GRPOLeash, theirs), {})
+        with pytest.raises(CannotRunError, match=r"of Leashed (makes no pass|does not call _compute_loss)"):
+            make(leashed, trl.package.GRPOConfig, str(folder), tmp_path / "trl").train()
+
+
+SPREADS = [([[0.1, 0.3], [0.2, 0]], (1, 0)), ([[None, 0.5]], (1, 0)), ([[None] * 2], (0, None))]
+
+
+@pytest.mark.parametrize(("parts", "spreads"), SPREADS, ids=["KL in the reward", "one score", "none"])
+def test_only_scores_have_a_spread(trl, folder, tmp_path, parts, spreads):
+    of_parts = [lambda prompts, part=part, **_: part * (len(prompts) // 2) for part in parts]
     more = {"kl": "k1", "kl_place": "reward", "reward_funcs": of_parts}
     trainer = grpo(trl, folder, tmp_path, scale_rewards="none", more=more)
     moved(trainer.model, 0.1)
     kleash.attach(trainer, out=tmp_path / "run")
     trainer.train()
-    spreads = ("reward/zero_std_share", "reward/score_std")
-    assert {tuple(map(step.metrics.get, spreads)) for step in read_steps(tmp_path / "run")} == {(1, 0)}
+    names = ("reward/zero_std_share", "reward/score_std")
+    assert {tuple(map(step.metrics.get, names)) for step in read_steps(tmp_path / "run")} == {spreads}
 
 
 def test_reused_responses_show_the_kl_of_their_updates(trl, folder, tmp_path):
@@ -180,27 +219,37 @@ def test_kl_to_the_start_is_beside_that_to_a_reference_that_moves(trl, folder, t
     assert last["drift/kl_per_sequence"] == pytest.approx(drift.per_sequence.value, rel=1e-5) != 0
 
 
-def test_dpo_is_steered_by_the_monitor_and_its_time_is_apart(trl, folder, tmp_path):
+@pytest.mark.parametrize("kind", ["DPO", "KTO"])
+def test_dpo_and_kto_are_steered_by_the_monitor_and_its_time_is_apart(trl, folder, tmp_path, kind):
     from datasets import Dataset
 
     rows = [{"prompt": prompt, "chosen": " and went", "rejected": " or not"} for prompt in PROMPTS] * 2
+    if kind == "KTO":
+        rows = [{"prompt": at, "completion": x, "label": x == " a"} for at in PROMPTS for x in (" a", " b")]
     settings = {**QUIET, "beta": 0.5, "max_steps": 4, "logging_steps": 1, "bf16": False}
-    trainer = trl.package.DPOTrainer(
+    trainer_class, config = (getattr(trl.package, f"{kind}{what}") for what in ("Trainer", "Config"))
+    trainer = trainer_class(
         model=str(folder),
-        args=trl.package.DPOConfig(str(tmp_path / "dpo"), per_device_train_batch_size=2, **settings),
+        args=config(str(tmp_path / "dpo"), per_device_train_batch_size=2, **settings),
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(folder),
     )
-    with pytest.raises(OptionError, match="DPO draws no responses, so its beta is steered by a"):
+    with pytest.raises(OptionError, match=f"{kind} draws no responses, so its beta is steered by a"):
         kleash.attach(trainer, target_nats=1e-4, out=tmp_path / "run")
-    kleash.attach(trainer, target_nats=1e-4, monitor=monitor(folder), out=tmp_path / "run")
+    log = kleash.attach(trainer, target_nats=1e-4, monitor=monitor(folder), out=tmp_path / "run")
     trainer.train()
+    assert (log.algorithm, log.result_of_run.beta) == (kind.lower(), trainer.beta)
     steps = read_steps(tmp_path / "run")
     assert ["kl/exact_per_sequence" in step.metrics for step in steps] == [True, True, False, True]
     assert [step.metrics.get("time/drift", 0.0) > 0 for step in steps] == [True, True, False, True]
     assert steps[0].metrics["kl/exact_per_sequence"] == 0 < steps[3].metrics["kl/exact_per_sequence"]
     assert steps[2].metrics["beta"] > 0.5 and steps[1].beta_reason and not steps[2].beta_reason
     assert steps[3].metrics["pairs/margin"] > 0 and trainer.beta > 0.5
+    assert log._callback(BetaController).controller.noise > 0, "the errors are used"
+    log.update_ref_model = True  # as a BEMACallback of TRL has
+    moved(trainer.ref_model, 0.5)
+    own, start = (DriftMonitor(prompts=PROMPTS, reference=at).attach(trainer) for at in (None, str(folder)))
+    assert own.measure().per_sequence.value == start.measure().per_sequence.value > 0
 
 
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])
@@ -315,7 +364,8 @@ class ReadOnly(Trainer):
         return 0.1
 
 
-TRLS = [type(name, (Mixing,), {}) for name in ("DistillationTrainer", "DPOTrainer")]  # by their names
+SFT = type("SFTTrainer", (Mixing,), {"__module__": "trl.trainer"})  # by its name and module
+TRLS = [type(name, (SFT,), {"__module__": "trl.trainer"}) for name in ("GKDTrainer", "DPOTrainer")]
 
 
 @pytest.mark.parametrize("kind", [Trainer, *TRLS, ReadOnly, Mixing])
@@ -324,7 +374,9 @@ def test_controller_of_a_beta_that_prices_no_kl_is_refused(folder, tmp_path, kin
     trainer.args.loss_type = ["sft"]  # DPO's
     with pytest.raises(OptionError, match=f"{kind.__name__} has no beta that is the price of a KL"):
         kleash.attach(trainer, target_nats=0.1, out=tmp_path / "run")
-    kleash.attach(trainer, monitor=PROMPTS, reference=str(folder), out=tmp_path / "run")
+    trainer.model = torch.nn.Sequential(trainer.model)  # without a configuration
+    log = kleash.attach(trainer, monitor=PROMPTS, reference=str(folder), out=tmp_path / "run")
+    assert log.algorithm == (kind.__name__.removesuffix("Trainer").lower() or "trainer")
     assert not any(isinstance(one, BetaController) for one in trainer.callback_handler.callbacks)
 
 

@@ -9,8 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny, tiny_adapter
 from transformers import AutoTokenizer
@@ -25,7 +23,6 @@ from kleash.store.steps import held_out as held_out_metrics
 from kleash.store.training_folder import last_checkpoint
 from kleash.training.hacking_monitor import HackingMonitor
 from kleash.training.run_log import RunLog
-from kleash.training.with_trl.runs import largest_divisor
 
 pytestmark = TRL_MARKS
 HEROINE = "kleash.training.example_rewards:heroine"
@@ -215,15 +212,15 @@ def test_step_metrics_match_dense_kl_and_entropy_of_its_responses(trl, folder, t
     recorder = response_recorder.ResponseRecorder(trainer)
     recorder.attach()
     inputs = [{"prompt": "the sea was"}] * 2 + [{"prompt": "she counted"}] * 2
-    seen = []
-    trainer._calculate_rewards = spying(trainer._calculate_rewards, seen)
+    seen, reward = [], trainer._calculate_rewards
+    trainer._calculate_rewards = lambda *args: seen.append(reward(*args)) or seen[-1]
     output = trainer._generate_and_score_completions(inputs)
     (scores,) = seen
     logp, logq = (whole_logp(model, output, 1.0).detach() for model in (trainer.model, trainer.ref_model))
     count = passes_of(trainer)
     for at, micro in enumerate(split_tensor_dict(shuffle_sequence_dict(output), 2)):
         trainer.accelerator.gradient_state._set_sync_gradients(at == 1)
-        trainer._compute_loss(trainer.model, micro)
+        trainer.compute_loss(trainer.model, micro)
     assert count() == 2, "a pass of the policy for each micro-batch, and no other"
     recorder._add_metrics()
     found = {name: values[-1] for name, values in trainer._metrics["train"].items()}
@@ -253,16 +250,6 @@ def test_step_metrics_match_dense_kl_and_entropy_of_its_responses(trl, folder, t
     assert recorder.samples == [], "of further passes"
     turns = [{"role": "assistant", "content": None}, {"role": "tool", "content": "7 7"}, {"content": "seven"}]
     assert response_recorder._text(turns) == "\nseven"
-
-
-def spying(function, seen):
-    """The function, whose results are also appended to ``seen``."""
-
-    def spy(*args):
-        seen.append(function(*args))
-        return seen[-1]
-
-    return spy
 
 
 def passes_of(trainer):
@@ -354,9 +341,3 @@ def test_an_adapter_is_trained_further(trl, folder, tmp_path, algorithm):
 def letters(prompts, responses):
     """A reward that differs between responses."""
     return [len(set(response)) / 10 for response in responses]
-
-
-@given(st.integers(1, 400), st.integers(1, 500))
-def test_largest_divisor(number, at_most):
-    found = largest_divisor(number, at_most=at_most)
-    assert found == max(n for n in range(1, number + 1) if number % n == 0 and n <= at_most)

@@ -155,7 +155,8 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             unit="nats",
             heading="entropy",
             card="Entropy per token",
-            meaning=f"entropy of the next token, mean over the tokens of all responses; {_BEFORE}",
+            meaning="entropy of the next token, mean over the tokens of all responses (of the batch, where none are "
+            f"drawn); {_BEFORE}",
             verl="actor/entropy",
             trl="entropy",
         ),
@@ -229,13 +230,14 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             heading="accuracy",
             card="Preference accuracy",
             meaning="share of pairs in which the chosen response has a larger log ratio to the reference than the "
-            "rejected one",
+            "rejected one (a larger log-probability, if the trainer has no reference)",
             trl="rewards/accuracies",
         ),
         "pairs/margin": Metric(
             unit="nats",
             heading="margin",
-            meaning="beta · (log ratio of the chosen − log ratio of the rejected response), mean over pairs",
+            meaning="beta · (log ratio of the chosen − log ratio of the rejected response), mean over pairs; of KTO, "
+            "the difference of the two means; of log-probabilities, if the trainer has no reference",
             trl="rewards/margins",
         ),
         "teacher/divergence": Metric(
@@ -285,7 +287,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             trl="eval_rewards/margins",
         ),
         "eval/loss": Metric(
-            unit="none", meaning="the loss on held-out pairs, after the step", trl="eval_loss"
+            unit="none", meaning="the loss on held-out data, after the step", trl="eval_loss"
         ),
         "time/rollout": Metric(
             unit="seconds", meaning="generating, rewarding and scoring the step's responses"

@@ -20,11 +20,8 @@ if TYPE_CHECKING:
     from kleash.training.step_logger import FolderLog
     from kleash.training.with_trl.response_recorder import ResponseRecorder
 
-LOG = logging.getLogger(__name__)
-ALGORITHMS = {"GRPOTrainer": "grpo", "RLOOTrainer": "rloo", "DPOTrainer": "dpo", "SFTTrainer": "sft"}
-"""Class of TRL -> algorithm."""
-GENERATING = ("grpo", "rloo")
-"""Algorithms that reward responses of the policy."""
+GENERATING = ("grpo", "rloo", "gmpo")
+"""Algorithms of which the responses are measured: their trainers are those of GRPO and RLOO."""
 PROMPTS_OF_START = 32
 """Prompts for the KL to the reference as it was, where TRL moves it."""
 NOT_DESCRIBED = (
@@ -148,7 +145,7 @@ def _measure(
     if recorder is not None:
         _keep_best(trainer.args)
         if recorder.note is not None:
-            LOG.warning(recorder.note)
+            logging.getLogger(__name__).warning(recorder.note)
     return recorder
 
 
@@ -172,11 +169,10 @@ def _check(trainer: Any, on_hacking: str, report_to: Sequence[str]) -> None:
 
 
 def _algorithm(trainer: Any) -> str:
-    """The name of what the trainer trains by; TRL's classes are known by name, without importing it."""
-    return next(
-        (ALGORITHMS[base.__name__] for base in type(trainer).__mro__ if base.__name__ in ALGORITHMS),
-        type(trainer).__name__.removesuffix("Trainer").lower() or "trainer",
-    )
+    """The name of what the trainer trains by: of its class, or of the one of TRL that it comes from."""
+    of_trl = (base for base in type(trainer).__mro__ if base.__module__.startswith("trl."))
+    kind = next(of_trl, type(trainer))
+    return kind.__name__.removesuffix("Trainer").lower() or "trainer"
 
 
 def _drift_monitor(monitor: Any, reference: Any) -> "DriftMonitor | None":
@@ -217,15 +213,17 @@ def _leash(trainer: Any, controller: str | Leash, target_nats: float | None, per
 
 def _require_price(trainer: Any, algorithm: str, monitor: "DriftMonitor | None") -> None:
     """Refuse a controller of a beta that prices no KL, as the mixture of a distillation, or DPO of the loss "sft"."""
-    if algorithm not in (*GENERATING, "dpo") or getattr(trainer.args, "loss_type", None) == ["sft"]:
+    from kleash.training.step_logger import PRICED
+
+    if algorithm not in PRICED or getattr(trainer.args, "loss_type", None) == ["sft"]:
         raise OptionError(
-            f"{type(trainer).__name__} has no beta that is the price of a KL, so there is nothing to steer; leave "
-            "target_nats out (monitor= measures the KL), or train with LeashedGRPOTrainer or LeashedRLOOTrainer of "
-            "kleash.integrations.trl"
+            f"{type(trainer).__name__} has no beta that is the price of a KL and can be steered, as GRPO, RLOO, DPO "
+            "and KTO have; leave target_nats out (monitor= measures the KL), or train with LeashedGRPOTrainer or "
+            "LeashedRLOOTrainer of kleash.integrations.trl"
         )
-    if algorithm == "dpo" and monitor is None:
+    if algorithm not in GENERATING and monitor is None:
         raise OptionError(
-            "DPO draws no responses, so its beta is steered by a measured drift; give monitor= prompts"
+            f"{algorithm.upper()} draws no responses, so its beta is steered by a measured drift; give monitor= prompts"
         )
 
 
@@ -255,7 +253,9 @@ def _settings(trainer: Any, algorithm: str, leash: Leash | None) -> Mapping[str,
         },
         "algorithm": algorithm,
         "trainer": type(trainer).__name__,
-        "policy": str(getattr(network.config, "_name_or_path", "") or type(network).__name__),
+        "policy": str(
+            getattr(getattr(network, "config", None), "_name_or_path", "") or type(network).__name__
+        ),
         "controller": "fixed" if leash is None else type(leash).__name__,
         "target_nats": None if leash is None else leash.target_nats,
         "target_per": "sequence" if leash is None else leash.per,

@@ -29,9 +29,9 @@ class Response:
     is_truncated: bool
     """Whether it ends without an end token."""
     tokens: dict[str, Float[np.ndarray, " tokens"]]
-    """Columns with a number for each token: "token_logp" and "entropy", where they are known "token_logq" and the exact
+    """Columns with a number for each token: "token_logp", where they are known "entropy", "token_logq" and the exact
     "token_kl", and others of the trainer. Without tokens if the response is masked as a whole (TRL's
-    ``mask_truncated_completions``): it then has rewards alone."""
+    ``mask_truncated_completions``), and without columns if none are known: it then has rewards alone."""
     prompt: str
     response: str
 
@@ -59,7 +59,7 @@ def response_metrics(responses: Sequence[Response], beta: float) -> dict[str, fl
         responses: all responses of a step, of all processes.
         beta: coefficient of the KL, for ``reward/adjusted``.
     """
-    counted = [response for response in responses if len(response.tokens["entropy"])]
+    counted = [response for response in responses if len(response.tokens.get("token_logp", ()))]
     return {
         **_reward_metrics(responses, beta),
         **(_token_metrics(counted) if counted else {}),
@@ -71,12 +71,12 @@ def response_metrics(responses: Sequence[Response], beta: float) -> dict[str, fl
 def _token_metrics(responses: Sequence[Response]) -> dict[str, float]:
     """Metrics of responses with tokens: lengths, entropy, and KL as far as it is known."""
     clusters = np.unique([response.prompt_hash for response in responses], return_inverse=True)[1]
-    lengths = np.array([len(response.tokens["entropy"]) for response in responses])
+    lengths = np.array([len(response.tokens["token_logp"]) for response in responses])
     columns = responses[0].tokens
     return {
         **(_exact_metrics(responses, clusters, lengths) if "token_kl" in columns else {}),
         **(_sampled_metrics(responses, clusters, lengths) if "token_logq" in columns else {}),
-        "policy/entropy": float(column_of(responses, "entropy").mean()),
+        **({"policy/entropy": float(column_of(responses, "entropy").mean())} if "entropy" in columns else {}),
         "response/length": float(lengths.mean()),
     }
 

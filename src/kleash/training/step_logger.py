@@ -23,13 +23,14 @@ from kleash.training.response_metrics import of_first_process
 from kleash.training.run_log import Advice, LogOptions, RunLog, stopped_by
 from kleash.version import __version__
 
+LOG = logging.getLogger(__name__)
 TRL_METRICS = {
     metric.trl: name for name, metric in METRICS.items() if metric.trl is not None and metric.trl != "kl"
 }
 """Metric of TRL -> the metric of kleash with the same meaning; TRL's "kl" is another one in each trainer."""
 DUE = ("should_log", "should_evaluate", "should_save")
 """What transformers does after a step, by the names of ``TrainerControl``."""
-PRICED = ("grpo", "rloo", "dpo")
+PRICED = ("grpo", "rloo", "gmpo", "dpo", "kto")
 """Algorithms whose beta belongs to a KL."""
 
 
@@ -202,11 +203,11 @@ class StepLogger(AttachedCallback):
         metrics, self._logged = {**self._logged, **self.pop_metrics()}, {}
         advice = None
         if self.run_log is not None:
-            samples = [] if self.recorder is None else self.recorder.samples
-            controller, events, reason = self._callback(BetaController), list[str](), None
+            samples, event = getattr(self.recorder, "samples", ()), getattr(self.recorder, "event", "")
+            controller, events, reason = self._callback(BetaController), [event], None
             if controller is not None and controller.since > self._trl_step:
-                reason = controller.reason
-                events = [] if controller.controller.event is None else [controller.controller.event]
+                events, reason = [event, controller.controller.event], controller.reason
+            events = [each for each in events if each]
             advice = self.run_log.step(self.step, metrics, samples, events, reason, held_out)
         self.metrics, self._trl_step = metrics, state.global_step
         self._carry_out(of_first_process(advice) or Advice(), control)
@@ -297,7 +298,7 @@ class FolderLog(StepLogger):
         if state.is_world_process_zero:
             resume = state.global_step > 0
             if resume and getattr(args, "sync_ref_model", False):
-                logging.getLogger(__name__).warning(
+                LOG.warning(
                     "sync_ref_model: TRL's checkpoints lack the reference; until it moves again it is the one that "
                     "this run began with"
                 )
@@ -337,6 +338,8 @@ class FolderLog(StepLogger):
 
     def _carry_out(self, advice: Advice, control: Any) -> None:
         """Also log the alerts, as ``BetaController`` does its events: ``kleash train`` shows its own."""
+        if getattr(self.recorder, "event", ""):
+            LOG.warning("step %d: %s", self.step, self.recorder.event)
         for alert in () if self.run_log is None else advice.alerts:
-            logging.getLogger(__name__).warning("alert at step %d: %s", self.step, alert.sentence)
+            LOG.warning("alert at step %d: %s", self.step, alert.sentence)
         super()._carry_out(advice, control)

@@ -64,7 +64,7 @@ class DriftMonitor(AttachedCallback):
                 or records.
             reference: a folder, hub id or "shipped:…"; a model in memory; or None for the trainer's reference: the base
                 with adapters disabled, the adapter "ref", or its ``ref_model``; if TRL moves that one
-                (``sync_ref_model``), the checkpoint that it was loaded from.
+                (``sync_ref_model``, ``update_ref_model`` of a BEMACallback), the checkpoint that it was loaded from.
             every: steps between measurements. The KL is also measured before the first step and after the last.
             sampling: sampling of the responses; by default 64 new tokens at temperature 1.
             limit: largest number of prompts.
@@ -108,7 +108,12 @@ class DriftMonitor(AttachedCallback):
             NonFiniteError: if a model gives NaN or infinities.
         """
         self.require_trainer()
-        if self.reference is None and getattr(self.trainer.args, "sync_ref_model", False):
+        if self.reference is None and (
+            getattr(self.trainer.args, "sync_ref_model", False)
+            or any(
+                getattr(each, "update_ref_model", False) for each in self.trainer.callback_handler.callbacks
+            )
+        ):
             self.reference = self.trainer.accelerator.unwrap_model(self.trainer.ref_model).config.name_or_path
         networks = self._networks()
         with at_rest(*networks.values()):

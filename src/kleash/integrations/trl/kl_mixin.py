@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 from kleash.arguments import check_reward_order
+from kleash.errors import CannotRunError
 from kleash.estimators import importance_weights
 from kleash.extras import import_extra, replaced
 from kleash.integrations.trl.compat import is_async_callable
@@ -216,6 +217,11 @@ class KLMixin(ForwardCapture):
         """TRL's loss without a KL, and the KL of the micro-batch times beta."""
         with replaced(self, "beta", 0.0), self._record_passes(hidden=bool(self._head_layouts)) as passes:
             loss = super()._compute_loss(model, inputs)
+        if not passes:
+            raise CannotRunError(
+                f"the loss of {type(self).__name__} makes no pass by _get_per_token_logps_and_entropies, from which "
+                "the KL is computed; call it in _compute_loss"
+            )
         mask = response_mask(inputs)
         if self._head_layouts and self._term.estimator != "exact" and TOKEN_KL not in inputs:
             self._keep_exact_kl(passes[0], inputs, mask)  # once for each response
@@ -316,6 +322,12 @@ class KLMixin(ForwardCapture):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """TRL's method, with the KL of the responses since the last log."""
+        logged = self._metrics["train"], *self.state.log_history
+        if "loss" in logs and self._term.place == "loss" and not any("kl" in each for each in logged):
+            raise CannotRunError(
+                f"no KL was trained: compute_loss of {type(self).__name__} does not call _compute_loss, to which it is "
+                "added; write the loss there"
+            )
         if any(name.endswith("loss") for name in logs):  # of transformers, which all processes call
             self._log_kl_rows()
         super().log(logs, *args, **kwargs)

@@ -28,8 +28,6 @@ from kleash.training.rewards import require_scored
 RESPONSES, BEFORE_LOGP, STEP = "kleash_responses", "kleash_before_logps", "kleash_step"
 """Entries that are added to a generated batch: fields of each ``Response``, until it is measured; the log-probabilities
 of its tokens then; and the updates of the weights before."""
-MEANS_OVER_TOKENS = ("entropy", "clip_ratio/region_mean")
-"""Metrics that TRL logs as 0 if no token counts."""
 EVALUATION = {
     "reward/score": "eval/reward",
     "reward/score_error": "eval/reward_error",
@@ -75,17 +73,19 @@ class ResponseRecorder:
         self._responses: dict[str, list[Response]] = {"train": [], "eval": []}
         self._update_sums = (0, 0.0, 0)
         """A step whose responses were updated on before, the KL of these updates over its tokens, and their number."""
-        self._passes: list[tuple[Tensor, Tensor]] = []
-        """Log-probabilities and entropies of the tokens, in each pass of a model by the method of TRL that runs."""
+        self._passes: list[tuple[Any, Tensor, Tensor | None]] = []
+        """Model, log-probabilities and entropies of the tokens, of each pass by the method of TRL that runs."""
         self.samples: list[Sample] = []
         """The responses that the last log is about; empty where it is about further passes over earlier ones."""
+        self.event = self._problem = ""
+        """Why they were not measured, or not learned from; ``event`` is empty if the reason is that of those before."""
 
     def attach(self) -> None:
         """Put the recorder in front of methods of its trainer."""
         for replacement in (
             self._calculate_rewards,
             self._generate_and_score_completions,
-            self._compute_loss,
+            self.compute_loss,
             self._get_per_token_logps_and_entropies,
             self.log,
         ):
@@ -120,11 +120,10 @@ class ResponseRecorder:
                     dict(zip(self.trainer.reward_func_names, columns.numpy().T, strict=True)),
                     gather_object([self.name_of(row) for row in inputs]),
                 )
-            groups = totals.view(-1, self.trainer.num_generations)
-            share = (
-                (groups == groups[:, :1]).all(-1).double().mean()
-            )  # in RLOO, TRL's rewards may contain the KL
-            self.trainer._metrics["train"]["reward/zero_std_share"].append(share.item())
+            groups = scores.view(-1, self.trainer.num_generations)
+            # of those that have a score; in RLOO, TRL's rewards may contain the KL
+            same = groups.nan_to_num(torch.inf).amin(-1) == groups.nan_to_num(-torch.inf).amax(-1)
+            self.trainer._metrics["train"]["reward/zero_std_share"].append(same.double().mean().item())
         self._rewarded = [
             {
                 "score": scores[row].item(),
@@ -146,33 +145,38 @@ class ResponseRecorder:
         output = original(inputs)
         output |= {RESPONSES: self._rewarded, STEP: torch.tensor(self.trainer.state.global_step)}
         if "old_logps" in output:  # RLOO: its passes of policy and reference, of which it keeps sums
-            output[BEFORE_LOGP] = self._passes[0][0]
+            output[BEFORE_LOGP] = self._passes[0][1]
             if not isinstance(self.trainer, KLMixin) and self.trainer.beta != 0:
-                output[REFERENCE_LOGP] = self._passes[1][0]
+                output[REFERENCE_LOGP] = self._passes[1][1]
         elif OLD_LOGP in output:
             output[BEFORE_LOGP] = output[OLD_LOGP]
         return output
 
     def _get_per_token_logps_and_entropies(
-        self, original: Callable[..., Any], *args: Any, **kwargs: Any
+        self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """TRL's pass of a model, which is added to ``_passes``."""
-        result = original(*args, **kwargs)
-        self._passes.append((result[0].detach(), result[1]))
+        result = original(model, *args, **kwargs)
+        self._passes.append((model, result[0], result[1]))
         return result
 
-    def _compute_loss(self, original: Callable[..., Tensor], model: Any, inputs: dict[str, Any]) -> Tensor:
+    def compute_loss(
+        self, original: Callable[..., Tensor], model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Tensor:
         """TRL's loss; responses that it reads for the first time are measured in its pass of the policy."""
         self._passes = []
-        loss = original(model, inputs)
-        logp, entropy = self._passes[0]
-        self._passes = []
+        loss = original(model, inputs, *args, **kwargs)
         mask = response_mask(inputs)
+        passes, self._passes = [each for each in self._passes if each[1].shape == mask.shape], []
+        # the one that is differentiated, or of this model: the loss of a subclass may run others, or none at all
+        _, logp, entropy = max(
+            passes, key=lambda each: (each[1].requires_grad, each[0] is model), default=(None, None, None)
+        )
         if RESPONSES in inputs:
             self._responses[self._mode] += self._read(inputs.pop(RESPONSES), inputs, mask, logp, entropy)
         step = self.trainer.state.global_step
-        if self._mode == "train" and BEFORE_LOGP in inputs and step > inputs[STEP]:
-            nats = sampled_kl(inputs[BEFORE_LOGP][mask], logp[mask], "k3").sum().item()
+        if logp is not None and self._mode == "train" and BEFORE_LOGP in inputs and step > inputs[STEP]:
+            nats = sampled_kl(inputs[BEFORE_LOGP][mask], logp.detach()[mask], "k3").sum().item()
             _, before, tokens = self._update_sums if self._update_sums[0] == step else (step, 0.0, 0)
             self._update_sums = (step, before + nats, tokens + int(mask.sum()))
         return loss
@@ -193,34 +197,48 @@ class ResponseRecorder:
         metrics = self.trainer._metrics["train"]
         local, self._responses["train"] = self._responses["train"], []
         sums, self._update_sums = self._update_sums, (0, 0.0, 0)
-        gathered: Any = gather_object([sums])
-        _, nats, tokens = (sum(each) for each in zip(*gathered, strict=True))
+        _, nats, tokens = (sum(each) for each in zip(*gather_object([sums]), strict=True))
         if tokens:
             metrics["kl/update"] = [nats / tokens]  # of the last update that shows
         responses = gather_object(local)
-        self.samples = to_samples(responses)
+        self.samples, self.event = to_samples(responses), ""
         if responses:
             measured = response_metrics(responses, self.trainer.beta)
             metrics.update({name: [x] for name, x in measured.items()})
-            for name in () if "policy/entropy" in measured else MEANS_OVER_TOKENS:
-                metrics.pop(name, None)
+            before, self._problem = self._problem, ""
+            if not all(response.tokens for response in responses):
+                self._problem = (
+                    f"the loss of {type(self.trainer).__name__} makes no pass by _get_per_token_logps_and_entropies, "
+                    "in which responses are measured: their KL and entropy are not known, and steer no beta"
+                )
+            elif "response/length" not in measured:
+                self._problem = (
+                    "all responses are truncated: mask_truncated_completions leaves nothing to learn from"
+                )
+                for name in MEANS_OVER_TOKENS:
+                    metrics.pop(name, None)
+            self.event = "" if self._problem == before else self._problem
 
     def _read(
         self,
         rewarded: list[dict[str, Any]],
         inputs: dict[str, Any],
         mask: Bool[Tensor, "batch time"],
-        logp: Float[Tensor, "batch time"],
-        entropy: Float[Tensor, "batch time"],
+        logp: Float[Tensor, "batch time"] | None,
+        entropy: Float[Tensor, "batch time"] | None,
     ) -> list[Response]:
-        """The responses of a micro-batch, with their columns in float64."""
+        """The responses of a micro-batch, with their columns in float64; without columns if there is no ``logp``."""
         columns = options_given(
             token_logp=inputs.get(POLICY_LOGP, logp),
             token_logq=inputs.get(REFERENCE_LOGP),
             token_kl=inputs.get(TOKEN_KL),
             entropy=entropy,
         )
-        arrays = {name: column.detach().double().cpu().numpy() for name, column in columns.items()}
+        arrays = {
+            name: column.detach().double().cpu().numpy()
+            for name, column in columns.items()
+            if logp is not None
+        }
         hashes = prompt_hashes(inputs["prompt_ids"], inputs["prompt_mask"])
         ends = (inputs["completion_mask"].sum(-1, keepdim=True) - 1).clamp(min=0)
         last_tokens = inputs["completion_ids"].gather(-1, ends)[:, 0].tolist()
@@ -237,6 +255,5 @@ class ResponseRecorder:
 
 def _text(turns: Any) -> str:
     """A text, or the contents of messages that are no tool's."""
-    if isinstance(turns, str):
-        return turns
-    return "\n".join(str(turn.get("content") or "") for turn in turns if turn.get("role") != "tool")
+    contents = (str(turn.get("content") or "") for turn in turns if turn.get("role") != "tool")
+    return turns if isinstance(turns, str) else "\n".join(contents)
