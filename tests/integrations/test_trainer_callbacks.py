@@ -285,12 +285,10 @@ def test_beta_follows_the_metric_and_is_logged(training):
 
 def test_bounded_beta_step_is_logged(training, caplog):
     trainer = training(Steered)
-    start = PIDBeta(beta=0.5, target_nats=1e-3, integral=3.0, beta_max=0.8)
-    BetaController(start, metric="kl").attach(trainer)
-    with caplog.at_level(logging.WARNING):
-        trainer.train()
-    assert trainer.beta == 0.8
-    assert "beta at step 2" in caplog.text and "bounded to beta_max 0.8" in caplog.text
+    pid = PIDBeta(beta=0.5, target_nats=1e-3, integral=3.0, beta_max=0.8)
+    BetaController(pid, metric="kl").attach(trainer)
+    trainer.train()
+    assert trainer.beta == 0.8 and "beta at step 2" in caplog.text and "to beta_max 0.8" in caplog.text
     assert next(entry for entry in trainer.state.log_history if "beta" in entry)["beta/event"] == 1
 
 

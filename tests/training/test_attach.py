@@ -175,6 +175,26 @@ def test_only_scores_have_a_spread(trl, folder, tmp_path, parts, spreads):
     assert {tuple(map(step.metrics.get, names)) for step in read_steps(tmp_path / "run")} == {spreads}
 
 
+def test_rewards_of_ones_own_are_those_that_trl_logs(trl, folder, tmp_path):
+    def generate(trainer, inputs):
+        recorded = vars(trainer).pop("_calculate_rewards")
+        output = trl.package.GRPOTrainer._generate_and_score_completions(trainer, inputs)
+        trainer._calculate_rewards = recorded
+        return output
+
+    theirs = type("Theirs", (trl.package.GRPOTrainer,), {"_generate_and_score_completions": generate})
+    trainer = make(theirs, trl.package.GRPOConfig, str(folder), tmp_path / "trl")
+    kleash.attach(trainer, out=tmp_path / "run")
+    trainer.train()
+    steps, log = read_steps(tmp_path / "run"), trainer.state.log_history
+    logged = [entry for entry in log if "loss" in entry]
+    assert [step.metrics["reward/score"] for step in steps] == [entry["reward"] for entry in logged]
+    assert steps[1].metrics["kl/k3"] == pytest.approx(logged[1]["kl"], rel=1e-4) != 0
+    assert {each.sample.prompt for each in read_samples(tmp_path / "run")} <= {
+        *trainer.train_dataset["prompt"]
+    }
+
+
 def test_reused_responses_show_the_kl_of_their_updates(trl, folder, tmp_path):
     """KL(before || after) by k3 of the sampled tokens, from the two networks, in float64."""
     trainer = grpo(trl, folder, tmp_path, num_iterations=2, learning_rate=1e-2)
@@ -220,7 +240,7 @@ def test_kl_to_the_start_is_beside_that_to_a_reference_that_moves(trl, folder, t
 
 
 @pytest.mark.parametrize("kind", ["DPO", "KTO"])
-def test_dpo_and_kto_are_steered_by_the_monitor_and_its_time_is_apart(trl, folder, tmp_path, kind):
+def test_dpo_and_kto_are_steered_by_the_monitor_whose_time_is_apart(trl, folder, tmp_path, kind):
     from datasets import Dataset
 
     rows = [{"prompt": prompt, "chosen": " and went", "rejected": " or not"} for prompt in PROMPTS] * 2
@@ -330,6 +350,7 @@ def test_evaluation_is_the_headline_and_the_best_checkpoint_is_named(trl, folder
     evaluated = [step.metrics for step in steps if "eval/reward" in step.metrics]
     logged = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
     assert [one["eval/reward"] for one in evaluated] == pytest.approx([one["eval_reward"] for one in logged])
+    assert all(entry["eval_kl/per_token"] > 0 and "kl" not in entry for entry in logged)
     for metrics, sums in zip(evaluated, seen, strict=True):
         assert metrics["eval/kl_per_sequence"] == pytest.approx(sums.mean().item(), rel=1e-4)
     change = evaluated[1]["eval/reward"] - evaluated[0]["eval/reward"]

@@ -329,12 +329,12 @@ class FolderLog(StepLogger):
             )
         if self.run_log is not None and self.run_log.history:
             checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            policy = str(checkpoint) if checkpoint.is_dir() else ""
-            self.result_of_run = finish(
-                self.folder,
-                self.run_log,
-                self.result(self.algorithm, policy=policy, out=str(self.folder.root)),
+            result = self.result(
+                self.algorithm,
+                policy=str(checkpoint) if checkpoint.is_dir() else "",
+                out=str(self.folder.root),
             )
+            self.result_of_run = finish(self.folder, self.run_log, result)
 
     def _carry_out(self, advice: Advice, control: Any) -> None:
         """Also log the alerts, as ``BetaController`` does its events: ``kleash train`` shows its own."""

@@ -94,8 +94,7 @@ class ResponseRecorder:
 
     def kl_metric(self, per: str) -> str:
         """The metric of the KL per "sequence" or "token" that a controller follows."""
-        exact, sampled = KL_METRICS[per]
-        return exact if self.is_exact else sampled
+        return KL_METRICS[per][0 if self.is_exact else 1]
 
     def pop_evaluation(self) -> tuple[dict[str, float], list[Sample]]:
         """Metrics of an evaluation, and its responses. A collective."""
@@ -106,13 +105,23 @@ class ResponseRecorder:
         return metrics, to_samples(responses)
 
     def _calculate_rewards(
-        self, original: Callable[..., Tensor], inputs: Any, prompts: Any, completions: Any, token_ids: Any
+        self,
+        original: Callable[..., Tensor],
+        inputs: Any,
+        prompts: Any,
+        completions: Any,
+        completion_ids_list: Any,
     ) -> Tensor:
         """TRL's method; its rewards, gathered from all processes, are kept with this process's responses."""
-        rewards = original(inputs, prompts, completions, token_ids)
+        rewards = original(inputs, prompts, completions, completion_ids_list)
         columns = rewards.double().cpu()
-        totals = (columns * self.trainer.reward_weights.double().cpu()).nansum(-1)
-        totals.apply_(lambda x: float(f"{x:.7g}"))  # of float32, in which 0.1 + 0.2 is not 0.3
+        totals = (
+            (columns * self.trainer.reward_weights.double().cpu())
+            .nansum(-1)
+            .apply_(
+                lambda total: float(f"{total:.7g}")  # of float32, in which 0.1 + 0.2 is not 0.3
+            )
+        )
         scores = torch.where(columns.isnan().all(-1), torch.nan, totals)
         if self._mode == "train":
             if self.name_of is not None:
@@ -141,8 +150,19 @@ class ResponseRecorder:
         self, original: Callable[..., dict[str, Any]], inputs: Any
     ) -> dict[str, Any]:
         """TRL's method; its batch gets its entries and, of TRL's own passes, ``BEFORE_LOGP`` and ``REFERENCE_LOGP``."""
-        self._passes = []
+        self._passes, self._rewarded = [], []
         output = original(inputs)
+        if len(self._rewarded) != len(
+            output["completion_ids"]
+        ):  # a subclass rewards in its own way, or filters
+            texts = (
+                self.trainer.processing_class.batch_decode(output[name], skip_special_tokens=True)
+                for name in ("prompt_ids", "completion_ids")
+            )
+            self._rewarded = [
+                {"score": float("nan"), "parts": {}, "prompt": prompt, "response": response}
+                for prompt, response in zip(*texts, strict=True)
+            ]
         output |= {RESPONSES: self._rewarded, STEP: torch.tensor(self.trainer.state.global_step)}
         if "old_logps" in output:  # RLOO: its passes of policy and reference, of which it keeps sums
             output[BEFORE_LOGP] = self._passes[0][1]
@@ -215,7 +235,7 @@ class ResponseRecorder:
                 self._problem = (
                     "all responses are truncated: mask_truncated_completions leaves nothing to learn from"
                 )
-                for name in MEANS_OVER_TOKENS:
+                for name in ("entropy", "clip_ratio/region_mean"):  # which TRL logs as 0
                     metrics.pop(name, None)
             self.event = "" if self._problem == before else self._problem
 
