@@ -123,10 +123,10 @@ class Ranks:
             return told[0]
         settings = {"prompts": PROMPTS, "sampling": SAMPLING, "batch_tokens": 200, **more}
         monitor = DriftMonitor(reference=reference, **settings)
-        rank, count = (0, 1) if alone else (self.rank, 2)
-        processes = {"process_index": rank, "num_processes": count}
+        processes = {"process_index": 0 if alone else self.rank, "num_processes": 1 if alone else 2}
         monitor.trainer = SimpleNamespace(
             accelerator=SimpleNamespace(unwrap_model=lambda x: x, **processes),
+            callback_handler=SimpleNamespace(callbacks=[]),
             args=None,
             model=policy,
             processing_class=self.tokenizer(f"{kind}-policy"),
