@@ -178,14 +178,16 @@ def test_dpo_renders_pairs_as_kleash_does(trl, tmp_path, monkeypatch):
 )
 def test_distillation_divergences_match_trl(trl, divergence, beta):
     """TRL's own kernel, which the trainer calls with the student first, against the loss that replaces it."""
-    from kleash.auditing.targets.trl import chunked_divergence
+    from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+
     from kleash.linear import Head
     from kleash.training.with_trl.distillation import divergence_of, loss_of_states
 
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, 6, 8, generator=draw)
     weights = torch.randn(2, 30, 8, generator=draw)
-    theirs = chunked_divergence(hidden[0], weights[0], hidden[1], weights[1], beta=beta)
+    rows = hidden[0], weights[0], None, hidden[1], weights[1], None
+    theirs = ChunkedDivergenceFunction.apply(*rows, beta, 1.0)[0]
     student, teacher = ((x, Head(weight)) for x, weight in zip(hidden, weights, strict=True))
     record = divergence_of(DistillJob(divergence=divergence))
     ours = loss_of_states(student, teacher, torch.tensor(1.0), record, 1.0)[1]
