@@ -18,6 +18,7 @@ from kleash.linear import Head
 from kleash.measuring import CacheJob, cache_reference
 from kleash.models import StoredReference, load_pair, read_responses
 from kleash.records import DistillJob, read_steps
+from kleash.sources.responses import LISTS, check_lists
 from kleash.training.run_log import RunLog
 
 pytestmark = TRL_MARKS
@@ -188,8 +189,7 @@ def test_loss_of_lists_is_that_of_the_coarse_distributions_a_few_tokens_at_a_tim
 
 def test_a_cache_trains_as_its_teacher_does(distill, root, tmp_path):
     """Divergences before the first update are those of float64 logits; then both runs go the same way."""
-    live = {"teacher": str(root / "teacher"), "teacher_cache": None}
-    steps, weights = run(distill, root, tmp_path / "live", **live)
+    steps, weights = run(distill, root, tmp_path / "live", teacher=str(root / "teacher"), teacher_cache=None)
     cached_steps, cached = run(distill, root, tmp_path / "cached")
     np.testing.assert_allclose(metric(steps), metric(cached_steps), rtol=1e-5)
     for name in weights:
@@ -239,12 +239,10 @@ def test_heads_of_different_sizes_are_cut_to_the_tokens(distill, root, tmp_path)
 
 def test_sampled_tail_reads_the_drawn_tokens(distill, root, tmp_path):
     """With lists of all tokens nothing is outside, so that both tails are the whole divergence."""
-    path, log = with_lists(root, 320), -3.0
+    path, drawn = with_lists(root, 320), tmp_path / "drawn.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    drawn = tmp_path / "drawn.jsonl"
-    drawn.write_text(
-        "\n".join(json.dumps({**line, "logprobs": [log] * len(line["response_token_ids"])}) for line in lines)
-    )
+    lines = [{**line, "logprobs": [-3.0] * len(line["response_token_ids"])} for line in lines]
+    drawn.write_text("\n".join(map(json.dumps, lines)))
     options = {"teacher_cache": None, "steps": 1, "divergence": "kl", "tail": "sampled"}
     sampled, _ = run(distill, root, tmp_path / "sampled", responses=str(drawn), **options)
     whole, _ = run(distill, root, tmp_path / "whole", steps=1, divergence="kl")
@@ -335,3 +333,33 @@ def test_options_that_mean_nothing_are_refused(options, said):
         DistillJob(**options)
     said = "--mix does nothing with --divergence kl, which has no mixture"
     assert DistillJob(divergence="kl", mix=0.2).without_effect() == (said,)
+
+
+@pytest.mark.parametrize(
+    ("form", "of_given", "of_drawn"),
+    [
+        *((form, "", "") for form in ("spread out", "sure")),
+        ("normalised", "every list has the whole probability", "and of draws from the teacher 0 would"),
+        ("previous", "r: of 600 lists, ", "so they are of the previous position"),
+        ("next", "r: of 600 lists, ", "so they are of the next position"),
+        ("appended", "", "r: 0 of 600 response tokens are outside their lists"),
+    ],
+)
+def test_lists_that_are_hardly_those_of_the_teacher_are_told(form, of_given, of_drawn):
+    draw = torch.Generator().manual_seed(0)
+    logp = torch.randn(10, 60, 320, generator=draw).mul(300 if form == "sure" else 3).log_softmax(-1)
+    tokens = torch.multinomial(logp.exp().flatten(0, 1), 1, generator=draw).view(10, 60, 1)
+    ids = (logp.scatter(-1, tokens, 1.0) if form == "appended" else logp).topk(8).indices
+    listed = logp.gather(-1, ids)
+    columns = ids, listed.log_softmax(-1) if form == "normalised" else listed
+    columns = [x.roll({"previous": 1, "next": -1}.get(form, 0), 1).numpy() for x in columns]
+    responses = [
+        sequence_of((1,), row.tolist(), logp_sampled=0, columns=dict(zip(LISTS, lists, strict=True)))
+        for row, *lists in zip(tokens[..., 0], *columns, strict=True)
+    ]
+    for drawn_at, said in ((None, of_given), (1.0, of_drawn)):
+        try:
+            told = "".join(check_lists(responses, "r", vocab_size=320, drawn_at=drawn_at))
+        except SourceError as error:
+            told = str(error)
+        assert said in told and bool(said) == bool(told)

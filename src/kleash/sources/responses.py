@@ -2,14 +2,18 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, islice, zip_longest
+from typing import Any
 
 import numpy as np
+import torch
+from torch.nn.functional import pad
 
 from kleash.errors import SourceError
 from kleash.jobs.reading import DatasetOptions
+from kleash.losses import top_k_from
 from kleash.sources.chat_rendering import form_of_text, join_contents, render_answer, turn_end
 from kleash.sources.dataset_formats import (
     expand_logs,
@@ -33,6 +37,12 @@ ROUNDING_NATS = 1e-3
 """Largest log-probability above 0 that is taken for a rounding error and replaced by 0."""
 LISTS = ("teacher_ids", "teacher_logprobs")
 """Fields with the k likeliest tokens of a teacher for each token of a response, and their log-probabilities."""
+CHANCE = 25
+"""Counts of which one is more than twice the other and this do not differ by chance, or by an engine's rounding."""
+LOOKS_NORMALISED = (
+    "every list has the whole probability, as after a softmax over its tokens alone or a top-p, and all other tokens "
+    "are learned as impossible; give log-probabilities of the teacher's full softmax"
+)
 IMPOSSIBLE_NATS = 80.0
 """An event of probability below exp(-80) = 2e-35 is taken for an error in the data."""
 
@@ -311,6 +321,73 @@ def _lists(record: SourceRecord, sequence: TokenSequence, pair: TokenLimits) -> 
             "give different ones"
         )
     return dict(zip(LISTS, (ids, np.where(ids < 0, -np.inf, logp).astype(np.float32)), strict=True))
+
+
+def check_lists(
+    responses: Sequence[TokenSequence], source: str, *, vocab_size: int, drawn_at: float | None
+) -> list[str]:
+    """Check the lists that ``read_responses`` read; returns a note if they look normalised over their tokens alone.
+
+    A single position can have any list: what is unlikely is counted over all positions.
+
+    Args:
+        responses: with the lists as columns.
+        source: their name, for errors.
+        vocab_size: number of tokens.
+        drawn_at: the temperature at which the teacher drew the responses; None if anybody wrote them.
+
+    Raises:
+        SourceError: if a list has more than probability 1; if the lists are those of the previous or the next position;
+            or if the teacher did not draw the responses, or did not say with which ``logprobs``.
+    """
+    counts = np.zeros(7)
+    for response in responses:
+        counts += _count_lists(response, vocab_size)
+        if drawn_at is not None and (
+            response.logp_sampled is None or response.temperature not in (None, drawn_at)
+        ):
+            raise SourceError(
+                f"{response.location}: expected 'logprobs', with which the teacher drew the response at temperature "
+                f"{drawn_at}; give them, or --tail bucket"
+            )
+    total, rest, full, spread, previous, listed, following = counts.tolist()
+    hits, name = max((previous, "previous"), (following, "next"))
+    if hits > 2 * listed + CHANCE:
+        raise SourceError(
+            f"{source}: of {total:.0f} lists, {listed:.0f} have the token that they stand for, and {hits:.0f} the "
+            f"{name} one, so they are of the {name} position; give the list from which each token was drawn"
+        )
+    few, many = sorted((total - listed, rest))
+    if drawn_at is not None and many > 2 * few + CHANCE:
+        raise SourceError(
+            f"{source}: {total - listed:.0f} of {total:.0f} response tokens are outside their lists, and of draws from "
+            f"the teacher {rest:.0f} would be; give tokens that it drew and lists of its full softmax, without the "
+            "drawn token that an engine adds, or --tail bucket"
+        )
+    return [LOOKS_NORMALISED] if full == total and spread else []
+
+
+def _count_lists(response: TokenSequence, vocab_size: int) -> np.ndarray:
+    """The number of a response's lists, and the sum of the probabilities that they leave out.
+
+    Then how many have the whole probability; of these, have a last token of 20 times what all others may have together;
+    have the token of the response before theirs; their own; and the one after.
+    """
+    ids, logp = (torch.from_numpy(response.columns[name]) for name in LISTS)
+    side: Any = top_k_from(ids, logp)
+    is_wrong = side.log_rest.isnan()
+    if is_wrong.any():
+        raise SourceError(
+            f"{response.location}: the probabilities in the list of response token {int(is_wrong.int().argmax()) + 1} "
+            "sum to more than 1; give natural logarithms, in float32 with all digits"
+        )
+    is_full = side.log_rest_least == -torch.inf
+    last = torch.where(ids < 0, torch.inf, logp).amin(-1)
+    is_spread = is_full & (side.log_rest + math.log(20) < last) & (2 * ids.shape[1] < vocab_size)
+    around = pad(torch.tensor(response.response_ids), (1, 1), value=-2).unfold(0, 3, 1)
+    is_listed = (ids.unsqueeze(-1) == around.unsqueeze(1)).any(1)
+    counted = torch.stack([is_full, is_spread, *is_listed.T]).sum(-1)
+    return np.array([len(ids), float(side.log_rest.exp().sum()), *counted.tolist()])
 
 
 def _is_id(value: int | str) -> bool:

@@ -18,7 +18,7 @@ from kleash.divergences import (
     skew_kl_record,
 )
 from kleash.divergences.functions import cross_entropy_of_rows
-from kleash.errors import ModelError, SourceError
+from kleash.errors import ModelError
 from kleash.extras import import_extra
 from kleash.integrations.trl.forward_capture import prepare_frozen, whole_rows
 from kleash.jobs import DistillJob
@@ -29,7 +29,7 @@ from kleash.linear import (
     log_probabilities,
     token_statistics,
 )
-from kleash.losses import top_k_distillation_loss, top_k_from
+from kleash.losses import top_k_distillation_loss
 from kleash.models import (
     Prompt,
     StoredReference,
@@ -39,7 +39,7 @@ from kleash.models import (
     read_responses,
 )
 from kleash.models.live_models import current_head
-from kleash.sources.responses import LISTS
+from kleash.sources.responses import LISTS, check_lists
 from kleash.store import TrainingResult
 from kleash.store.metrics import with_errors
 from kleash.training.library_fields import trl_config
@@ -50,7 +50,6 @@ from kleash.training.with_trl.online import TokenPromptsMixin, in_step_order, lo
 from kleash.training.with_trl.runs import PROMPT_COLUMN, run_trainer, shared_arguments, suppress_output
 from kleash.uncertainty.ratios import mean_per_token
 
-REVERSE_KL = DIVERGENCES["reverse_kl"]
 LISTED_LOGITS = 2**25
 """Logits of the policy that exist together where the teacher's are lists: 128 MiB in float32."""
 Side: TypeAlias = tuple[Float[Tensor, "tokens dim"], Head]
@@ -64,7 +63,7 @@ def divergence_of(job: DistillJob) -> Divergence:
     mix = (0.5 if job.divergence == "jensen_shannon" else 0.1) if job.mix is None else job.mix
     return {
         **DIVERGENCES,
-        "policy_teacher": REVERSE_KL,
+        "policy_teacher": DIVERGENCES["reverse_kl"],
         "teacher_policy": DIVERGENCES["kl"],
         "jensen_shannon": jensen_shannon_record(mix),
         "skew_kl": skew_kl_record(mix),
@@ -81,7 +80,7 @@ def loss_of_states(
     one more product of the policy's head.
     """
     tokens = torch.zeros(len(policy[0]), dtype=torch.int64, device=policy[0].device)  # any: none is read
-    if record == REVERSE_KL:
+    if record == DIVERGENCES["reverse_kl"]:
         loss, terms = linear_objective(
             *policy, tokens, *teacher, lambda terms, _: weight * terms.kl, temperature=temperature
         )
@@ -226,12 +225,13 @@ class GivenResponsesMixin(DistillationMixin):
         return [list(sequence.response_ids) for sequence in self._batch]
 
 
-def read_given(job: DistillJob, networks: Networks, stored: StoredReference | None) -> list[TokenSequence]:
-    """The responses of a job that draws none.
+def read_given(
+    job: DistillJob, networks: Networks, stored: StoredReference | None
+) -> tuple[list[TokenSequence], list[str]]:
+    """The responses of a job that draws none, and notes about the teacher's lists.
 
     Raises:
-        SourceError: if they cannot be read, lack what the teacher's lists need, or have lists of more than
-            probability 1.
+        SourceError: if they cannot be read, or lists are missing or wrong where there is neither teacher nor cache.
         ModelError: if the teacher's cache lacks some of them.
     """
     responses = list(
@@ -243,22 +243,12 @@ def read_given(job: DistillJob, networks: Networks, stored: StoredReference | No
             f"{job.teacher_cache} lacks {missing} of the {total} responses of {job.source}, the first being {first}; "
             "make another with kleash cache"
         )
-    for response in responses if job.reads_lists else ():
-        is_wrong = top_k_from(*(torch.from_numpy(response.columns[name]) for name in LISTS)).log_rest.isnan()
-        if is_wrong.any():
-            raise SourceError(
-                f"{response.location}: the probabilities in the list of response token "
-                f"{int(is_wrong.int().argmax()) + 1} sum to more than 1; give natural logarithms with all "
-                "digits"
-            )
-        if job.tail == "sampled" and (
-            response.logp_sampled is None or response.temperature not in (None, job.temperature)
-        ):
-            raise SourceError(
-                f"{response.location}: expected 'logprobs', with which the teacher drew the response at temperature "
-                f"{job.temperature}; give them, or --tail bucket"
-            )
-    return responses
+    return responses, check_lists(
+        responses if job.reads_lists else (),
+        job.source,
+        vocab_size=networks.pair.vocab_size,
+        drawn_at=job.temperature if job.tail == "sampled" else None,
+    )
 
 
 @suppress_output()
@@ -282,11 +272,11 @@ def train_distill(job: DistillJob, run_log: RunLog | None) -> TrainingResult:
     except TokenizerMismatchError as error:
         raise TokenizerMismatchError(f"{error}; TRL's GOLDTrainer distils between tokenizers") from error
     if job.responses is None:
-        items = read_prompts(job.source, networks.pair, limit=job.limit, reading=job)
+        items, notes = read_prompts(job.source, networks.pair, limit=job.limit, reading=job), list[str]()
         rows, mixin = prompt_rows(prompt.text for prompt in items), DistillationMixin
         longest = longest_row(items, job, networks.pair)
     else:
-        items = read_given(job, networks, stored)
+        items, notes = read_given(job, networks, stored)
         rows, mixin = prompt_rows(response.prompt_text for response in items), GivenResponsesMixin
         longest = max(response.num_input_tokens for response in items) + 1
     trainer_class: Any = type(
@@ -306,4 +296,4 @@ def train_distill(job: DistillJob, run_log: RunLog | None) -> TrainingResult:
         peft_config=networks.lora,
     )
     trainer.set_teacher(job, networks, items)
-    return run_trainer(trainer, job, run_log, networks, pop_metrics=trainer.pop_metrics)
+    return run_trainer(trainer, job, run_log, networks, notes=notes, pop_metrics=trainer.pop_metrics)

@@ -1,7 +1,7 @@
 """Runs a trainer of TRL with the options of a job to the end, from the last checkpoint when resuming."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,13 @@ def suppress_output() -> Iterator[None]:
 
 
 def run_trainer(
-    trainer: Any, job: TrainJob, run_log: RunLog | None, networks: Networks, **options: Any
+    trainer: Any,
+    job: TrainJob,
+    run_log: RunLog | None,
+    networks: Networks,
+    *,
+    notes: Sequence[str] = (),
+    **options: Any,
 ) -> TrainingResult:
     """Train to the end, from the last finished checkpoint if the job resumes, and save the policy to ``policy/``.
 
@@ -56,10 +62,11 @@ def run_trainer(
         job: the training job; ``out`` is set.
         run_log: records the steps; None on ranks other than 0.
         networks: those of the trainer.
+        notes: what is shown when training starts, beside the notes about the models.
         options: further arguments of the ``StepLogger`` that writes to the run log.
     """
     require_batch(trainer)
-    step_logger = StepLogger(job, run_log, notes=networks.pair.notes, **options)
+    step_logger = StepLogger(job, run_log, notes=(*networks.pair.notes, *notes), **options)
     step_logger.attach(trainer)
     trainer.remove_callback(import_extra("transformers.trainer_callback", "trl").PrinterCallback)
     root = Path(str(job.out))
@@ -103,7 +110,8 @@ def shared_arguments(job: TrainJob, *, rows: int, row_tokens: int, updates: int 
             f"{rows} rows a step cannot be divided evenly among {processes} processes; give a multiple"
         )
     rows_per_process = rows // processes
-    batch_size = largest_divisor(rows_per_process, at_most=max(1, job.batch_tokens // row_tokens))
+    most = min(rows_per_process, max(1, job.batch_tokens // row_tokens))
+    batch_size = next(size for size in range(most, 0, -1) if rows_per_process % size == 0)
     return {
         "output_dir": str(Path(str(job.out)) / CHECKPOINTS),
         "per_device_train_batch_size": batch_size,
@@ -140,8 +148,3 @@ def held_out_arguments(job: TrainJob, *, rows: int, best: str, updates: int = 1)
         "metric_for_best_model": best,
         "greater_is_better": not best.endswith("loss"),
     }
-
-
-def largest_divisor(number: int, *, at_most: int) -> int:
-    """The largest divisor of ``number`` that is at most ``at_most``; at least 1."""
-    return next(divisor for divisor in range(min(at_most, number), 0, -1) if number % divisor == 0)
