@@ -131,10 +131,8 @@ def test_invalid_top_k_loss_arguments_are_errors(unhooked):
     q = top_k_of(LOGITS_Q.log_softmax(-1)[None], CHOICES["p"][None])
     drawn = Drawn(torch.tensor([1]), torch.tensor([-1.0]), torch.tensor([-2.0]))
     other_order = q._replace(ids=q.ids.flip(-1))
-    assert (
-        tail_bucket_loss(p, other_order, ONE).isnan()
-        and sampled_tail_loss(p, other_order, drawn, ONE).isnan()
-    )
+    assert tail_bucket_loss(p, other_order, ONE).isnan()
+    assert sampled_tail_loss(p, other_order, drawn, ONE).isnan()
     with pytest.raises(OptionError, match="'hellinger' is the root of a mean"):
         sampled_tail_loss(p, q, drawn, ONE, divergence="hellinger")
     with pytest.raises(UnknownNameError, match="no divergence is called 'k1'"):

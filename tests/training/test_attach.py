@@ -123,10 +123,8 @@ def test_masked_responses_have_no_kl_and_the_last_step_is_written(trl, folder, t
     assert step.step == log.result_of_run.steps == 2 and step.metrics["response/cut_share"] == 1
     assert step.metrics["beta"] == 0.3 and step.metrics["kl/target"] == 1.0 and step.metrics["reward/score"]
     assert not step.metrics.keys() & {"kl/exact_per_sequence", "policy/entropy", "policy/clip_share"}
-    assert (
-        "truncated: mask_truncated_completions leaves nothing" in step.events[0]
-        and step.events[0] in caplog.text
-    )
+    assert "truncated: mask_truncated_completions leaves nothing" in step.events[0]
+    assert step.events[0] in caplog.text
 
 
 @pytest.mark.parametrize("method", ["_compute_loss", "compute_loss"])

@@ -19,6 +19,7 @@ from kleash.training.hacking_monitor import HackingMonitor, distinct, level, rep
 
 MONITOR = HackingMonitor(target_nats=6.0)
 Metrics = Mapping[str, float]
+Change = Callable[[int, Metrics], Metrics]
 
 
 def played(history: list[StepRecord], monitor: HackingMonitor = MONITOR) -> list[StepRecord]:
@@ -54,11 +55,10 @@ def test_recorded_run_with_good_beta_raises_no_alert() -> None:
 def test_recorded_run_with_beta_0_raises_its_alerts_during_the_collapse() -> None:
     first = {kind: step for step, kind in reversed(said(recorded("off"), HackingMonitor()))}
     assert set(first) == {"runaway", "repetition"}  # the entropy falls, and the reward that is hacked rises
-    assert first["runaway"] == 10  # the first step at which ten are there
-    assert first["repetition"] <= 13
+    assert first["runaway"] == 10 and first["repetition"] <= 13  # ten steps are needed
 
 
-CASES: dict[str, tuple[Callable[[int, Metrics], Metrics], str]] = {
+CASES: dict[str, tuple[Change, str]] = {
     "update_too_large": (lambda at, now: {"kl/update": 0.05, "policy/learning_rate": 3e-4},
         r"by 2.99 nats per sequence, 0.5 of the target of 6: .* divide --learning-rate by about 2 \(it is 0.0003\)"),
     "far_from_target": (lambda at, now: {"kl/exact_per_sequence": 6.0 + 1.5 * at, "beta": 0.2 * 1.05**at},
@@ -133,9 +133,7 @@ def test_entropy_that_falls_is_an_alert_unless_the_reward_rises(reward: float | 
             "kl/exact_per_sequence": 12.5, "kl/exact_per_sequence_error": 2.0, "beta": 2 * 1.1**at}),
     ],
 )  # fmt: skip
-def test_what_looks_like_a_fault_and_is_none(
-    kind: str, after: int, change: Callable[[int, Metrics], Metrics]
-) -> None:
+def test_what_looks_like_a_fault_and_is_none(kind: str, after: int, change: Change) -> None:
     """Two of three steps; a controller that answers, or damps a growing KL; a solved task; what is within its error."""
     assert kind not in {found for _, found in said(bent(healthy(60), after, change))}
 
@@ -169,6 +167,18 @@ def test_large_updates_silence_the_advice_of_a_larger_beta() -> None:
     both = bent(far, 40, lambda at, now: {"kl/update": 0.5})
     assert "far_from_target" in {kind for _, kind in said(far)}
     assert {kind for step, kind in said(both) if step > 42} == {"update_too_large"}
+
+
+@pytest.mark.parametrize(("every", "kind"), [(1, "update_too_large"), (3, "far_from_target")])
+def test_updates_whose_kl_is_not_measured_are_judged_by_the_rise_of_the_kl(every: int, kind: str) -> None:
+    """From 0 to 5.5 and 20 nats, with errors of a tenth: at least 3.85 and 1.14 nats, of every update or of three."""
+    history = [
+        StepRecord(step=at, metrics={"kl/exact_per_sequence": kl, "kl/exact_per_sequence_error": kl / 10})
+        for at, kl in ((0, 0.0), (every, 5.5), (2 * every, 20.0))
+    ]
+    (alert,) = HackingMonitor(target_nats=0.5).check(history)
+    assert alert.kind == kind and ("by at least 2.5 nats per sequence" in alert.sentence) is (every == 1)
+    assert not HackingMonitor(target_nats=0.5, steps=1).check(history[:1])
 
 
 def test_error_of_a_level_is_that_of_the_mean() -> None:
@@ -209,24 +219,13 @@ BAD_STEP = {"kl/exact_per_sequence": 13.5, "policy/entropy": 1.0, "response/repe
         (6.0, 40, lambda at, now: BAD_STEP if at == 1 else {}),
         (6.0, 0, lambda at, now: {"kl/exact_per_sequence": 1.0, "beta": 0.0}),
         (None, 40, lambda at, now: {"kl/exact_per_token": 0.1 * 1.2**at}),
+        (1e3, 40, lambda at, now: {"kl/exact_per_token": 0.1 * 1.2**at, "reward/score": 3 + 0.6 * at}),
         (None, 0, lambda at, now: {"kl/exact_per_token": 1.0, "reward/score": 3 + 0.6 * at}),
     ],
-    ids=["alike from the first step", "one bad step", "beta of 0", "KL without reward", "constant KL"],
+    ids=["alike at first", "one bad step", "beta of 0", "without reward", "below its target", "constant"],
 )
-def test_what_is_no_fault_raises_no_alert(
-    target: float | None, after: int, change: Callable[[int, Metrics], Metrics]
-) -> None:
+def test_what_is_no_fault_raises_no_alert(target: float | None, after: int, change: Change) -> None:
     assert said(bent(healthy(60, target=target), after, change), HackingMonitor(target_nats=target)) == []
-
-
-def test_growing_kl_below_target_is_not_runaway() -> None:
-    def grow(at: int, now: Metrics) -> Metrics:
-        kl = 0.1 * 1.2**at
-        return {"kl/exact_per_token": kl, "kl/exact_per_sequence": 64 * kl, "reward/score": 3 + 0.6 * at}
-
-    history = bent(healthy(52, target=None), 40, grow)
-    assert [kind for _, kind in said(history, HackingMonitor(target_nats=100.0))] == []
-    assert [kind for _, kind in said(history, HackingMonitor())] == ["runaway"]
 
 
 def test_missing_metrics_raise_no_alert() -> None:

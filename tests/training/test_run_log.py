@@ -74,15 +74,13 @@ def test_errors_over_few_prompts_warn_once(tmp_path: Path) -> None:
     ("shares", "warns"),
     [([1.19] * 12, False), ([1.21] * 12, True), ([1.9] * 5 + [1.19] * 3, False)],  # the last is back below
 )
-@pytest.mark.parametrize(
-    ("per", "name"), [("sequence", "kl/exact_per_sequence"), ("token", "kl/exact_per_token")]
-)
+@pytest.mark.parametrize("per", ["sequence", "token"])
 @pytest.mark.parametrize("controller", ["fixed", "pid", "ziegler", "dual"])
 def test_kl_above_1_2_times_target_raises_alert_after_eight_steps(
-    tmp_path: Path, controller: str, per: str, name: str, shares: list[float], warns: bool
+    tmp_path: Path, controller: str, per: str, shares: list[float], warns: bool
 ) -> None:
     run_log = run_log_of(tmp_path, controller=controller, target_nats=0.5, target_per=per)
-    same = {"beta": 0.25, f"{name}_error": 1e-6}
+    name, same = f"kl/exact_per_{per}", {"beta": 0.25, f"kl/exact_per_{per}_error": 1e-6}
     history = bent(healthy(len(shares), target=None), 0, lambda at, now: {name: shares[at - 1] * 0.5, **same})
     found = [(at, alert) for at, advice in enumerate(play(run_log, history), 1) for alert in advice.alerts]
     assert [(at, alert.kind, alert.acts) for at, alert in found] == [(8, "far_from_target", False)] * warns

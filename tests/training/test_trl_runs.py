@@ -174,27 +174,6 @@ def test_dpo_renders_pairs_as_kleash_does(trl, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("divergence", "beta"), [("policy_teacher", 1.0), ("teacher_policy", 0.0), ("jensen_shannon", 0.5)]
-)
-def test_distillation_divergences_match_trl(trl, divergence, beta):
-    """TRL's own kernel, which the trainer calls with the student first, against the loss that replaces it."""
-    from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
-
-    from kleash.linear import Head
-    from kleash.training.with_trl.distillation import divergence_of, loss_of_states
-
-    draw = torch.Generator().manual_seed(0)
-    hidden = torch.randn(2, 6, 8, generator=draw)
-    weights = torch.randn(2, 30, 8, generator=draw)
-    rows = hidden[0], weights[0], None, hidden[1], weights[1], None
-    theirs = ChunkedDivergenceFunction.apply(*rows, beta, 1.0)[0]
-    student, teacher = ((x, Head(weight)) for x, weight in zip(hidden, weights, strict=True))
-    record = divergence_of(DistillJob(divergence=divergence))
-    ours = loss_of_states(student, teacher, torch.tensor(1.0), record, 1.0)[1]
-    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
     "asked", [{}, {"kl": "k3"}, {"kl": "k1", "kl_place": "reward", "kl_scope": "sequence"}]
 )
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])

@@ -124,17 +124,22 @@ class HackingMonitor:
         return tuple(alerts.values())
 
     def _update_too_large(self, history: History) -> Iterator[str]:
-        """A sentence if one step's updates move the policy by a large share of the target."""
-        last = history[-self.steps :]
+        """A sentence if one step's updates move the policy by a large share of the target.
+
+        Where their KL is not measured, by what it is at least.
+        """
+        last, at_least = history[-self.steps :], ""
         updates = _values(last, "kl/update")
         if self.target_per == "sequence":
             updates = [kl * n for kl, n in zip(updates, _values(last, "response/length"), strict=True)]
+        if "kl/update" not in last[-1].metrics:
+            updates, at_least = [self._least_update(*pair) for pair in pairwise(last)], "at least "
         target = self.target_nats
-        if target is not None and all(kl > self.update_share * target for kl in updates):
+        if target is not None and updates and all(kl > self.update_share * target for kl in updates):
             kl, rate = fmean(updates), history[-1].metrics.get("policy/learning_rate")
             shrink = math.sqrt(kl / (target / 10))  # the KL of an update grows with the square of its length
             yield (
-                f"the updates of one step move the policy by {kl:.3g} nats per {self.target_per}, "
+                f"the updates of one step move the policy by {at_least}{kl:.3g} nats per {self.target_per}, "
                 f"{kl / target:.2g} of the target of {target:g}: the learning rate is too large, and a "
                 f"larger beta does not help; divide --learning-rate by about {shrink:.0f}"
                 + ("" if rate is None else f" (it is {rate:.2g})")
@@ -300,6 +305,16 @@ class HackingMonitor:
                 f"only {100 * now:.0f} % of the three-word runs of a step's responses are different ones, and "
                 f"{100 * first:.0f} % were in the first steps: responses are all alike; {advice}"
             )
+
+    def _least_update(self, before: StepRecord, now: StepRecord) -> float:
+        """The KL that a step's updates have at least, for the KL to the reference to rise as it did, in its unit.
+
+        The root of a small KL is a distance: the updates went as far as this root rose, or further.
+        """
+        old, new = self._kl([before]), self._kl([now])
+        farthest = math.sqrt(max(old.value + self.sure * old.error, 0.0))
+        nearest = math.sqrt(max(new.value - self.sure * new.error, 0.0))
+        return (max(nearest - farthest, 0.0) / (now.step - before.step)) ** 2
 
     def _kl(self, records: History) -> Level:
         """The KL in the unit of the target."""
