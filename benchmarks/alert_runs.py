@@ -13,8 +13,8 @@ ten times its KL.
 A plant begins at a random step and grows with every step by 1 to 10 standard errors of the step's metric (of its
 logarithm for positive quantities without a bound). It *exceeds* at the first step at which the true value is beyond the
 alert's bound (``BOUNDS``) by three of these errors, and is found if the alert of its kind comes within ten steps of
-that; held-out rewards, measured every 5 or 10 steps, are also given two evaluations. Alerts of a good run, and alerts
-before a plant begins, are false.
+that; held-out rewards, measured every 5 or 10 steps, are also given two evaluations. Alerts of a good run (those of odd
+seeds have no kl/update, as where responses are learned from once), and before a plant begins, are false.
 """
 
 import math
@@ -419,6 +419,8 @@ def judge_good(task: str, seeds: range) -> tuple[int, Counter[str]]:
     runs, kinds = 0, Counter[str]()
     for seed in seeds:
         run = simulate(task, seed)
+        for record in run.records if seed % 2 else ():
+            cast("Any", record.metrics).pop("kl/update")
         alerts = alerts_of(run.records, run.setting.target)
         runs += bool(alerts)
         kinds.update(kind for _, kind in alerts)
@@ -428,9 +430,7 @@ def judge_good(task: str, seeds: range) -> tuple[int, Counter[str]]:
 def main() -> None:
     """Simulate, write the figures and print the tables."""
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--seeds", type=int, nargs=2, default=(100, 120), help="first, and one beyond the last"
-    )
+    parser.add_argument("--seeds", type=int, nargs=2, default=(100, 120), help="the first, and one beyond")
     parser.add_argument("--good-seeds", type=int, nargs=2, help="other seeds for the good runs")
     parser.add_argument("--kinds", nargs="*", default=list(BOUNDS), choices=BOUNDS)
     options = parser.parse_args()
