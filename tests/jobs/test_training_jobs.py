@@ -51,7 +51,7 @@ def test_what_means_nothing_is_refused_in_a_sentence(options, said):
     ("ask", "said"),
     [
         (lambda: GRPOJob(samples_per_prompt=1), "must be at least 2"),
-        (lambda: RLOOJob(samples_per_prompt=1), "must be at least 2"),
+        (lambda: RLOOJob(eval_reward=("a:b",)), "--eval-reward is of the answers to held-out prompts"),
         (lambda: DPOJob(), "say what is preferred to what: --pairs"),
         (lambda: DPOJob(pairs="p", on_hacking="tighten"), "dpo has no beta that could be tightened"),
         (lambda: DPOJob(pairs="p", beta=0.0), "--beta must be a number above 0; it is 0.0"),
@@ -66,8 +66,7 @@ def test_each_algorithm_refuses_what_it_cannot_do(ask, said):
 
 
 def test_a_fixed_beta_may_lie_beyond_the_bounds_of_controllers():
-    assert PPOJob(beta=20.0).beta == 20.0
-    assert PPOJob(beta=0.0).beta == 0.0
+    assert (PPOJob(beta=20.0).beta, PPOJob(beta=0.0).beta) == (20.0, 0.0)
     assert PPOJob(on_hacking="tighten").on_hacking == "tighten"
 
 

@@ -184,13 +184,12 @@ def test_rewards_of_ones_own_are_those_that_trl_logs(trl, folder, tmp_path):
     trainer = make(theirs, trl.package.GRPOConfig, str(folder), tmp_path / "trl")
     kleash.attach(trainer, out=tmp_path / "run")
     trainer.train()
-    steps, log = read_steps(tmp_path / "run"), trainer.state.log_history
-    logged = [entry for entry in log if "loss" in entry]
+    steps = read_steps(tmp_path / "run")
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [step.metrics["reward/score"] for step in steps] == [entry["reward"] for entry in logged]
     assert steps[1].metrics["kl/k3"] == pytest.approx(logged[1]["kl"], rel=1e-4) != 0
-    assert {each.sample.prompt for each in read_samples(tmp_path / "run")} <= {
-        *trainer.train_dataset["prompt"]
-    }
+    prompts = {each.sample.prompt for each in read_samples(tmp_path / "run")}
+    assert prompts <= {*trainer.train_dataset["prompt"]}
 
 
 def test_reused_responses_show_the_kl_of_their_updates(trl, folder, tmp_path):

@@ -286,9 +286,11 @@ def test_held_out_prompts_are_answered_and_measured(steps: Any, tmp_path: Path) 
     assert 0 < first["eval_kl/per_token"] < second["eval_kl/per_token"]
     assert trained[0]["kl/exact_per_token"] == 0, "evaluation is after the update, and changes no step"
     assert {sample.sample.prompt for sample in read_samples(steps.out)} == {"the sea was"}
-    with pytest.raises(
-        OptionError, match=r"transformers refuses the values of --set eval_strategy=steps: .*didn't"
-    ):
+    again = steps("num_generations_eval=3", eval_reward=(f"-2*{__name__}:vowels",), **more)
+    assert again[1]["policy/gradient_norm"] == trained[1]["policy/gradient_norm"]
+    rewards = [entry["eval_reward"] for entry in logged(steps.out, "eval_reward")]
+    assert rewards == [-2 * first["eval_reward"], -2 * second["eval_reward"]] != [0, 0]
+    with pytest.raises(OptionError, match=r"transformers refuses .* --set eval_strategy=steps: .*didn't"):
         steps("eval_strategy=steps")
     with pytest.raises(OptionError, match=r"--set eval_steps counts updates, and a step has 2 \(--epochs\)"):
         steps("eval_steps=3", epochs=2, **more)

@@ -27,7 +27,7 @@ METAVARS: Mapping[str, str] = {
     "fail_on": "KIND",
     "format": "FORMAT",
     "report_to": "TRACKER",
-    "reward": "REWARD",
+    **dict.fromkeys(("reward", "eval_reward"), "REWARD"),
     "device": "DEVICE",
     "engine": "local|ray",
     "address": "HOST:PORT",

@@ -86,6 +86,18 @@ class GroupJob(RewardJob):
     eval_prompts: str | None = None
     """Prompts that are held out, in any format of --prompts: every --checkpoint-every steps, and where --set eval_steps
     says so, the policy answers them, is rewarded and its KL measured."""
+    eval_reward: tuple[str, ...] = ()
+    """What the answers to --eval-prompts are rewarded for, as --reward says it; the same as in training, if not
+    given."""
+
+    def _refusals(self) -> Iterable[Refusal]:
+        return (
+            *super()._refusals(),
+            Refusal(
+                bool(self.eval_reward) and self.eval_prompts is None,
+                "--eval-reward is of the answers to held-out prompts; give them: --eval-prompts",
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

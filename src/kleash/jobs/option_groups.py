@@ -45,7 +45,7 @@ OPTION_HEADINGS: Mapping[str, str] = {
     "essentials": "policy candidates reference teacher prompts text responses teacher_cache pairs reward divergence "
     "steps limit max_new_tokens beta controller target_nats rounding at_most out resume",
     "what is read": "split dataset_config prompt_column response_column text_column chat_template "
-    "until_relative_error prompts_per_step pairs_per_step eval_prompts eval_pairs",
+    "until_relative_error prompts_per_step pairs_per_step eval_prompts eval_reward eval_pairs",
     "KL and beta": "kl kl_place kl_scope mix tail target_per horizon beta_min beta_max early_stop_nats",
     "sampling": "samples_per_prompt temperature top_p top_k min_p seed",
     "text that is read": "window stride max_tokens",

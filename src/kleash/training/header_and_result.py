@@ -73,7 +73,8 @@ def header_of(job: OnlineJob | DPOJob) -> RunHeader:
             fingerprints[f"held-out {kind}"] = find_source(held_out_source, kind, job).sha256()
     if isinstance(job, DistillJob) and job.teacher_cache is not None:
         fingerprints["teacher cache"] = cache_fingerprint(Path(job.teacher_cache))
-    for _, reward in map(weight_of, getattr(job, "rewards", ())):
+    specs = (*getattr(job, "rewards", ()), *getattr(job, "eval_reward", ()))
+    for _, reward in map(weight_of, specs):
         if is_function(reward):
             fingerprints[f"reward {reward}"] = source_fingerprint(reward)
         else:

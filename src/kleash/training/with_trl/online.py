@@ -1,5 +1,6 @@
 """GRPO and RLOO by TRL's trainers with kleash's KL term, rewards and beta controllers."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -72,6 +73,8 @@ def train_online(job: GRPOJob | RLOOJob, run_log: RunLog | None) -> TrainingResu
     leashed = LeashedGRPOTrainer if isinstance(job, GRPOJob) else LeashedRLOOTrainer
     trainer_class: Any = type("KleashTrainer", (TokenPromptsMixin, leashed), {})
     check_rewards(job.rewards, job.source, job.limit, job)  # before any model is loaded
+    if job.eval_prompts is not None:
+        check_rewards(job.eval_reward or job.rewards, job.eval_prompts, None, job)
     networks = load_networks(job, job.reference_name, device=job.device)
     prompts = read_prompts(job.source, networks.pair, limit=job.limit, columns=True, reading=job)
     held_out = (
@@ -82,7 +85,7 @@ def train_online(job: GRPOJob | RLOOJob, run_log: RunLog | None) -> TrainingResu
     items = [*prompts, *held_out]
     names = [f"prompt {number} ({prompt.location})" for number, prompt in enumerate(items)]
     rewards = load_rewards(
-        job.rewards,
+        (*job.rewards, *job.eval_reward),
         tokenizer=networks.pair.tokenizer,
         device=job.device,
         dtype=job.dtype,
@@ -90,7 +93,7 @@ def train_online(job: GRPOJob | RLOOJob, run_log: RunLog | None) -> TrainingResu
     )
     trainer = trainer_class(
         model=networks.policy,
-        reward_funcs=[_reward_function(reward, items, names) for reward in rewards.rewards],
+        reward_funcs=_reward_functions(job, rewards.rewards, items, names, first_held_out=len(prompts)),
         args=trl_config(
             job,
             **_arguments(job, longest_row(items, job, networks.pair)),
@@ -165,14 +168,32 @@ def prompt_rows(texts: Iterable[str], *, first: int = 0) -> Any:
     )
 
 
-def _reward_function(reward: Reward, prompts: Sequence[Prompt], names: Sequence[str]) -> Any:
+def _reward_functions(
+    job: GRPOJob | RLOOJob,
+    rewards: Sequence[Reward],
+    prompts: Sequence[Prompt],
+    names: Sequence[str],
+    *,
+    first_held_out: int,
+) -> list[Any]:
+    """The functions of the rewards of training, then of those of held-out prompts, which stand in for the former."""
+    numbers = range(len(prompts))
+    of_training = numbers[:first_held_out] if job.eval_reward else numbers
+    applies = [of_training] * len(job.rewards) + [numbers[first_held_out:]] * len(job.eval_reward)
+    return [_reward_function(*each, prompts, names) for each in zip(rewards, applies, strict=True)]
+
+
+def _reward_function(reward: Reward, applies: range, prompts: Sequence[Prompt], names: Sequence[str]) -> Any:
     """The reward as a function that TRL can call, with the reward's name; errors call prompts by ``names``.
 
     It gets the index of each prompt (``PROMPT_COLUMN``) and takes the columns from the prompts, since Arrow would
-    convert all values of a column to one type.
+    convert all values of a column to one type. Responses to prompts that are not in ``applies`` get NaN, as from a
+    reward that does not apply to them.
     """
 
     def function(*, completions: list[str], completion_ids: list[Any], **columns: Any) -> list[float]:
+        if columns[PROMPT_COLUMN][0] not in applies:  # a batch is of training prompts, or of held-out ones
+            return [math.nan] * len(completions)
         dialogues = [
             Dialogue(
                 prompt=prompts[which].text,
