@@ -169,15 +169,15 @@ def test_large_updates_silence_the_advice_of_a_larger_beta() -> None:
     assert {kind for step, kind in said(both) if step > 42} == {"update_too_large"}
 
 
-@pytest.mark.parametrize(("every", "kind"), [(1, "update_too_large"), (3, "far_from_target")])
+@pytest.mark.parametrize(("every", "kind"), [(1, "update_too_large"), (6, "far_from_target")])
 def test_updates_whose_kl_is_not_measured_are_judged_by_the_rise_of_the_kl(every: int, kind: str) -> None:
-    """From 0 to 5.5 and 20 nats, with errors of a tenth: at least 3.85 and 1.14 nats, of every update or of three."""
+    """From 0 to 5.5 and 20 nats, with errors of a tenth: √14 from the reference after 2 or 12 updates."""
     history = [
         StepRecord(step=at, metrics={"kl/exact_per_sequence": kl, "kl/exact_per_sequence_error": kl / 10})
         for at, kl in ((0, 0.0), (every, 5.5), (2 * every, 20.0))
     ]
     (alert,) = HackingMonitor(target_nats=0.5).check(history)
-    assert alert.kind == kind and ("by at least 2.5 nats per sequence" in alert.sentence) is (every == 1)
+    assert alert.kind == kind and ("of at least 3.5 nats per sequence" in alert.sentence) is (every == 1)
     assert not HackingMonitor(target_nats=0.5, steps=1).check(history[:1])
 
 

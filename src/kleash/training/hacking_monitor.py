@@ -132,11 +132,14 @@ class HackingMonitor:
         updates = _values(last, "kl/update")
         if self.target_per == "sequence":
             updates = [kl * n for kl, n in zip(updates, _values(last, "response/length"), strict=True)]
+        kl, target = fmean(updates), self.target_nats
         if "kl/update" not in last[-1].metrics:
-            updates, at_least = [self._least_update(*pair) for pair in pairwise(last)], "at least "
-        target = self.target_nats
-        if target is not None and updates and all(kl > self.update_share * target for kl in updates):
-            kl, rate = fmean(updates), history[-1].metrics.get("policy/learning_rate")
+            updates = [self._least_update(*pair, sure=0.0) for pair in pairwise(last)]
+            starts, at_least = history[-self.window : 1 - self.steps], "an average of at least "
+            since = (self._least_update(start, last[-1], sure=self.sure) for start in starts)
+            kl = max(since, default=math.nan)
+        if target is not None and all(update > self.update_share * target for update in (kl, *updates)):
+            rate = history[-1].metrics.get("policy/learning_rate")
             shrink = math.sqrt(kl / (target / 10))  # the KL of an update grows with the square of its length
             yield (
                 f"the updates of one step move the policy by {at_least}{kl:.3g} nats per {self.target_per}, "
@@ -306,14 +309,15 @@ class HackingMonitor:
                 f"{100 * first:.0f} % were in the first steps: responses are all alike; {advice}"
             )
 
-    def _least_update(self, before: StepRecord, now: StepRecord) -> float:
-        """The KL that a step's updates have at least, for the KL to the reference to rise as it did, in its unit.
+    def _least_update(self, before: StepRecord, now: StepRecord, *, sure: float) -> float:
+        """The KL that a step's updates have at least, on average, for that to the reference to rise so, in its unit.
 
-        The root of a small KL is a distance: the updates went as far as this root rose, or further.
+        The root of a small KL is a distance: the updates went as far as this root rose, or further. Both are taken
+        ``sure`` standard errors towards each other.
         """
         old, new = self._kl([before]), self._kl([now])
-        farthest = math.sqrt(max(old.value + self.sure * old.error, 0.0))
-        nearest = math.sqrt(max(new.value - self.sure * new.error, 0.0))
+        farthest = math.sqrt(max(old.value + sure * old.error, 0.0))
+        nearest = math.sqrt(max(new.value - sure * new.error, 0.0))
         return (max(nearest - farthest, 0.0) / (now.step - before.step)) ** 2
 
     def _kl(self, records: History) -> Level:
