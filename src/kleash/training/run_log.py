@@ -194,9 +194,10 @@ class RunLog:
         record = replace(record, alerts=alerts)
         TrainingFolder(self.folder).unlink_result()
         append_step(self.folder, record, spread_sample(samples), means)
-        was_warned = any(step_warnings(earlier.metrics) for earlier in self.history)
-        for warning in () if was_warned else step_warnings(values):
-            self.display.note(warning)
+        warnings = step_warnings(values)
+        if warnings and not any(step_warnings(earlier.metrics) for earlier in self.history):
+            for warning in warnings:
+                self.display.note(warning)
         self.history.append(record)
         for tracker in tuple(self._trackers):
             self._try(
