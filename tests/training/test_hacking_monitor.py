@@ -18,6 +18,7 @@ from kleash.records import StepRecord
 from kleash.training.hacking_monitor import HackingMonitor, distinct, level, repetition
 
 MONITOR = HackingMonitor(target_nats=6.0)
+HEALTHY = bent(healthy(60), 0, lambda at, now: {"kl/max_prompt": 2 * now["kl/exact_per_sequence"] / 17 * 16})
 Metrics = Mapping[str, float]
 Change = Callable[[int, Metrics], Metrics]
 
@@ -48,11 +49,8 @@ def test_healthy_run_raises_no_alert(seed: int, target: float | None) -> None:
     assert said(history, HackingMonitor(target_nats=target)) == []
 
 
-def test_recorded_run_with_good_beta_raises_no_alert() -> None:
+def test_recorded_run_raises_alerts_during_its_collapse_with_beta_0_and_none_with_a_good_beta() -> None:
     assert said(recorded("good"), HackingMonitor()) == []
-
-
-def test_recorded_run_with_beta_0_raises_its_alerts_during_the_collapse() -> None:
     first = {kind: step for step, kind in reversed(said(recorded("off"), HackingMonitor()))}
     assert set(first) == {"runaway", "repetition"}  # the entropy falls, and the reward that is hacked rises
     assert first["runaway"] == 10 and first["repetition"] <= 13  # ten steps are needed
@@ -87,10 +85,7 @@ CASES: dict[str, tuple[Change, str]] = {
 def test_each_fault_is_named_alone_with_its_number_and_what_to_change(kind: str) -> None:
     change, words = CASES[kind]
     target = 6.0 if "target" in kind or "update" in kind else None
-    history = bent(
-        healthy(60), 0, lambda at, now: {"kl/max_prompt": 2 * now["kl/exact_per_sequence"] / 17 * 16}
-    )
-    faulty, monitor = bent(history, 40, change), HackingMonitor(target_nats=target)
+    faulty, monitor = bent(HEALTHY, 40, change), HackingMonitor(target_nats=target)
     alerts = [(record.step, alert) for record in played(faulty, monitor) for alert in record.alerts]
     twice = [each for record in faulty for each in (record, replace(record, metrics={"loss": 0.1}))]
     assert said(twice, monitor) == said(faulty, monitor), "a step that draws no responses changes nothing"
@@ -198,8 +193,16 @@ def test_target_per_token_is_compared_with_kl_per_token() -> None:
     monitor = HackingMonitor(target_nats=0.2, target_per="token")
     assert (43, "far_from_target") in said(history, monitor)
     assert said(history, HackingMonitor(target_nats=0.2 * 64, target_per="sequence")) == []
-    sampled = [replace(one, metrics={"kl/k3": one.metrics["kl/exact_per_token"]}) for one in history]
-    assert (43, "far_from_target") in said(sampled, monitor), "without an exact KL, by k3"
+
+
+@pytest.mark.parametrize("kind", ["far_from_target", "runaway", "prompt_runaway"])
+def test_without_an_exact_kl_alerts_are_about_k3(kind: str) -> None:
+    def by_k3(now: Metrics) -> Metrics:
+        return {re.sub("exact(_per_token)?", "k3", name): x for name, x in now.items() if "k3" not in name}
+
+    faulty, monitor = bent(HEALTHY, 40, CASES[kind][0]), MONITOR if "target" in kind else HackingMonitor()
+    sampled = [replace(one, metrics=by_k3(one.metrics)) for one in faulty]
+    assert kind in {found for _, found in said(sampled, monitor)}
 
 
 def test_alert_repeats_after_eleven_steps_at_the_earliest() -> None:

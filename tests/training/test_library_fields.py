@@ -35,7 +35,6 @@ DPO = DPOJob(pairs="p.jsonl")
     ("job", "assignment", "value"),
     [
         (GRPOJob(), "loss_type=dr_grpo", "dr_grpo"),
-        (GRPOJob(), "scale_rewards=none", "none"),
         (GRPOJob(), "epsilon=1e-2", 0.01),
         (GRPOJob(), "mask_truncated_completions=True", True),
         (GRPOJob(), "pad_to_multiple_of=8", 8),
@@ -45,7 +44,6 @@ DPO = DPOJob(pairs="p.jsonl")
         (DistillJob(), "top_k=50", 50),
         (PPOJob(lora_rank=4), "lora.lora_alpha=16", 16),
         (GRPOJob(lora_rank=4), 'lora.target_modules=["q_proj", "v_proj"]', ["q_proj", "v_proj"]),
-        (GRPOJob(lora_rank=4), "lora.use_rslora=true", True),
         (GRPOJob(lora_rank=4), "lora.init_lora_weights=pissa_niter_4", "pissa_niter_4"),
         (GRPOJob(lora_rank=4), 'lora.kasa_config={"beta": 0.1}', {"beta": 0.1}),
         (PPOJob(lora_rank=4), 'lora.rank_pattern={"q_proj": 4}', {"q_proj": 4}),

@@ -55,10 +55,6 @@ def one_number(prompts, responses):
     return torch.tensor(1.0)
 def as_dict(prompts, responses):
     return {0.5: 1.0, 0.25: 2.0, 0.75: 3.0}
-def as_set(prompts, responses):
-    return {0.5, 0.25, 0.75}
-def as_bytes(prompts, responses):
-    return b"abc"
 def as_values(prompts, responses):
     return as_dict(prompts, responses).values()
 def as_text(prompts, responses):
@@ -167,8 +163,6 @@ def test_empty_reward_list_is_refused() -> None:
         ("words", CannotRunError, "my_rewards:words raises ValueError: could not convert string to float"),
         ("as_dict", CannotRunError,
             "my_rewards:as_dict returned a dict; it must return a sequence of numbers"),
-        ("as_set", CannotRunError, "my_rewards:as_set returned a set; it must return a sequence"),
-        ("as_bytes", CannotRunError, "my_rewards:as_bytes returned a bytes; it must return a sequence"),
         ("as_text", CannotRunError, "my_rewards:as_text returned a str; it must return a sequence"),
         ("nested", ShapeError, "my_rewards:nested returned numbers of shape (3, 1) for 3 responses"),
         ("one_number", CannotRunError,

@@ -203,24 +203,35 @@ def test_step_metrics_match_dense_kl_and_entropy_of_its_responses(trl, folder, t
         trainer.accelerator.gradient_state._set_sync_gradients(at == 1)
         trainer.compute_loss(trainer.model, micro)
     assert count() == 2, "a pass of the policy for each micro-batch, and no other"
+    without_exact = [
+        replace(one, tokens={name: x for name, x in one.tokens.items() if name != "token_kl"})
+        for one in recorder._responses["train"]
+    ]
     recorder._add_metrics()
     found = {name: values[-1] for name, values in trainer._metrics["train"].items()}
     mask = output["completion_mask"].bool()
     kl = torch.where(mask, (logp.exp() * (logp - logq)).sum(-1), 0.0)
-    assert found["kl/exact_per_token"] == pytest.approx((kl.sum() / mask.sum()).item(), rel=1e-4)
-    assert found["kl/exact_per_sequence"] == pytest.approx(kl.sum().item() / 4, rel=1e-4)
-    assert found["kl/max_token"] == pytest.approx(kl.max().item(), rel=1e-4)
-    assert found["kl/max_token_per_sequence"] == pytest.approx(kl.amax(-1).mean().item(), rel=1e-4)
-    entropy = -(logp.exp() * logp).sum(-1)[mask].mean().item()
-    assert found["policy/entropy"] == pytest.approx(entropy, rel=1e-4)
-    per_prompt = kl.sum(-1).reshape(2, 2).mean(1)
-    assert found["kl/exact_per_sequence_error"] == pytest.approx(per_prompt.diff().abs().item() / 2, rel=1e-3)
     at = output["completion_ids"].unsqueeze(-1)
     ratio = (logq - logp).gather(-1, at)[..., 0]
     k3 = torch.where(mask, ratio.exp() - 1 - ratio, 0.0)
-    assert found["kl/k3"] == pytest.approx((k3.sum() / mask.sum()).item(), rel=1e-4)
-    assert found["kl/k3_per_sequence"] == pytest.approx(k3.sum().item() / 4, rel=1e-4)
-    assert found["reward/score"] == pytest.approx(2 * scores[:, 0].mean().item(), rel=1e-5)
+    exact, sampled = (x.sum(-1).reshape(2, 2).mean(1) for x in (kl, k3))  # of each prompt
+    expected = {
+        "kl/exact_per_token": kl.sum() / mask.sum(),
+        "kl/exact_per_sequence": kl.sum() / 4,
+        "kl/exact_per_sequence_error": exact.diff().abs() / 2,
+        "kl/max_token": kl.max(),
+        "kl/max_token_per_sequence": kl.amax(-1).mean(),
+        "kl/max_prompt": exact.max(),
+        "policy/entropy": -(logp.exp() * logp).sum(-1)[mask].mean(),
+        "kl/k3": k3.sum() / mask.sum(),
+        "kl/k3_per_sequence": k3.sum() / 4,
+        "reward/score": 2 * scores[:, 0].mean(),
+    }
+    assert {name: found[name] for name in expected} == pytest.approx(
+        {name: x.item() for name, x in expected.items()}, rel=1e-3
+    )
+    by_k3 = response_recorder.response_metrics(without_exact, 0.0)["kl/max_prompt"]
+    assert by_k3 == pytest.approx(sampled.max().item(), rel=1e-4) != found["kl/max_prompt"]
     samples = {(one.prompt, one.response): one.kl for one in recorder.samples}
     texts = trainer.processing_class.batch_decode(output["completion_ids"], skip_special_tokens=True)
     for row, (asked_for, text) in enumerate(zip(inputs, texts, strict=True)):

@@ -109,8 +109,8 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "kl/max_prompt": Metric(
             unit="nats",
-            meaning="the largest KL(policy ‖ reference) of one prompt: exact, summed over a response, mean over the "
-            f"responses to the prompt; {_BEFORE}",
+            meaning="the largest KL(policy ‖ reference) of one prompt: exact, or else by k3, summed over a response, "
+            f"mean over the responses to the prompt; {_BEFORE}",
         ),
         "kl/target": Metric(
             unit="nats",

@@ -79,8 +79,8 @@ def attach(
         reference: what the monitor compares with; None for the trainer's own reference.
         out: the folder of the run, which is made when training begins.
         monitor: prompts, as those of ``DriftMonitor``, whose KL is measured every 100 steps; or a ``DriftMonitor``. In
-            GRPO and RLOO with ``sync_ref_model``, where the loss's KL is to a reference that moves, None stands for
-            the first 32 prompts of the training, and the reference as it was.
+            GRPO and RLOO whose reference TRL moves (``sync_ref_model``, BEMACallback), None stands for the first 32
+            prompts of the training, and the reference as it was.
         on_hacking: the response to alerts, which are logged: "warn", "stop", "halve-lr" or "tighten".
         report_to: trackers of the steps by kleash's names, beside those of the trainer.
         rollouts_every: steps between the batches of GRPO and RLOO that are written to ``out/rollouts`` with the columns
@@ -93,13 +93,14 @@ def attach(
         OptionError, UnknownNameError: if an option is invalid, the trainer's beta is no price of a KL, its teacher is
             the policy itself, or its data set fills no batch.
     """
+    from kleash.integrations.trainer.compat import moves_reference
     from kleash.training.step_logger import FolderLog
 
     _check(trainer, on_hacking, report_to)
     if target_nats is not None and getattr(controller, "target_nats", None) is not None:
         raise OptionError(f"a {type(controller).__name__} has a target of its own; leave target_nats out")
     algorithm = _algorithm(trainer)
-    if monitor is None and algorithm in GENERATING and trainer.args.sync_ref_model:
+    if monitor is None and algorithm in GENERATING and moves_reference(trainer):
         monitor = list(islice(trainer.train_dataset, PROMPTS_OF_START))
     drift_monitor = _drift_monitor(monitor, reference)
     if target_nats is not None or not isinstance(controller, str):

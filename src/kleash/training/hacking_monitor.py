@@ -361,7 +361,7 @@ def _excess_of_worst_prompt(record: StepRecord) -> float:
     """The KL of the worst prompt of a step over the mean of the other prompts; NaN without others, or a KL."""
     worst, mean, prompts = (
         record.metrics.get(name, math.nan)
-        for name in ("kl/max_prompt", "kl/exact_per_sequence", "response/prompts")
+        for name in ("kl/max_prompt", _kl_name([record], "sequence"), "response/prompts")
     )
     remainder = prompts * mean - worst
     return worst * (prompts - 1) / remainder if remainder > 0 else math.nan

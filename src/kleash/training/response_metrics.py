@@ -69,13 +69,13 @@ def response_metrics(responses: Sequence[Response], beta: float) -> dict[str, fl
 
 
 def _token_metrics(responses: Sequence[Response]) -> dict[str, float]:
-    """Metrics of responses with tokens: lengths, entropy, and KL as far as it is known."""
+    """Metrics of responses with tokens: lengths, entropy, and KL as far as it is known, by k3 only if not exactly."""
     clusters = np.unique([response.prompt_hash for response in responses], return_inverse=True)[1]
     lengths = np.array([len(response.tokens["token_logp"]) for response in responses])
     columns = responses[0].tokens
     return {
-        **(_exact_metrics(responses, clusters, lengths) if "token_kl" in columns else {}),
         **(_sampled_metrics(responses, clusters, lengths) if "token_logq" in columns else {}),
+        **(_exact_metrics(responses, clusters, lengths) if "token_kl" in columns else {}),
         **({"policy/entropy": float(column_of(responses, "entropy").mean())} if "entropy" in columns else {}),
         "response/length": float(lengths.mean()),
     }
@@ -120,7 +120,7 @@ def _exact_metrics(
         "kl/max_token_per_sequence": float(
             np.mean([response.tokens["token_kl"].max(initial=0.0) for response in responses])
         ),
-        "kl/max_prompt": float((np.bincount(clusters, weights=sums) / np.bincount(clusters)).max()),
+        "kl/max_prompt": _largest_of_prompts(sums, clusters),
     }
 
 
@@ -134,6 +134,7 @@ def _sampled_metrics(
     token_kl = {name: sampled_kl(token_logp, token_logq, name).numpy() for name in ("k1", "k2", "k3")}
     sums = np.add.reduceat(token_kl["k3"], np.cumsum(lengths) - lengths)
     return {
+        "kl/max_prompt": _largest_of_prompts(sums, clusters),
         **{f"kl/{name}": float(values.mean()) for name, values in token_kl.items()},
         **with_errors(
             {
@@ -142,6 +143,11 @@ def _sampled_metrics(
             }
         ),
     }
+
+
+def _largest_of_prompts(sums: np.ndarray, clusters: np.ndarray) -> float:
+    """The largest of the prompts' mean sums."""
+    return float((np.bincount(clusters, weights=sums) / np.bincount(clusters)).max())
 
 
 def column_of(responses: Sequence[Response], name: str) -> Float[np.ndarray, " tokens"]:

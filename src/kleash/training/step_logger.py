@@ -10,7 +10,7 @@ from typing import Any
 from kleash.errors import CannotRunError, NonFiniteError, RunFolderError
 from kleash.integrations.trainer import BetaController, DriftMonitor
 from kleash.integrations.trainer.callback import AttachedCallback
-from kleash.integrations.trainer.compat import halve_learning_rate
+from kleash.integrations.trainer.compat import halve_learning_rate, moves_reference
 from kleash.jobs import TrainJob
 from kleash.leash.controller_base import KL_UNITS
 from kleash.store import Sample, TrainingFolder, TrainingResult, read_steps
@@ -297,9 +297,9 @@ class FolderLog(StepLogger):
         """
         if state.is_world_process_zero:
             resume = state.global_step > 0
-            if resume and getattr(args, "sync_ref_model", False):
+            if resume and moves_reference(self.trainer):
                 LOG.warning(
-                    "sync_ref_model: TRL's checkpoints lack the reference; until it moves again it is the one that "
+                    "TRL's checkpoints lack the reference, which moves here; until it moves again it is the one that "
                     "this run began with"
                 )
             if self.folder.begun and not resume:

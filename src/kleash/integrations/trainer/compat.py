@@ -26,7 +26,14 @@ require_attributes(
 from transformers import Trainer, TrainerCallback  # noqa: E402 (after the check)
 from transformers.trainer_callback import ExportableState  # noqa: E402
 
-__all__ = ["ExportableState", "Trainer", "TrainerCallback", "halve_learning_rate", "require_batch"]
+__all__ = [
+    "ExportableState",
+    "Trainer",
+    "TrainerCallback",
+    "halve_learning_rate",
+    "moves_reference",
+    "require_batch",
+]
 
 
 def require_batch(trainer: Any) -> None:
@@ -46,6 +53,14 @@ def require_batch(trainer: Any) -> None:
             f"{type(trainer).__name__} takes {max(batch, getattr(sampler, 'batch_size', 1))}; give more rows, or make "
             "its batches smaller (generation_batch_size, per_device_train_batch_size, gradient_accumulation_steps)"
         )
+
+
+def moves_reference(trainer: Any) -> bool:
+    """Whether TRL moves the trainer's reference: by ``sync_ref_model``, or a BEMACallback with ``update_ref_model``."""
+    callbacks = trainer.callback_handler.callbacks
+    return getattr(trainer.args, "sync_ref_model", False) or any(
+        getattr(each, "update_ref_model", False) for each in callbacks
+    )
 
 
 def halve_learning_rate(trainer: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from kleash.errors import ModelError
 from kleash.extras import import_extra
 from kleash.integrations.trainer.callback import AttachedCallback
+from kleash.integrations.trainer.compat import moves_reference
 from kleash.leash.controller_base import KL_UNITS
 from kleash.measuring import Drift
 from kleash.measuring.drift import draw_drift, drift_of
@@ -108,12 +109,7 @@ class DriftMonitor(AttachedCallback):
             NonFiniteError: if a model gives NaN or infinities.
         """
         self.require_trainer()
-        if self.reference is None and (
-            getattr(self.trainer.args, "sync_ref_model", False)
-            or any(
-                getattr(each, "update_ref_model", False) for each in self.trainer.callback_handler.callbacks
-            )
-        ):
+        if self.reference is None and moves_reference(self.trainer):
             self.reference = self.trainer.accelerator.unwrap_model(self.trainer.ref_model).config.name_or_path
         networks = self._networks()
         with at_rest(*networks.values()):
