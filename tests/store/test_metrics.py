@@ -44,7 +44,8 @@ def test_no_two_metrics_are_spelt_alike_and_other_names_stay():
 def test_the_parts_of_a_reward_have_names_of_their_own():
     assert metric_of("reward/part/helpful").unit == "reward"
     assert spelt("reward/part/helpful", "trl") == "rewards/helpful/mean"
-    for name in ("reward/part/", "reward/parts/x", "kl"):
+    assert spelt("trainer/num_tokens", "trl") == "num_tokens"
+    for name in ("reward/part/", "reward/parts/x", "kl", "trainer/"):
         with pytest.raises(UnknownNameError):
             metric_of(name)
 

@@ -62,6 +62,8 @@ def test_leashed_trainer_writes_a_folder_that_report_reads(trl, folder, tmp_path
         assert step.metrics["policy/entropy"] == pytest.approx(entry["entropy"], rel=1e-5)
         assert step.metrics["reward/zero_std_share"] == entry["frac_reward_zero_std"]
         assert step.metrics["kl/target"] == 0.5
+        others = ("clip_ratio/low_mean", "completions/max_length", "num_tokens")
+        assert all(step.metrics[f"trainer/{name}"] == entry[name] for name in others)
     betas = [step.metrics["beta"] for step in steps]
     assert betas[0] == 0.3 and len(set(betas)) == 3
     kl = steps[1].metrics["kl/exact_per_sequence"]

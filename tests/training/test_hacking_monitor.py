@@ -252,9 +252,7 @@ def test_fallen_entropy_is_noticed_though_the_first_step_has_none() -> None:
 def test_repetition_and_distinct_are_shares_of_trigrams() -> None:
     assert repetition(["a b c d e"]) == 0
     assert repetition(["a a a a a a"]) == 0.75  # four runs, one of them new
-    assert repetition(["a b c a b c", "a b c"]) == pytest.approx(1 / 5), (
-        "between responses nothing is repeated"
-    )
+    assert repetition(["a b c a b c", "a b c"]) == pytest.approx(1 / 5), "of each response alone"
     assert repetition(["a b", ""]) == 0  # as short as the answer to a sum
     assert distinct(["a b c d", "e f g h"]) == 1
     assert distinct(["a b c d"] * 4) == 0.25

@@ -10,6 +10,8 @@ from kleash.registry import look_up
 
 PART = "reward/part/"
 """Prefix of the name of one of several rewards."""
+OTHER = "trainer/"
+"""Prefix of the name of a number that a trainer logs and that is none of these metrics."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +124,33 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             meaning="KL(policy before ‖ policy after the step's updates) per token, on the step's responses; by k3 in "
             "the last of several passes of TRL's loss over them",
             verl="actor/ppo_kl",
+        ),
+        "kl/effective_share": Metric(
+            unit="probability",
+            meaning="effective sample size of the importance weights of the KL(policy ‖ reference), as a share of the "
+            "response tokens",
+        ),
+        "mismatch/kl_engine_trainer": Metric(
+            unit="nats", meaning="KL(engine ‖ trainer) per token by k3 of the tokens that the engine drew"
+        ),
+        "mismatch/kl_trainer_engine": Metric(
+            unit="nats",
+            meaning="KL(trainer ‖ engine) per token along the prefixes of the engine, importance-weighted",
+        ),
+        "mismatch/jensen_shannon": Metric(
+            unit="nats", meaning="Jensen–Shannon divergence of trainer and engine per token"
+        ),
+        "mismatch/mean_weight": Metric(
+            unit="none", meaning="mean of the trainer's probability over the engine's, 1 up to its error"
+        ),
+        "mismatch/effective_share": Metric(
+            unit="probability", meaning="effective sample size of these weights, as a share of the tokens"
+        ),
+        "mismatch/largest_log_ratio": Metric(
+            unit="nats", meaning="the largest |log ratio| of trainer and engine of one token"
+        ),
+        "mismatch/tokens": Metric(
+            unit="tokens", meaning="tokens with a log-probability of the engine, over all processes"
         ),
         "drift/kl_per_sequence": Metric(
             unit="nats",
@@ -301,11 +330,12 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
     }
 )
-"""Name -> metric. With several rewards, each also has ``reward/part/<name>`` (``metric_of``)."""
+"""Name -> metric. Each of several rewards also has ``reward/part/<name>``, and what else a trainer logs has
+``trainer/<name>`` (``metric_of``)."""
 
 
 def metric_of(name: str) -> Metric:
-    """The metric called ``name``, also for one of several rewards.
+    """The metric called ``name``, also for one of several rewards, and for what else a trainer logs.
 
     Raises:
         UnknownNameError: if there is none.
@@ -317,6 +347,8 @@ def metric_of(name: str) -> Metric:
             meaning=f"mean over responses of the reward {part}, without its weight",
             trl=f"rewards/{part}/mean",
         )
+    if name.startswith(OTHER) and name != OTHER:
+        return Metric(unit="none", meaning="as the trainer logs it", trl=name.removeprefix(OTHER))
     return look_up(METRICS, name, "metric")
 
 

@@ -24,7 +24,7 @@ from kleash.store.measurement_summary import (
     upper_bound,
     with_ranges,
 )
-from kleash.store.metrics import METRICS, number_of, title_of
+from kleash.store.metrics import METRICS, OTHER, number_of, title_of
 from kleash.store.rollout_results import LABELS, Diagnosis, MismatchRecord
 from kleash.store.statistics import PERPLEXITIES, kl_directions, label_of
 from kleash.store.summary import (
@@ -467,7 +467,7 @@ def _(training: TrainingResult) -> Summary:
                     )
                     # the main numbers of a report first
                     for name in dict.fromkeys((*(n for n in METRICS if METRICS[n].card), *training.metrics))
-                    if name in training.metrics and not name.endswith("_error")
+                    if name in training.metrics and not name.endswith("_error") and not name.startswith(OTHER)
                 ),
             ),
         ),

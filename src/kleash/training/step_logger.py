@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from kleash.leash.controller_base import KL_UNITS
 from kleash.store import Sample, TrainingFolder, TrainingResult, read_steps
 from kleash.store.checksums import seal_folder
 from kleash.store.job_folder import RunHeader
-from kleash.store.metrics import METRICS, PART
+from kleash.store.metrics import METRICS, OTHER, PART
 from kleash.training.header_and_result import finish
 from kleash.training.job_schedule import tightened
 from kleash.training.response_metrics import of_first_process
@@ -63,7 +64,7 @@ class StepLogger(AttachedCallback):
         """
         self.job, self.run_log = job, run_log
         self.metric_names = dict(TRL_METRICS)
-        """Metric of the trainer -> metric of kleash; those of kleash are taken under their own names."""
+        """Metric of the trainer -> metric of kleash. Those of kleash keep their names, and others get ``OTHER``."""
         self.trl_steps_per_step = trl_steps_per_step
         self.pop_metrics, self.recorder = pop_metrics, recorder
         self.notes = [*notes, *([] if recorder is None or recorder.note is None else [recorder.note])]
@@ -157,13 +158,12 @@ class StepLogger(AttachedCallback):
         named = {
             self.metric_names.get(name, name): value
             for name, value in sorted(logs.items(), key=lambda item: item[0] not in self.metric_names)
-            if value is not None
+            if isinstance(value, Real) and name != "epoch"
         }  # kleash's own metrics have the last word
         self._logged |= {
-            name: float(value)
+            name if name in METRICS or name.startswith(PART) else f"{OTHER}{name}": float(value)
             for name, value in named.items()
-            if (name in METRICS or name.startswith(PART))
-            and (self._evaluations > 0 or not name.startswith("eval/"))  # which is of no step that is written
+            if self._evaluations > 0 or not name.startswith("eval")  # which is of no step that is written
         }
         if logs.get("loss") is None:
             return

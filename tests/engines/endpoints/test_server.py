@@ -1,6 +1,7 @@
 """Faults of servers: each is one sentence, passing ones are tried again, and no key is in any of them."""
 
 import socket
+import threading
 
 import numpy as np
 import pytest
@@ -22,9 +23,13 @@ def tokenizer():
 
 @pytest.fixture
 def pauses(monkeypatch):
-    """Pauses between retries, which are noted and not made."""
-    seconds = []
-    monkeypatch.setattr("threading.Event.wait", lambda self, timeout: seconds.append(timeout))
+    """Pauses between retries, which are noted and not made; other threads, as that of tqdm, wait as ever."""
+    seconds, wait, caller = [], threading.Event.wait, threading.current_thread()
+
+    def noted(event, timeout=None):
+        return seconds.append(timeout) if threading.current_thread() is caller else wait(event, timeout)
+
+    monkeypatch.setattr("threading.Event.wait", noted)
     return seconds
 
 
