@@ -111,7 +111,7 @@ def _exact_metrics(
     return {
         **with_errors(
             {
-                "kl/exact_per_sequence": clustered_mean(sums, clusters, lower=0.0),
+                "kl/exact_per_sequence": clustered_mean(sums, clusters),
                 "kl/exact_per_token": mean_per_token(sums, lengths, clusters),
             }
         ),
@@ -138,7 +138,7 @@ def _sampled_metrics(
         **{f"kl/{name}": float(values.mean()) for name, values in token_kl.items()},
         **with_errors(
             {
-                "kl/k3_per_sequence": clustered_mean(sums, clusters, lower=0.0),
+                "kl/k3_per_sequence": clustered_mean(sums, clusters),
                 "kl/k3": mean_per_token(sums, lengths, clusters),
             }
         ),
