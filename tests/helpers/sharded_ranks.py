@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import trl_training_ranks
-import verl_engines
+import verl_driver_ranks
 from forked_ranks import fork_ranks
 from tiny_models import save_tiny, tiny_adapter
 from torch.distributed.device_mesh import init_device_mesh
@@ -385,8 +385,9 @@ def what_cannot_be_done_is_refused_on_all_ranks(ranks):
 
 
 @check
-def verls_engine_trains_the_kl_of_the_whole_batch(ranks):
-    verl_engines.check_two_ranks(ranks.rank)
+def driver_steps_of_verl_equal_those_of_one_process(ranks):
+    for mode in verl_driver_ranks.CASES:
+        verl_driver_ranks.check_driver(ranks.folder, mode)
 
 
 def refusal_of(call, words):
@@ -431,6 +432,6 @@ def main(rank, store, folder, only, checks=CHECKS, kind=Ranks):
 
 if __name__ == "__main__":
     import_what_checks_use()
-    verl_engines.import_verl()
+    verl_driver_ranks.import_verl()
     store, models, *only = sys.argv[1:]
     main(fork_ranks(2, [store, Path(models) / MEASURED]), store, Path(models), only)

@@ -1,16 +1,13 @@
-"""verl's own FSDP engine on a CPU, around tiny models, also on two ranks; batches as its v1 trainer hands them on."""
+"""verl's own FSDP engine on a CPU, around tiny models; batches as its v1 trainer hands them on."""
 
-from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from kleash.auditing.targets.packages import quiet
-from kleash.integrations.verl import REFERENCE_HIDDEN, install
 
 VOCABULARY = 13
 PROMPTS, RESPONSES = (2, 3, 1, 2), (3, 1, 4, 2)
@@ -51,8 +48,8 @@ def tiny(seed: int, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
     return model.to(dtype)
 
 
-def engine_of(fsdp: Any, module: Any, *, forward_only: bool = False, shard: bool = False) -> Any:
-    """verl's engine, whose model was made here; with ``shard``, wrapped by verl's own FSDP2 code."""
+def engine_of(fsdp: Any, module: Any, *, forward_only: bool = False) -> Any:
+    """verl's engine, whose model was made here."""
     with quiet():
         from verl.trainer.config import CheckpointConfig
         from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
@@ -65,7 +62,7 @@ def engine_of(fsdp: Any, module: Any, *, forward_only: bool = False, shard: bool
         )
         made = fsdp.FSDPEngineWithLMHead(model, config, FSDPOptimizerConfig(lr=1.0), CheckpointConfig())
         made._autocast_dtype = torch.float32
-        made.module = made._build_fsdp_module(module) if shard else module
+        made.module = module
         object.__setattr__(config, "forward_only", forward_only)
     return made
 
@@ -118,9 +115,6 @@ def logp_of(model: Any, ids: Tensor) -> Tensor:
     return (model(input_ids=ids[None]).logits[0] / TEMPERATURE).log_softmax(-1)
 
 
-COEFFICIENT = 0.3
-
-
 def counted(data):
     """Token ids, response length and mask of each sequence."""
     return zip(data["input_ids"].unbind(), PROMPTS, RESPONSES, data["response_mask"].unbind(), strict=True)
@@ -140,58 +134,3 @@ def kl_and_logp(policy, reference, data):
 
 def gradients(model):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-
-def expected_update(policy, reference, data, mode="token-mean"):
-    """Gradient and KL of the whole loss, computed apart: policy gradient at ratio 1, plus the exact KL."""
-    kls, logps, masks = kl_and_logp(policy, reference, data)
-    advantages = data["advantages"].unbind()
-    per = {"token-mean": sum(map(torch.sum, masks)), "seq-mean-token-sum": len(masks)}[mode]
-    kl = sum((k * m).sum() for k, m in zip(kls, masks, strict=True)) / per
-    gain = sum(
-        ((x - x.detach()).exp() * a * m).sum() for x, a, m in zip(logps, advantages, masks, strict=True)
-    )
-    policy.zero_grad()
-    (COEFFICIENT * kl - gain / per).backward()
-    found = gradients(policy)
-    policy.zero_grad()
-    return found, kl.item()
-
-
-def on_policy(policy, data):
-    """Old log-probabilities that are the policy's own: every ratio is 1."""
-    _, logps, _ = kl_and_logp(policy, policy, data)
-    data["old_log_probs"] = nested([x.detach() for x in logps])
-    return data
-
-
-def import_verl():
-    """Install kleash with the exact KL, then import verl's engine and losses."""
-    with quiet():
-        install(exact=True)
-        for name in ("verl.workers.engine.fsdp.transformer_impl", "verl.workers.utils.losses"):
-            __import__(name)
-
-
-def check_two_ranks(rank):
-    """verl's FSDP2 trains the exact KL of the whole batch, of which each rank has half, as of the weights."""
-    import verl.workers.engine.fsdp.transformer_impl as fsdp
-    import verl.workers.utils.losses as losses
-    from verl.plugin.platform import get_platform
-    from verl.utils.tensordict_utils import chunk_tensordict
-
-    platform = type(get_platform())
-    platform.current_device, platform.device_name = (lambda self: "cpu"), "cpu"
-    policy, reference = tiny(0, torch.float32), tiny(1, torch.float32)
-    alone, whole = (deepcopy(policy), deepcopy(reference)), batch(torch.float32, micro_batch_size_per_gpu=1)
-    expected, nats = expected_update(*alone, on_policy(alone[0], whole))
-    own = chunk_tensordict(whole, 2)[rank]
-    engine = engine_of(fsdp, reference, forward_only=True, shard=True)
-    own[REFERENCE_HIDDEN] = engine.infer_batch(deepcopy(own))["model_output"][REFERENCE_HIDDEN]
-    engine = engine_of(fsdp, policy, shard=True)
-    out = engine.forward_backward_batch(own, loss_of(losses))
-    for name, parameter in engine.module.named_parameters():
-        assert len(parameter.to_local()) < len(parameter), "a shard"
-        torch.testing.assert_close(parameter.grad.full_tensor(), expected[name], rtol=2e-4, atol=2e-6)
-    dist.all_reduce(mean := torch.tensor(out["metrics"]["kl_loss"].aggregate()))
-    torch.testing.assert_close(mean.item() / 2, nats, rtol=1e-5, atol=0)

@@ -127,24 +127,6 @@ def test_invalid_options_are_refused(core):
     assert set(CONTROLLER_TYPES) == {"fixed", "adaptive", "ziegler", "pid", "dual"}
 
 
-def test_verl_reward_penalty_updates_the_controller(core):
-    """The batch's beta is that before the update, as verl's own order has it."""
-    import torch
-
-    with quiet(), stand_ins(("uvicorn", "fastapi")):
-        from verl import DataProto
-        from verl.trainer.ppo.ray_trainer import apply_kl_penalty
-    columns = {"old_log_probs": (-2.0, -5.0), "ref_log_prob": (-1.5, -1.0), "token_level_scores": (0.0, 1.0)}
-    tensors = {name: torch.tensor([numbers]) for name, numbers in columns.items()}
-    data = DataProto.from_dict(tensors={**tensors, "response_mask": torch.ones(1, 2)})
-    controller = core.ours.get_kl_controller(configuration(type="pid", target_kl=0.5))
-    _, metrics = apply_kl_penalty(data, controller, kl_penalty="k3")
-    assert metrics["actor/reward_kl_penalty_coeff"] == 0.1
-    measured = metrics["actor/reward_kl_penalty"]
-    assert measured == pytest.approx((math.exp(0.5) - 1.5 + math.exp(4) - 5) / 2, rel=1e-6)
-    assert controller.leash == PIDBeta(beta=0.1, target_nats=0.5, per="token").after(measured)
-
-
 @pytest.fixture(scope="module")
 def trainer_class(core):
     """verl's own v1 trainer, without what serves its rollouts."""

@@ -6,7 +6,7 @@ is a ``CannotRunError`` that names it.
 | of verl | replaced or read for |
 |---|---|
 | ``core_algos.kl_penalty_forward``, ``core_algos.get_kl_controller`` | the penalty, the controllers |
-| ``core_algos.kl_penalty``, ``core_algos.agg_loss``, ``ray_trainer.apply_kl_penalty`` | masked tokens |
+| ``core_algos.kl_penalty``, ``core_algos.agg_loss``, ``ray_trainer.apply_kl_penalty`` | masked tokens, padding |
 | ``utils.need_reference_policy`` | a word where no KL is trained |
 | ``PPOTrainer``, ``RayPPOTrainer``: ``_save_checkpoint``, ``_load_checkpoint`` | the state of the controller |
 | ``FSDPEngine.disable_adapter``, ``FSDPEngineWithLMHead.forward_step``, ``.prepare_model_outputs`` | the exact KL |
@@ -53,14 +53,20 @@ def import_core() -> None:
 
 
 def apply_kl_penalty(original: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
-    """verl's function of this name, which then reads 0 at masked tokens."""
-    columns = {name: data.batch[name] for name in ("old_log_probs", "ref_log_prob")}
+    """verl's function of this name, on the responses that have tokens; it reads 0 at masked tokens.
+
+    verl's v1 trainer pads a batch by responses without tokens, which verl counts as measured, with a KL of 0.
+    """
     is_counted = data.batch["response_mask"].bool()
-    try:
-        data.batch.update({name: torch.where(is_counted, logp, 0.0) for name, logp in columns.items()})
-        return original(data, *args, **kwargs)
-    finally:
-        data.batch.update(columns)
+    has_tokens = is_counted.any(-1)
+    counted = data.select_idxs(has_tokens)
+    for name in ("old_log_probs", "ref_log_prob"):
+        counted.batch[name] = torch.where(is_counted[has_tokens], counted.batch[name], 0.0)
+    counted, metrics = original(counted, *args, **kwargs)
+    rewards = counted.batch["token_level_rewards"]
+    scores = data.batch["token_level_scores"].to(rewards)
+    data.batch["token_level_rewards"] = scores.index_put((has_tokens,), rewards)
+    return data, metrics
 
 
 def need_reference_policy(original: Callable[..., bool], config: Any) -> bool:
