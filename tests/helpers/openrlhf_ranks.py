@@ -43,7 +43,8 @@ WORDS = (
 )
 STEPS = {
     "loss": "--algo.kl.target 4 --algo.kl.use_loss --algo.kl.unbiased_gradient --train.max_epochs 2",
-    "reward": "--algo.kl.target 3 --ckpt.load_enable --train.num_episodes 2 --train.micro_batch_size 2",
+    "reward": "--algo.kl.target 3 --ckpt.load_enable --train.num_episodes 2 --train.micro_batch_size 2 "
+    "--actor.loss_agg_mode seq-mean-token-mean",
 }
 Remote = namedtuple("Remote", "rank value")
 """What an actor's method returned, on the rank that has the actor."""
@@ -174,14 +175,16 @@ def expected(policy, reference, beta, *, in_loss):
             logp = token_logp(policy, ids)
             weight, ahead = (logp - old).exp(), (logp - base).detach()
             loss = -torch.minimum(weight * returns, weight.clamp(0.8, 1.2) * returns)
-            ((loss + in_loss * beta * weight.detach() * ahead * logp).sum() / count).backward()
+            share = 1 / count if in_loss else 1 / len(rows) / len(logp)
+            ((loss + in_loss * beta * weight.detach() * ahead * logp).sum() * share).backward()
             kl += ahead.sum().item() / 2 / count if in_loss else ahead.mean().item() / 4
         torch.optim.SGD(policy.parameters(), lr=RATE).step()
     return kl, torch.cat([returns for *_, returns in rows])
 
 
 def check_command(folder):
-    """Two steps equal those in float64: of two updates with the KL in the loss; resumed, with the KL in the reward."""
+    """Two steps equal those in float64: of two updates with the KL in the loss, averaged over tokens; resumed, with the
+    KL in the reward, over responses."""
     prompts = str(folder / f"prompts-{dist.get_rank()}")
     Dataset.from_dict({"input": list(SAMPLES)}).save_to_disk(prompts)
 
