@@ -1,11 +1,17 @@
 """The KL that TRL's trainers train, against dense recomputation and against TRL's own code."""
 
+import itertools
+from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from tiny_models import CONFIGS
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl_batches import TRL_MARKS, batch, counted, gradients, logged, make, moved, score, whole_logp
 
 from kleash.errors import CannotRunError, OptionError
@@ -13,6 +19,7 @@ from kleash.errors import CannotRunError, OptionError
 pytestmark = TRL_MARKS
 
 TYPES = ["grpo", "sapo", "bnpo", "dapo", "cispo", "vespo", "dr_grpo", "luspo"]
+SCOPES = ("token", "sequence")
 SUMS = ["bnpo", "dapo", "dr_grpo", "luspo"]
 TEMPERATURE, LENGTH = 0.7, 7
 
@@ -179,25 +186,40 @@ def test_token_scope_off_policy_weights_sampled_but_not_exact_kl(grpo):
         expected = exact[mask].sum() if kl == "exact" else (torch.tensor(0.5).exp() * u**2 / 2).sum()
         items = given["num_items_in_batch"].item()
         items *= trainer.args.gradient_accumulation_steps / trainer.args.steps_per_generation
-        assert both(trainer, given)[1] == pytest.approx(0.3 * expected.item() / items, rel=1e-3)
+        unknown = {"sampling_per_token_logps": torch.full_like(logp, torch.nan)}
+        for engine in ({}, unknown):
+            assert both(trainer, given | engine)[1] == pytest.approx(0.3 * expected.item() / items, rel=1e-3)
 
 
-def test_rollout_engine_log_probabilities_are_used_if_known(grpo):
-    trainer = grpo("dapo", kl="k2", config_of={"num_iterations": 2})
-    inputs = with_reference(trainer, batch())
-    _, logp, _ = dense(trainer, inputs)
-    older = logp.detach() - 0.3
-    engine = torch.full_like(older, torch.nan)
-    inputs["old_per_token_logps"] = older
-    known = both(trainer, inputs)[1]
-    assert both(trainer, {**inputs, "sampling_per_token_logps": engine})[1] == pytest.approx(known)
-    inputs["sampling_per_token_logps"] = older - 0.4
-    for column in ("", "old_per_token_logps"):  # which TRL has only with its own correction
-        inputs.pop(column, None)
-        assert both(trainer, inputs)[1] == pytest.approx(known * torch.tensor(0.4).exp().item(), rel=1e-4)
+@pytest.mark.parametrize("kl, scope", [("k2", "token"), *itertools.product(("exact", "k1", "k3"), SCOPES)])
+def test_mean_update_over_all_responses_of_an_engine_is_that_of_the_policy(trl, tmp_path, kl, scope):
+    """Two of five words, of equal probabilities in the engine, whose responses TRL weights as a whole."""
+    words = WordLevel({str(n): n for n in range(5)}, "0")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="1", pad_token="2")
+    torch.manual_seed(0)
+    network = AutoModelForCausalLM.from_config(CONFIGS["llama"](vocab_size=5, initializer_range=0.5)).double()
+    settings = {"loss_type": "dr_grpo", "temperature": TEMPERATURE, "num_iterations": 2}
+    asked = {"kl": kl, "kl_scope": scope, "reference": deepcopy(network), "processing_class": tokenizer}
+    trainer = make(trl.LeashedGRPOTrainer, trl.GRPOConfig, network, tmp_path, config_of=settings, **asked)
+    moved(trainer.model, 0.3)
+    trainer.use_vllm = True
+    ids = torch.tensor([*itertools.product(range(5), repeat=2)])
+    mask, rewards = torch.ones_like(ids), torch.linspace(-1, 2, len(ids)).double()
+    inputs = {"prompt_ids": 3 * mask, "prompt_mask": mask, "completion_ids": ids, "completion_mask": mask}
+    inputs |= {"advantages": rewards, "num_items_in_batch": torch.tensor(ids.numel())}
+    exact, logp, logq = dense(trainer, inputs)
+    probability = logp.sum(-1).exp()
+    whole = (probability * (logp - logq).sum(-1)).sum()
+    nats = whole if scope == "sequence" else exact.sum(-1).mean()  # at the engine's prefixes
+    expected = gradients((0.3 * nats - (probability * rewards).sum()) / LENGTH, trainer.model)
+    inputs["sampling_per_token_logps"] = torch.full(ids.shape, -np.log(5.0))
+    inputs["importance_sampling_ratio"] = 25 * probability.detach()[:, None]
+    for older in ({"old_per_token_logps": logp.detach()}, {}):  # which TRL has only with its own correction
+        loss = trainer._compute_loss(trainer.model, with_reference(trainer, inputs | older))
+        assert_close(gradients(loss, trainer.model), expected)
 
 
-@pytest.mark.parametrize("scope", ["token", "sequence"])
+@pytest.mark.parametrize("scope", SCOPES)
 def test_rloo_adds_mean_over_responses_of_summed_kl(rloo, scope):
     trainer = rloo(kl_scope=scope)
     inputs = with_reference(trainer, batch(tools=False))
