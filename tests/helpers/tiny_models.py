@@ -112,16 +112,24 @@ def tiny_pair(
 
 
 def tiny_adapter(
-    folder: Path, base: Path, *, seed: int = 0, size: float = 0.3, base_name: str | None = None, **lora: Any
+    folder: Path,
+    base: Path,
+    *,
+    seed: int = 0,
+    size: float = 0.3,
+    base_name: str | None = None,
+    kind: str = "Lora",
+    **more: Any,
 ) -> Path:
-    """A LoRA adapter over the model in ``base``, whose weights are not zero, saved in ``folder``."""
-    from peft import LoraConfig, get_peft_model
+    """An adapter (a LoRA) over the model in ``base``, whose weights are not zero, saved in ``folder``."""
+    import peft
 
     torch.manual_seed(seed)
     network = AutoModelForCausalLM.from_pretrained(base)
-    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    settings = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    settings |= {"lora_alpha": 8} if kind == "Lora" else {}
     with quiet():  # peft still reads attributes that transformers has renamed
-        adapted = get_peft_model(network, LoraConfig(**{**settings, **lora}))
+        adapted = peft.get_peft_model(network, getattr(peft, f"{kind}Config")(**{**settings, **more}))
     with torch.no_grad():
         for name, weight in adapted.named_parameters():
             if weight.requires_grad:

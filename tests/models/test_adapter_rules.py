@@ -62,6 +62,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "loftq": ({"init_lora_weights": "loftq"}, "changed by random draws or by data"),
     "lora-ga": ({"init_lora_weights": "lora_ga"}, "changed by random draws or by data"),
     "alora": ({"alora_invocation_tokens": [50, 51]}, "needs a forward pass of PEFT"),
+    "pvera": ({"peft_type": "PVERA", "sample_at_inference": True}, "or at random, and needs a forward pass"),
     "xlora": ({"peft_type": "XLORA"}, "needs a forward pass of PEFT"),
     "poly": ({"peft_type": "POLY"}, "needs a forward pass of PEFT"),
     "prompt": ({"peft_type": "PROMPT_TUNING"}, "that kleash was not tested with"),

@@ -303,10 +303,18 @@ def test_unsupported_options_are_refused_before_training(trl, folder, tmp_path, 
         go(trl.train_online, job, tmp_path / "e")
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "dpo"])
-def test_an_adapter_is_trained_further(trl, folder, tmp_path, algorithm):
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [
+        ("dpo", {}),
+        ("grpo", {"kind": "Pvera"}),
+        ("grpo", {"kind": "LoHa", "size": 9.0, "module_dropout": 0.4, "rank_dropout": 0.4}),
+    ],
+    ids=str,
+)
+def test_an_adapter_is_trained_further_without_its_noise(trl, folder, tmp_path, algorithm, settings):
     """It starts at a KL of 0 to itself, leaves it, and is saved as an adapter over its unchanged base."""
-    adapter = tiny_adapter(tmp_path / "adapter", folder)
+    adapter = tiny_adapter(tmp_path / "adapter", folder, **settings)
     before = {path.name: path.read_bytes() for path in (*adapter.iterdir(), folder / "model.safetensors")}
     common = {"policy": str(adapter), "steps": 2, "learning_rate": 1e-2, "checkpoint_every": 2}
     if algorithm == "grpo":

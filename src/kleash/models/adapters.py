@@ -83,11 +83,13 @@ RULES: tuple[AdapterRule, ...] = (
     ),
     AdapterRule(
         treatment="refused",
-        reason="changes weights only after some tokens or by a router, and needs a forward pass of PEFT",
+        reason="changes weights only after some tokens, by a router or at random, and needs a forward pass of PEFT",
         advice="kleash measures adapters that change weights",
         changes_base=False,
         applies=lambda settings: (
-            settings.get("alora_invocation_tokens") is not None or settings.get("arrow_config") is not None
+            settings.get("alora_invocation_tokens") is not None
+            or settings.get("arrow_config") is not None
+            or bool(settings.get("sample_at_inference"))
         ),
     ),
     AdapterRule(

@@ -206,17 +206,25 @@ def lora_settings(job: TrainJob, network: Any) -> Any:
 
 
 def disable_dropout(network: Any) -> Any:
-    """Set all dropout probabilities to 0, and return the network.
+    """Set all dropout probabilities to 0, keep adapters in evaluation mode, and return the network.
 
     TRL trains in training mode. With dropout, the policy would differ in every pass from the policy that generated, and
-    from a reference with equal weights. The configuration that is saved is not changed.
+    from a reference with equal weights. Adapters have noise of their own there, too: ranks, blocks or layers that are
+    dropped (LoHa, LoKr, BOFT), samples (PVeRA). The configuration that is saved is not changed.
     """
     for module in network.modules():
         for name, value in list(vars(module).items()):
             # attention dropout is an attribute
             if isinstance(value, float) and (isinstance(module, torch.nn.Dropout) or "dropout" in name):
                 setattr(module, name, 0.0)
+        if hasattr(module, "get_base_layer"):
+            module.register_forward_pre_hook(_put_at_rest)
     return network
+
+
+def _put_at_rest(layer: Any, _: tuple[Any, ...]) -> None:
+    """A hook that puts an adapter's layer into evaluation mode; each of TRL's steps begins in training mode."""
+    layer.eval()
 
 
 def skip_padding_in_positions(network: Any) -> Any:
