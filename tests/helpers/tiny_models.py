@@ -112,18 +112,12 @@ def tiny_pair(
 
 
 def tiny_adapter(
-    folder: Path,
-    base: Path,
-    *,
-    seed: int = 0,
-    size: float = 0.3,
-    base_name: str | None = None,
-    kind: str = "Lora",
-    **more: Any,
+    folder: Path, base: Path, *, seed: int = 0, size: float = 0.3, base_name: str | None = None, **more: Any
 ) -> Path:
-    """An adapter (a LoRA) over the model in ``base``, whose weights are not zero, saved in ``folder``."""
+    """An adapter (a LoRA, or of ``kind``) over the model in ``base``, whose weights are not zero, in ``folder``."""
     import peft
 
+    kind = more.pop("kind", "Lora")
     torch.manual_seed(seed)
     network = AutoModelForCausalLM.from_pretrained(base)
     settings = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
