@@ -7,10 +7,10 @@ is the gradient), and a patch for a TRL that is not installed. Nothing is said o
 """
 
 import os
+import re
 import sys
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -25,51 +25,46 @@ from kleash.auditing.targets.packages import quiet, stand_ins
 from kleash.integrations.verl import install
 from kleash.leash import PIDBeta, ZieglerBeta
 
-LENGTHS = ((3, 7), (5, 2), (9, 4), (6,))
-"""Lengths of the responses of each prompt; the eighth failed, for which verl pads the batch."""
-RATE, TEMPERATURE, COEFFICIENT, BETA, TARGET, MINI_BATCH = 0.05, 0.8, 0.3, 0.1, 70.0, 4
-WORDS = {
-    "data.": "train_batch_size=4",
-    "algorithm.": "adv_estimator=reinforce_plus_plus use_kl_in_reward=True kl_penalty=k3",
-    "algorithm.kl_ctrl.": f"kl_coef={BETA} target_kl={TARGET} horizon=50",
-    "actor_rollout_ref.rollout.": f"n=2 temperature={TEMPERATURE} calculate_log_probs=False",
-    "actor_rollout_ref.actor.": f"strategy=fsdp2 use_kl_loss=True kl_loss_type=exact kl_loss_coef={COEFFICIENT} "
-    "ppo_mini_batch_size=2 fsdp_config.use_torch_compile=False",
-    "actor_rollout_ref.actor.optim.": f"optimizer=SGD lr={RATE} weight_decay=0 clip_grad=1e9",
-    "actor_rollout_ref.ref.": "fsdp_config.use_torch_compile=False",
-    "+actor_rollout_ref.": "actor.fsdp_config.mixed_precision.param_dtype=fp32 "
-    "ref.fsdp_config.mixed_precision.param_dtype=fp32 model.override_config.attn_implementation=eager",
-}
-STATIC = "actor.ppo_micro_batch_size_per_gpu=1 rollout.log_prob_micro_batch_size_per_gpu=2 "
-STATIC += "ref.log_prob_micro_batch_size_per_gpu=1 model.use_remove_padding=False"
-DYNAMIC = "actor.use_dynamic_bsz=True actor.ppo_max_token_len_per_gpu=140 rollout.log_prob_max_token_len_per_gpu=200 "
-DYNAMIC += "ref.log_prob_max_token_len_per_gpu=130 model.use_remove_padding=True actor.calculate_entropy=True"
+RESPONSES = ((0, 3), (0, 7), (1, 5), (1, 2), (2, 9), (2, 4), (3, 6))
+"""Prompt and length of each; the eighth failed, for which verl pads the batch."""
+RATE, TEMPERATURE, COEFFICIENT, MINI_BATCH = 0.05, 0.8, 0.3, 4
+WORDS = (
+    "data.train_batch_size=4 algorithm.adv_estimator=reinforce_plus_plus algorithm.use_kl_in_reward=True "
+    "algorithm.kl_penalty=k3 algorithm.kl_ctrl.kl_coef=0.1 algorithm.kl_ctrl.target_kl=90 algorithm.kl_ctrl.horizon=50 "
+    f"rollout.n=2 rollout.temperature={TEMPERATURE} rollout.calculate_log_probs=False actor.strategy=fsdp2 "
+    f"actor.use_kl_loss=True actor.kl_loss_type=exact actor.kl_loss_coef={COEFFICIENT} actor.ppo_mini_batch_size=2 "
+    f"actor.optim.optimizer=SGD actor.optim.lr={RATE} actor.optim.weight_decay=0 actor.optim.clip_grad=1e9 "
+    "actor.fsdp_config.use_torch_compile=False ref.fsdp_config.use_torch_compile=False "
+    "+actor.fsdp_config.mixed_precision.param_dtype=fp32 +ref.fsdp_config.mixed_precision.param_dtype=fp32 "
+    "+model.override_config.attn_implementation=eager model.path={0}/llama-policy actor.loss_agg_mode={1} "
+)
+STATIC = "algorithm.kl_ctrl.type=pid model.use_remove_padding=False actor.ppo_micro_batch_size_per_gpu=1 "
+STATIC += "rollout.log_prob_micro_batch_size_per_gpu=2 ref.log_prob_micro_batch_size_per_gpu=1"
+DYNAMIC = "algorithm.kl_ctrl.type=adaptive model.use_remove_padding=True actor.use_dynamic_bsz=True "
+DYNAMIC += "actor.ppo_max_token_len_per_gpu=140 rollout.log_prob_max_token_len_per_gpu=200 "
+DYNAMIC += "ref.log_prob_max_token_len_per_gpu=130 actor.calculate_entropy=True"
+BEGUN = {"beta": 0.1, "target_nats": 90.0, "per": "token"}
 CASES = {
-    "token-mean": (STATIC, "pid", PIDBeta(beta=BETA, target_nats=TARGET, per="token")),
-    "seq-mean-token-mean": (
-        DYNAMIC,
-        "adaptive",
-        ZieglerBeta(beta=BETA, target_nats=TARGET, per="token", horizon=50),
-    ),
+    "token-mean": (STATIC, PIDBeta(**BEGUN)),
+    "seq-mean-token-mean": (DYNAMIC, ZieglerBeta(**BEGUN, horizon=50)),
 }
-"""How the loss is averaged -> the micro-batches, the type of controller and what it must be."""
+"""How the loss is averaged -> micro-batches and type of controller, and what the controller must be."""
 
 
-@dataclass
-class KVBatchMeta:
+class KVBatchMeta(SimpleNamespace):
     """TransferQueue's class of this name."""
 
-    keys: list
-    tags: list
-    partition_id: str = "train"
-    fields: list | None = None
-    extra_info: dict = field(default_factory=dict)
+    partition_id, fields = "train", None
 
     def __len__(self):
         return len(self.keys)
 
     def reorder(self, order):
         self.keys, self.tags = ([column[i] for i in order] for column in (self.keys, self.tags))
+
+
+def meta_of(keys):
+    return KVBatchMeta(keys=list(keys), tags=[QUEUE.tags[key] for key in keys], extra_info={})
 
 
 class Queue:
@@ -89,7 +84,7 @@ class Queue:
         for name, column in fields.items():
             for key, value in zip(keys, column.unbind(0), strict=True):
                 self.rows.setdefault(key, {})[name] = getattr(value, "data", value)
-        return KVBatchMeta(list(keys), [self.tags[key] for key in keys])
+        return meta_of(keys)
 
 
 QUEUE = Queue()
@@ -129,23 +124,17 @@ class Group:
 
 
 def sampled(step):
-    """What a rollout has put into the queue; in the middle of short responses are two tokens of a tool."""
+    """What a rollout has put into the queue; the second token of a long response is a tool's."""
     random, keys = torch.Generator().manual_seed(step), []
-    for prompt, lengths in enumerate(LENGTHS):
-        for session, length in enumerate(lengths):
-            ids = torch.randint(3, 300, (2 + prompt + length,), generator=random)
-            mask, scores = torch.ones(length, dtype=torch.long), torch.zeros(length)
-            mask[2:4], scores[-1] = length > 5, torch.randn((), generator=random)
-            keys.append(f"{step}.{prompt}_{session}_0")
-            QUEUE.rows[keys[-1]] = {"uid": f"{step}.{prompt}", "input_ids": ids, "rm_scores": scores}
-            QUEUE.rows[keys[-1]] |= {"prompts": ids[:-length], "responses": ids[-length:]}
-            QUEUE.rows[keys[-1]] |= {
-                "position_ids": torch.arange(len(ids)),
-                "response_mask": mask,
-                "loss_mask": mask,
-            }
-            QUEUE.tags[keys[-1]] = {"seq_len": len(ids)}
-    return KVBatchMeta(keys, [QUEUE.tags[key] for key in keys])
+    for place, (prompt, length) in enumerate(RESPONSES):
+        ids = torch.randint(3, 300, (2 + prompt + length,), generator=random)
+        mask, scores = torch.ones(length, dtype=torch.long), torch.zeros(length)
+        mask[1], scores[-1] = length < 5, torch.randn((), generator=random)
+        row = {"uid": prompt, "input_ids": ids, "rm_scores": scores, "response_mask": mask, "loss_mask": mask}
+        row |= {"prompts": ids[:-length], "responses": ids[-length:], "position_ids": torch.arange(len(ids))}
+        keys.append(f"{step}.{prompt}_{place}_0")
+        QUEUE.rows[keys[-1]], QUEUE.tags[keys[-1]] = row, {"seq_len": len(ids)}
+    return meta_of(keys)
 
 
 def trainer_of(config, reference):
@@ -163,40 +152,33 @@ def trainer_of(config, reference):
     made.replay_buffer = SimpleNamespace(sample=lambda global_steps, **_: (sampled(global_steps), {}))
     made.reward_loop_manager = made.checkpoint_manager = mock.MagicMock()
     made.tokenizer = SimpleNamespace(eos_token_id=1)
-    made.parameter_sync_step, made.ref_in_actor, made.curr_step_profile, made.prepare_step = (
-        1,
-        False,
-        False,
-        dict,
-    )
+    made.ref_in_actor = made.curr_step_profile = False
+    made.parameter_sync_step, made.prepare_step = 1, dict
     return made
 
 
 def response_logp(network, row):
     """log p of every word at each counted place of a response, and of its tokens."""
-    prompt, mask = len(row["prompts"]), row["response_mask"].bool()
-    logp = (network(input_ids=row["input_ids"][None]).logits[0, prompt - 1 : -1] / TEMPERATURE).log_softmax(
-        -1
-    )
+    mask = row["response_mask"].bool()
+    logits = network(input_ids=row["input_ids"][None]).logits[0, len(row["prompts"]) - 1 : -1]
+    logp = (logits / TEMPERATURE).log_softmax(-1)
     return logp[mask], logp.gather(-1, row["responses"][:, None])[mask, 0]
 
 
 def expected_step(policy, reference, keys, beta, mode):
     """Rewards, the KL of each response and that of the loss; ``policy`` is trained, one response after the other."""
-    rows = [QUEUE.rows[key] for key in keys]
-    is_read = [bool(row["response_mask"].any()) for row in rows]
-    olds, rewards, kls = [], [], []
+    rows, olds, rewards, kls = [QUEUE.rows[key] for key in keys], [], [], []
     for row in rows:
         with torch.no_grad():
             (_, old), (_, base) = (response_logp(network, row) for network in (policy, reference))
         olds.append(old)
         kls.append((base - old).exp() - 1 - (base - old))
         rewards.append(row["rm_scores"][row["response_mask"].bool()] - beta * kls[-1])
-    returns = [x.flip(0).cumsum(0).flip(0) for x in rewards]
-    every, losses = torch.cat(returns), []
+    returns, losses = [x.flip(0).cumsum(0).flip(0) for x in rewards], []
+    every = torch.cat(returns)
     half, part = len(rows) // 2, MINI_BATCH // 2  # of a rank
     for start in range(0, half, part):
-        batch = [n for first in (start, half + start) for n in range(first, first + part) if is_read[n]]
+        batch = [n for first in (start, half + start) for n in range(first, first + part) if len(olds[n])]
         tokens, nats = sum(len(olds[n]) for n in batch), 0.0
         policy.zero_grad()
         for n in batch:
@@ -217,10 +199,9 @@ def check_driver(folder, mode):
     """Two steps of two updates equal those in float64: rewards, the KL of the loss, the controller and the weights."""
     from verl.plugin.platform import get_platform
 
-    micro_batches, kind, controller = CASES[mode]
-    words = {**WORDS, "actor_rollout_ref.": f"{micro_batches} model.path={folder}/llama-policy"}
-    words["algorithm.kl_ctrl."] += f" type={kind}"
-    words["actor_rollout_ref.actor."] += f" loss_agg_mode={mode}"
+    more, controller = CASES[mode]
+    words = WORDS.format(folder, mode) + more
+    words = re.sub(r"\b(?=(actor|ref|rollout|model)\.)", "actor_rollout_ref.", words)
     platform = type(get_platform())
     replaced = (
         (platform, "current_device", lambda self: "cpu"),
@@ -235,8 +216,7 @@ def check_driver(folder, mode):
         for patch in replaced:
             stack.enter_context(mock.patch.object(*patch))
         with initialize_config_module("verl.trainer.config", version_base=None):
-            given = [place + word for place, each in words.items() for word in each.split()]
-            OmegaConf.resolve(config := compose("ppo_trainer", given))
+            OmegaConf.resolve(config := compose("ppo_trainer", words.split()))
         trainer = trainer_of(config, f"{folder}/llama-reference")
         policy, start, reference = (
             AutoModelForCausalLM.from_pretrained(folder / f"llama-{role}", dtype=torch.float64).eval()
@@ -246,10 +226,14 @@ def check_driver(folder, mode):
             trainer.global_steps = step
             keys = trainer.step(metrics := {}, {}).keys
             rewards, kls, loss_kl = expected_step(policy, reference, keys, controller.beta, mode)
-            controller = controller.after(sum(kls) / len(kls), sequences=len(kls))
+            controller = controller.after(kl := sum(kls) / len(kls), sequences=len(kls))
             assert len(keys) == 8 and len(kls) == 7, "a response was added, and was not measured"
-            torch.testing.assert_close(trainer.kl_ctrl_in_reward.value, controller.beta, rtol=1e-5, atol=0)
-            torch.testing.assert_close(metrics["actor/kl_loss"], loss_kl, rtol=1e-5, atol=0)
+            measured = (
+                metrics["actor/reward_kl_penalty"],
+                metrics["actor/kl_loss"],
+                trainer.kl_ctrl_in_reward.value,
+            )
+            torch.testing.assert_close(measured, (kl, loss_kl, controller.beta), rtol=1e-5, atol=0)
             for key, right in zip(keys, rewards, strict=True):
                 own = QUEUE.rows[key]["token_level_rewards"][QUEUE.rows[key]["response_mask"].bool()]
                 torch.testing.assert_close(own, right.float(), rtol=1e-4, atol=1e-5)
