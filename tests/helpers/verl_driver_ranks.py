@@ -9,7 +9,6 @@ is the gradient), and a patch for a TRL that is not installed. Nothing is said o
 import os
 import re
 import sys
-from contextlib import ExitStack
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
@@ -202,19 +201,14 @@ def check_driver(folder, mode):
     more, controller = CASES[mode]
     words = WORDS.format(folder, mode) + more
     words = re.sub(r"\b(?=(actor|ref|rollout|model)\.)", "actor_rollout_ref.", words)
-    platform = type(get_platform())
-    replaced = (
-        (platform, "current_device", lambda self: "cpu"),
-        (platform, "device_name", "cpu"),
-        (torch.cuda, "mem_get_info", lambda: (0, 0)),
-        (torch.cuda, "get_device_name", lambda: "CPU"),
-        (torch.Tensor, "pin_memory", lambda self: self),
-        (sys.modules["verl.models.transformers.monkey_patch"], "is_trl_available", bool),
-    )
-    with quiet(), ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, VERL_ENGINE_DEVICE="cuda"))
-        for patch in replaced:
-            stack.enter_context(mock.patch.object(*patch))
+    with (
+        quiet(),
+        mock.patch.dict(os.environ, VERL_ENGINE_DEVICE="cuda"),
+        mock.patch.multiple(type(get_platform()), current_device=lambda _: "cpu", device_name="cpu"),
+        mock.patch.multiple(torch.cuda, mem_get_info=lambda: (0, 0), get_device_name=lambda: "CPU"),
+        mock.patch.object(torch.Tensor, "pin_memory", lambda self: self),
+        mock.patch("verl.models.transformers.monkey_patch.is_trl_available", bool),
+    ):
         with initialize_config_module("verl.trainer.config", version_base=None):
             OmegaConf.resolve(config := compose("ppo_trainer", words.split()))
         trainer = trainer_of(config, f"{folder}/llama-reference")

@@ -14,38 +14,14 @@ PROMPTS, RESPONSES = (2, 3, 1, 2), (3, 1, 4, 2)
 TEMPERATURE = 1.25
 
 
-class Float64Angles(torch.nn.Module):
-    """Rotary angles in float64: transformers' are float32, whose last bit depends on how rows are packed."""
-
-    def __init__(self, inverse_frequencies: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("inverse_frequencies", inverse_frequencies.double(), persistent=False)
-
-    def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of every angle, twice beside each other."""
-        angles = (position_ids[..., None] * self.inverse_frequencies).repeat(1, 1, 2)
-        return angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
-
-
-def tiny(seed: int, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
-    """A Llama of 8 dimensions whose distributions are not flat, and which computes in its dtype throughout.
-
-    transformers has rotary angles, the softmax of eager attention and norms in float32, whose last bit depends on
-    how rows are packed and on the processor.
-    """
+def tiny(seed: int) -> Any:
+    """A Llama of 8 dimensions whose distributions are not flat."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    config = LlamaConfig(**sizes, initializer_range=0.6, attn_implementation="sdpa", **more)
-    model = LlamaForCausalLM(config)
-    model.model.rotary_emb = Float64Angles(model.model.rotary_emb.inv_freq)
-    for owner in (model.model, *model.model.layers):
-        for name in ("norm", "input_layernorm", "post_attention_layernorm"):
-            if hasattr(owner, name):
-                setattr(owner, name, torch.nn.RMSNorm(config.hidden_size, config.rms_norm_eps))
-    return model.to(dtype)
+    return LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.6, attn_implementation="sdpa")).double()
 
 
 def engine_of(fsdp: Any, module: Any, *, forward_only: bool = False) -> Any:
@@ -72,7 +48,7 @@ def nested(rows: list[Tensor]) -> Tensor:
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
-def batch(dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
+def batch(**settings: Any) -> Any:
     """Four sequences; one token in the middle of a response does not count."""
     from tensordict import TensorDict
     from verl.utils.tensordict_utils import assign_non_tensor
@@ -90,9 +66,9 @@ def batch(dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
             "responses": nested([x[p:] for x, p in zip(ids, PROMPTS, strict=True)]),
             "response_mask": nested(masks),
             "loss_mask": nested(masks),
-            "old_log_probs": nested([torch.zeros(r, dtype=dtype) for r in RESPONSES]),
-            "ref_log_prob": nested([torch.full((r,), -1.0, dtype=dtype) for r in RESPONSES]),
-            "advantages": nested([torch.randn(r, generator=random, dtype=dtype) for r in RESPONSES]),
+            "old_log_probs": nested([torch.zeros(r, dtype=torch.float64) for r in RESPONSES]),
+            "ref_log_prob": nested([torch.full((r,), -1.0, dtype=torch.float64) for r in RESPONSES]),
+            "advantages": nested([torch.randn(r, generator=random, dtype=torch.float64) for r in RESPONSES]),
         },
         batch_size=[len(lengths)],
     )

@@ -1,8 +1,6 @@
 """Against the functions of the real OpenRLHF; ``test_zero3.py`` runs its command."""
 
-import importlib
 import math
-import sys
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -120,9 +118,7 @@ def test_masked_nan_tokens_have_reward_0(theirs):
     options = {"action_mask": mask, "reward_clip_range": (-1.0, 0.75)}
     expected = torch.tensor([[-0.05, 0.65, 0.0], [-0.025, -0.05, -1.1]])
     torch.testing.assert_close(compute_reward(scores, 0.1, kl, **options), expected)
-    found = theirs.compute_reward(scores, 0.1, kl, **options)
-    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()])
-    assert found[0, 2].item() == pytest.approx(-0.7), "OpenRLHF charges padding"
+    assert theirs.compute_reward(scores, 0.1, kl, **options)[0, 2].item() == pytest.approx(-0.7), "padding"
     kl[0, 2] = torch.nan
     torch.testing.assert_close(compute_reward(scores, 0.1, kl, **options), expected)
     assert compute_reward(scores, -1.0, kl, action_mask=mask.float())[1].tolist() == [0, 0, -2]
@@ -135,17 +131,6 @@ def test_install_replaces_names_in_importing_modules(theirs, installed):
     install(cap=2.0)
     again = installed["trainer.ray.ppo_actor"].compute_approx_kl
     assert again is installed["models.utils"].compute_approx_kl and again.keywords == {"cap": 2.0}
-
-
-def test_install_replaces_names_in_later_imports(installed, monkeypatch):
-    name = "openrlhf.trainer.ppo_utils.kl_controller"
-    monkeypatch.delitem(sys.modules, name)
-    before = list(sys.meta_path)
-    install()
-    assert name not in sys.modules, "nothing is imported for it"
-    later = importlib.import_module(name)
-    assert later.FixedKLController(0.5).leash == FixedBeta(beta=0.5, per="token")
-    assert sys.meta_path == before
 
 
 def test_a_coefficient_of_0_is_told(installed):

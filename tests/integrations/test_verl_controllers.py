@@ -140,12 +140,8 @@ def trainer(core, kind, folder, *, resume="auto", resume_from=None, **kl_ctrl):
     from omegaconf import OmegaConf
 
     made = object.__new__(kind)
-    settings = {
-        "default_local_dir": str(folder),
-        "default_hdfs_dir": None,
-        "del_local_ckpt_after_load": False,
-    }
-    settings |= {"resume_mode": resume, "resume_from_path": resume_from}
+    settings = {"default_local_dir": str(folder), "default_hdfs_dir": None, "resume_mode": resume}
+    settings |= {"resume_from_path": resume_from, "del_local_ckpt_after_load": False}
     actor = {"checkpoint": {"async_save": False}}
     made.config = OmegaConf.create({"trainer": settings, "actor_rollout_ref": {"actor": actor}})
     made.kl_ctrl_in_reward = core.ours.get_kl_controller(configuration(**kl_ctrl))

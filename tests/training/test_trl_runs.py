@@ -303,14 +303,11 @@ def test_unsupported_options_are_refused_before_training(trl, folder, tmp_path, 
         go(trl.train_online, job, tmp_path / "e")
 
 
+DROPPING = {"kind": "LoHa", "size": 9.0, "module_dropout": 0.4, "rank_dropout": 0.4}
+
+
 @pytest.mark.parametrize(
-    ("algorithm", "settings"),
-    [
-        ("dpo", {}),
-        ("grpo", {"kind": "Pvera"}),
-        ("grpo", {"kind": "LoHa", "size": 9.0, "module_dropout": 0.4, "rank_dropout": 0.4}),
-    ],
-    ids=str,
+    "algorithm, settings", [("dpo", {}), ("grpo", {"kind": "Pvera"}), ("grpo", DROPPING)]
 )
 def test_an_adapter_is_trained_further_without_its_noise(trl, folder, tmp_path, algorithm, settings):
     """It starts at a KL of 0 to itself, leaves it, and is saved as an adapter over its unchanged base."""
