@@ -171,10 +171,7 @@ def masked_batches(draw):
 @settings(max_examples=80)
 @given(spelling=st.sampled_from(SPELLINGS), batch=masked_batches(), mode=st.sampled_from(MODES))
 def test_masked_losses_and_rewards_equal_verl_on_zeros(core, spelling, batch, mode):
-    """verl's own functions, on a batch whose masked tokens are 0: the numbers that any other values must have there.
-
-    Its mean KL, which counts responses without tokens, is here that of the others; NaN if there are none.
-    """
+    """verl's own functions, on a batch whose masked tokens are 0: the numbers that any other values must have there."""
     *pair, mask = batch
     zeros = [torch.where(mask, x, 0.0) for x in pair]
 
@@ -186,7 +183,7 @@ def test_masked_losses_and_rewards_equal_verl_on_zeros(core, spelling, batch, mo
         return *found, *charged(*columns, mask, core.FixedKLController(0.1), spelling)
 
     expected = loss_and_reward(core, zeros)
-    expected[-1].mul_(len(mask)).div_(mask.any(-1).sum())
+    expected[-1].mul_(len(mask)).div_(mask.any(-1).sum())  # verl counts responses without tokens as 0
     with kleash_in_verl() as installed:
         found = loss_and_reward(installed, pair)
     is_number = ~expected[1].isnan() & ~(zeros[0] - zeros[1]).isnan()
