@@ -3,7 +3,8 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence, Set
-from types import UnionType
+from numbers import Number
+from types import NoneType, UnionType
 from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar, Union, cast, get_args, get_origin
 
 import torch
@@ -238,13 +239,13 @@ def check_tensor(name: str, value: Tensor, spec: ArgumentSpec) -> None:
 
 
 def check_reward_order(name: str, returned: Any) -> Any:
-    """The return value of a reward function, as it is; raises an error if it has no order, or is text.
+    """The return value of a reward function, as it is; raises an error if it has no order, or is no sequence.
 
     Raises:
-        CannotRunError: for a mapping, a set or text.
+        CannotRunError: for a mapping, a set, text, one number or None.
     """
     type_name = type(returned).__name__
-    if isinstance(returned, (Mapping, Set, str, bytes, bytearray)):
+    if isinstance(returned, (Mapping, Set, str, bytes, bytearray, Number, NoneType)):
         raise CannotRunError(
             f"the reward {name} returned a {type_name}; it must return a sequence of numbers, one for "
             "each response in the order of the responses"

@@ -16,8 +16,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
 from kleash.auditing.targets.packages import quiet, stand_ins
@@ -196,6 +194,8 @@ def expected_step(policy, reference, keys, beta, mode):
 
 def check_driver(folder, mode):
     """Two steps of two updates equal those in float64: rewards, the KL of the loss, the controller and the weights."""
+    from hydra import compose, initialize_config_module
+    from omegaconf import OmegaConf
     from verl.plugin.platform import get_platform
 
     more, controller = CASES[mode]

@@ -1,6 +1,7 @@
 """``kleash compare`` of training runs: paired means against numpy and scipy, and what is refused."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,6 +105,7 @@ def test_command_prints_writes_a_page_and_its_json_has_every_number(folders, tmp
 
 def test_runs_of_one_trainer_of_others_say_its_defaults_and_which_has_no_kl(tmp_path, capsys):
     kinds = {"priced": ({"beta": 0.3}, {"kl/k3_per_sequence": 2.5}), "free": ({}, {"reward/score": 1.0})}
+    kinds |= {"dpo": ({}, {"kl/exact_per_sequence": 7.125})}  # which has no prompts of its own
     for name, (settings, metrics) in kinds.items():
         settings = {"algorithm": "grpo", "trainer": "GRPOTrainer", **settings}
         known = {"reference": "q"} if name == "priced" else {}
@@ -115,6 +117,7 @@ def test_runs_of_one_trainer_of_others_say_its_defaults_and_which_has_no_kl(tmp_
     printed = capsys.readouterr().out
     for said in ("free has: beta the default for 0.3", "by k3", "  2.5  ", "free has no KL to a reference"):
         assert said in printed
+    assert re.search(r"dpo +7\.125", printed) and "dpo has no KL" not in printed
     assert "another reference" not in printed, "which the second run does not record"
 
 

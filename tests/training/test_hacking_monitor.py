@@ -11,8 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from histories import bent, healthy
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kleash.records import StepRecord
 from kleash.training.hacking_monitor import HackingMonitor, distinct, level, repetition
@@ -259,9 +257,3 @@ def test_repetition_and_distinct_are_shares_of_trigrams() -> None:
     assert distinct([]) == distinct(["42", "42"]) == 1
     assert repetition(["啊" * 60]) > 0.9, "without spaces, of characters"
     assert distinct(["天地玄黃宇宙洪荒日月盈昃辰宿列張寒來暑往秋收冬藏閏餘成歲律呂調陽雲騰致雨露"]) == 1
-
-
-@given(st.lists(st.text(), max_size=6))
-def test_repetition_and_distinct_are_between_0_and_1(responses: list[str]) -> None:
-    for share in (repetition(responses), distinct(responses)):
-        assert 0 <= share <= 1

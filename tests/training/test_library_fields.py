@@ -89,9 +89,10 @@ def test_what_is_refused_says_what_to_use(
     assert said in message and "\n" not in message and len(message) < 250
 
 
-def test_a_field_is_given_once() -> None:
+def test_a_field_is_given_once_and_is_a_setting_that_resuming_compares() -> None:
     with pytest.raises(OptionError, match=r"--set epsilon is given twice: 0\.1 and \.2"):
         set_fields(GRPOJob(set=("epsilon=.1", "epsilon=.2")))
+    assert GRPOJob(set=("epsilon=.1",)).settings()["set"] == ["epsilon=.1"]
 
 
 def test_each_argument_of_the_trainers_can_be_set_or_names_its_option(trl: Any) -> None:
@@ -134,11 +135,6 @@ def test_the_tests_that_the_table_of_algorithms_names_exist() -> None:
     page = (ROOT / "docs" / "explanation" / "algorithms.md").read_text()
     named = re.findall(r"\| `(test_\w+\.py)` \|", page)
     assert len(named) >= 15 and all(list(ROOT.glob(f"tests/*/{name}")) for name in named)
-
-
-def test_set_belongs_to_the_settings_that_resuming_compares() -> None:
-    one, other = (GRPOJob(set=(text,)).settings() for text in ("epsilon=.1", "epsilon=.2"))
-    assert one != other and one["set"] == ["epsilon=.1"]
 
 
 def test_an_invalid_field_is_refused_before_the_folder_is_made(tmp_path: Path, capsys: Any) -> None:

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from histories import bent, healthy
@@ -107,8 +108,13 @@ def test_monitor_state_survives_resume(tmp_path: Path) -> None:
     play(run_log_of(folders[0], target_nats=6.0), history)
     first = run_log_of(folders[1], target_nats=6.0)
     play(first, history[:47])
-    again = RunLog(folders[1], PPOJob(target_nats=6.0))
-    again.begin(42)  # the last checkpoint
+    for steps, said in (
+        (42, "nothing is left to do after step 42; give more --steps"),
+        (60, "going on after step 42"),
+    ):
+        again = RunLog(folders[1], PPOJob(target_nats=6.0, steps=steps), display=mock.Mock())
+        again.begin(42)  # the last checkpoint
+        again.display.note.assert_called_once_with(said)
     assert [record.step for record in again.history] == list(range(1, 43))
     play(again, history[42:])
     assert read_steps(folders[1]) == read_steps(folders[0])

@@ -155,7 +155,7 @@ def test_empty_reward_list_is_refused() -> None:
     [
         ("one_short", ShapeError,
             "my_rewards:one_short returned numbers of shape (2,) for 3 responses; it must return one each"),
-        ("nothing", CannotRunError, "the reward my_rewards:nothing raises TypeError: 'NoneType'"),
+        ("nothing", CannotRunError, "my_rewards:nothing returned a NoneType; it must return a sequence"),
         ("raises", CannotRunError, "raises raises ValueError: no such judge in line 23 of my_rewards (given 3 "),
         ("exits", CannotRunError, "the reward my_rewards:exits raises SystemExit: 0 in line 19 of my_rewards"),
         ("nan", NonFiniteError,
@@ -166,7 +166,7 @@ def test_empty_reward_list_is_refused() -> None:
         ("as_text", CannotRunError, "my_rewards:as_text returned a str; it must return a sequence"),
         ("nested", ShapeError, "my_rewards:nested returned numbers of shape (3, 1) for 3 responses"),
         ("one_number", CannotRunError,
-            "my_rewards:one_number raises TypeError: 'float' object is not iterable"),
+            "my_rewards:one_number returned a float; it must return a sequence of numbers"),
         ("sometimes", CannotRunError,
             "the reward sometimes returned None for response 0 and 2 of 3 responses"),
     ],

@@ -168,6 +168,8 @@ def test_dpo_renders_pairs_as_kleash_does(trl, tmp_path, monkeypatch):
     texts = [tokenizer.decode(ids) for ids in trainer.train_dataset["prompt_ids"]]
     assert texts == [prompt.text.rstrip() for prompt in monitor._parsed_prompts] and "calm['sea']" in texts[1]
     assert trainer.args.max_length == 128
+    with pytest.raises(SourceError, match="has messages, which a chat template renders, and"):
+        trl.train_dpo(replace(job, policy="shipped:reference"), None)
     pairs.write_text(json.dumps(pair) + "\n" + json.dumps({**pair, "chat_template_kwargs": {}}))
     with pytest.raises(SourceError, match="line 2: 'chat_template_kwargs' has other variables than before"):
         trl.train_dpo(job, None)

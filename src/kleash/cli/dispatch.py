@@ -19,6 +19,7 @@ from kleash.errors import CannotRunError
 from kleash.jobs import CacheJob, MeasureJob, SweepJob, TrainJob
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE
 from kleash.jobs.reading_jobs import CompareJob, DoctorJob, MismatchJob, ReportJob
+from kleash.jobs.train import SHIPPED_REWARD
 from kleash.launch_environment import launched_rank, require_one_process
 from kleash.reports.formatting import format_bytes, measure_command
 from kleash.store import TrainingResult, WrittenLogits
@@ -221,7 +222,9 @@ def _train(job: TrainJob) -> int:
         for sentence in job.without_effect():
             steps.note(sentence)
         if job.policy == SHIPPED_REFERENCE:
-            steps.note("no --policy was given: this trains the small model that ships with kleash")
+            steps.note("the policy is the small model that ships with kleash; give --policy for another one")
+        if getattr(job, "reward", None) == ():
+            steps.note(f"the reward is the example {SHIPPED_REWARD}; give --reward for another one")
     from kleash.training import train
 
     result = train(job, steps)

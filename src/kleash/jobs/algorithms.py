@@ -140,7 +140,8 @@ class DPOJob(TrainJob, DatasetOptions):
     """Pairs that are held out, in any format of --pairs: every --checkpoint-every steps, and where --set eval_steps
     says so, loss, accuracy and margin on them are logged, and the checkpoint with the smallest loss is kept."""
     beta: Positive = 0.1
-    """The leash of DPO: how much log-probability, against the reference, one nat of reward is worth."""
+    """The leash of DPO: the reward of a nat of log-probability against the reference. A larger one keeps the policy
+    closer."""
     pairs_per_step: Count = 16
     """Pairs learned from in a step, by all processes together."""
     max_tokens: Count = 1024

@@ -37,7 +37,7 @@ def live_pair(networks: Mapping[str, Any], tokenizer: Any, load: Callable[[Model
     if reference is None:
         if policy.adapters is None:
             raise OptionError(
-                "the policy in memory has no adapter whose base could be the reference; give a reference, the folder "
+                "the policy in memory has no adapter whose base could be the reference; give reference=, the folder "
                 "or hub id that training started from or a model in memory"
             )
         adapter = REFERENCE_ADAPTER if REFERENCE_ADAPTER in policy.adapters.peft_config else None

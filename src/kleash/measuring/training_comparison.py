@@ -104,8 +104,9 @@ def _read(folder: Path, name: str) -> _TrainingRun:
 def _compared(run: _TrainingRun, first: _TrainingRun, steps: range) -> ComparedTraining:
     """A run's entry in the comparison: its means over the compared steps, and where its settings differ from the first.
 
-    A metric of ``PAIRED`` is the mean over prompts, with its error; one of ``SHOWN`` is the mean over steps. Settings
-    of two runs to which kleash was attached lack what is the default of their trainer.
+    A metric of ``PAIRED`` that is known by prompt is the mean over prompts, with its error; another, and one of
+    ``SHOWN``, the mean over steps. Settings of two runs to which kleash was attached lack what is the default of their
+    trainer.
     """
     numbers = {
         metric: clustered_mean(np.array([*values.values()]), np.arange(len(values)), unit=_unit(metric))
@@ -115,8 +116,9 @@ def _compared(run: _TrainingRun, first: _TrainingRun, steps: range) -> ComparedT
     in_steps = [record.metrics for record in run.history if record.step in steps]
     numbers |= {
         metric: number_of({metric: fmean(values)}, metric)
-        for metric in SHOWN
-        if (values := [metrics[metric] for metrics in in_steps if metric in metrics])
+        for metric in (*PAIRED, *SHOWN)
+        if metric not in numbers
+        and (values := [metrics[metric] for metrics in in_steps if metric in metrics])
     }
     settings, first_settings = run.header.settings, first.header.settings
     is_attached = "trainer" in settings and settings["trainer"] == first_settings.get("trainer")

@@ -149,8 +149,13 @@ class RunLog:
                 "folder again, or begin again in another --out"
             )
         self._trackers = open_trackers(self.job.report_to, self.job.settings(), self.folder, after=step)
-        resumed = [f"going on after step {step}"] if step else []
-        for note in (*notes, *resumed):
+        is_over = step >= getattr(self.job, "steps", math.inf)
+        going_on = (
+            f"nothing is left to do after step {step}; give more --steps"
+            if is_over
+            else f"going on after step {step}"
+        )
+        for note in (*notes, *([going_on] if step else [])):
             self.display.note(note)
         self.display.working(step + 1, "starting")
 

@@ -46,6 +46,11 @@ def train_dpo(job: DPOJob, run_log: RunLog | None) -> TrainingResult:
     rows = read_pairs(str(job.pairs), limit=job.limit, options=job)
     held_out = None if job.eval_pairs is None else read_pairs(job.eval_pairs, limit=None, options=job)
     networks = load_networks(job, job.reference_name, device=job.device)
+    if isinstance(rows[0]["prompt"], list) and not networks.pair.tokenizer.chat_template:
+        raise SourceError(
+            f"{job.pairs} has messages, which a chat template renders, and the policy's tokenizer has none; give "
+            "texts, or the policy a tokenizer that has one"
+        )
     arguments = shared_arguments(job, rows=job.pairs_per_step, row_tokens=2 * job.max_tokens)
     if held_out is not None:
         arguments |= held_out_arguments(job, rows=arguments["per_device_train_batch_size"], best="eval_loss")
