@@ -3,8 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence, Set
-from numbers import Number
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar, Union, cast, get_args, get_origin
 
 import torch
@@ -245,7 +244,8 @@ def check_reward_order(name: str, returned: Any) -> Any:
         CannotRunError: for a mapping, a set, text, one number or None.
     """
     type_name = type(returned).__name__
-    if isinstance(returned, (Mapping, Set, str, bytes, bytearray, Number, NoneType)):
+    is_one = not hasattr(returned, "__iter__") or getattr(returned, "ndim", 1) == 0
+    if is_one or isinstance(returned, (Mapping, Set, str, bytes, bytearray)):
         raise CannotRunError(
             f"the reward {name} returned a {type_name}; it must return a sequence of numbers, one for "
             "each response in the order of the responses"

@@ -166,7 +166,7 @@ def test_empty_reward_list_is_refused() -> None:
         ("as_text", CannotRunError, "my_rewards:as_text returned a str; it must return a sequence"),
         ("nested", ShapeError, "my_rewards:nested returned numbers of shape (3, 1) for 3 responses"),
         ("one_number", CannotRunError,
-            "my_rewards:one_number returned a float; it must return a sequence of numbers"),
+            "my_rewards:one_number returned a Tensor; it must return a sequence of numbers"),
         ("sometimes", CannotRunError,
             "the reward sometimes returned None for response 0 and 2 of 3 responses"),
     ],
