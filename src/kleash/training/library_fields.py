@@ -207,6 +207,11 @@ def _refusal(job: TrainJob, name: str) -> str | None:
     for option in OPTIONS.get(name, ()):
         if hasattr(job, option):
             return f"{flag(option)} decides this; give that"
+    held_out = [option for option in ("eval_prompts", "eval_pairs") if hasattr(job, option)]
+    if "eval" in name and not any(getattr(job, option) for option in held_out):
+        return "nothing is held out to be evaluated" + "".join(
+            f"; give {flag(option)}" for option in held_out
+        )
     return REFUSED.get(name) or (REFUSED_ONLINE.get(name) if hasattr(job, "kl_place") else None)
 
 
