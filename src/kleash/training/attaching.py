@@ -75,7 +75,8 @@ def attach(
         target_nats: the KL that ``controller`` steers beta to; None for no controller.
         per: unit of the target: "sequence" or "token".
         controller: "pid", "ziegler", "dual" or "fixed", from the trainer's beta on; or one of ``kleash.leash``. It
-            follows the exact KL of a leashed trainer, k3 of TRL's GRPO and RLOO, and the monitor's KL in DPO and KTO.
+            follows the exact KL of a leashed trainer, k3 of TRL's GRPO and RLOO, and in DPO and KTO the monitor's KL:
+            beta moves only where the monitor measures (``DriftMonitor(every=…)``).
         reference: what the monitor compares with; None for the trainer's own reference.
         out: the folder of the run, which is made when training begins.
         monitor: prompts, as those of ``DriftMonitor``, whose KL is measured every 100 steps; or a ``DriftMonitor``. In
