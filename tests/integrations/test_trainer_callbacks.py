@@ -229,7 +229,7 @@ def test_invalid_monitor_options_are_refused(folder, name, value):
 
 def test_monitor_requires_reference_and_temperature(training, folder):
     trainer = training()
-    with pytest.raises(OptionError, match="give a reference"):
+    with pytest.raises(OptionError, match="give reference="):
         monitor(folder, reference=None).attach(trainer).measure()
     with pytest.raises(OptionError, match="one network in memory"):
         monitor(folder, reference=trainer.model).attach(trainer).measure()

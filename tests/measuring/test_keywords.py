@@ -135,7 +135,7 @@ def test_a_folder_that_is_left_is_not_joined_by_other_weights_in_memory(policy, 
     [
         ({"tokenizer": None}, OptionError, "tokenizer="),
         ({"tokenizer": 3}, OptionError, "type int"),
-        ({"reference": None}, OptionError, "give a reference"),
+        ({"reference": None}, OptionError, "give reference="),
         ({"resume": True}, OptionError, "resume"),
         ({"dtype": "bfloat16"}, OptionError, "dtype"),
         ({"reference_cache": "cache"}, OptionError, "reference_cache"),
