@@ -348,7 +348,7 @@ def metric_of(name: str) -> Metric:
             trl=f"rewards/{part}/mean",
         )
     if name.startswith(OTHER) and name != OTHER:
-        return Metric(unit="none", meaning="as the trainer logs it", trl=name.removeprefix(OTHER))
+        return Metric(unit="none", meaning="as the trainer logs it")
     return look_up(METRICS, name, "metric")
 
 
