@@ -17,6 +17,7 @@ from kleash.training.hacking_monitor import HackingMonitor, distinct, level, rep
 
 MONITOR = HackingMonitor(target_nats=6.0)
 HEALTHY = bent(healthy(60), 0, lambda at, now: {"kl/max_prompt": 2 * now["kl/exact_per_sequence"] / 17 * 16})
+BAD_STEP = {"kl/exact_per_sequence": 13.5, "policy/entropy": 1.0, "response/repetition": 0.5}
 Metrics = Mapping[str, float]
 Change = Callable[[int, Metrics], Metrics]
 
@@ -131,16 +132,20 @@ def test_what_looks_like_a_fault_and_is_none(kind: str, after: int, change: Chan
     assert kind not in {found for _, found in said(bent(healthy(60), after, change))}
 
 
-@pytest.mark.parametrize(("kl", "falls", "error"), [(1.0, True, 0.1), (1.0, True, 0.0), (0.5, False, 0.1)])
+@pytest.mark.parametrize(
+    ("kl", "earlier", "error", "falls"),
+    [(2, 9, 0.1, True), (2, 9, 0, True), (0.5, 9, 0.1, False), (2, 1, 0.3, True), (2, 9, 0.3, False)],
+)
 def test_held_out_reward_that_falls_with_the_kl_and_the_training_reward_is_no_alert(
-    kl: float, falls: bool, error: float
+    kl: float, earlier: int, error: float, falls: bool
 ) -> None:
-    """A policy that overshot its target goes back, and pays for it; the paired error, 0 if all fall alike, counts."""
+    """A policy that overshot its target goes back, and pays for it; the paired error, 0 if all fall alike, counts, and
+    how many evaluations the best was taken from: 3.3 errors below one of nine are luck (they need 3.62)."""
 
     def change(at: int, now: Metrics) -> Metrics:
         done = at >= 10
         return {
-            "kl/exact_per_sequence": (2 if done else 1) if falls else kl / (2 if done else 1),
+            "kl/exact_per_sequence": kl if done else 1.0,
             "kl/exact_per_sequence_error": 0.01,
             "reward/score": 1.0 if done else 2.0,
             "eval/reward": 1.0 if done else 2.0,
@@ -149,7 +154,7 @@ def test_held_out_reward_that_falls_with_the_kl_and_the_training_reward_is_no_al
             "eval/reward_change_error": error,
         }
 
-    history = bent([StepRecord(step=at, metrics={}) for at in range(1, 21)], 0, change)
+    history = bent([StepRecord(step=at, metrics={}) for at in range(10 - earlier, 12)], 0, change)
     alerts = [alert for record in played(history, HackingMonitor()) for alert in record.alerts]
     fell = [alert.sentence for alert in alerts if alert.kind == "held_out_fell"]
     assert bool(fell) is falls and all(("prompts alike" in sentence) is (error == 0) for sentence in fell)
@@ -208,9 +213,6 @@ def test_alert_repeats_after_eleven_steps_at_the_earliest() -> None:
     steps = [step for step, _ in said(history)]
     assert steps[0] == 41  # the mean of three steps is over twice the target at once
     assert [later - earlier for earlier, later in itertools.pairwise(steps)] == [11, 11]
-
-
-BAD_STEP = {"kl/exact_per_sequence": 13.5, "policy/entropy": 1.0, "response/repetition": 0.5}
 
 
 @pytest.mark.parametrize(

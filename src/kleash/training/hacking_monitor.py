@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import NormalDist, fmean, median
 from typing import NamedTuple
 
 from kleash.leash import PIDBeta
@@ -75,8 +75,6 @@ class HackingMonitor:
     """KL per token below which no runaway is reported."""
     runaway_growth: float = 1.75
     """Growth factor of the KL per token within half a ``window`` that counts as a runaway."""
-    held_out_sure: float = 4.0
-    """Standard errors by which a held-out reward must be below its best, which is the luckiest of several."""
     no_signal: float = 0.85
     """Share of prompts without a spread of rewards above which a step has too little signal."""
     solved: float = 0.7
@@ -226,10 +224,13 @@ class HackingMonitor:
         then, last = history[max(0, best_at + 1 - half) : best_at + 1], history[-half:]
         kl_rise = self._kl(last).minus(self._kl(then))
         beyond_training = change.minus(level(last, "reward/score").minus(level(then, "reward/score")))
-        is_beyond = beyond_training.value < -self.held_out_sure * beyond_training.error
+        normal = NormalDist()
+        # the best of n evaluations is a lucky one; with this bound, a fall by chance is as rare as below a single one
+        sure = -normal.inv_cdf(normal.cdf(-self.sure) / (len(evaluated) - 1))
+        is_beyond = beyond_training.value < -sure * beyond_training.error
         # else a policy that went back towards the reference, and lost as much on the training prompts
         is_over_optimised = not kl_rise.value <= self.sure * kl_rise.error or is_beyond
-        if is_over_optimised and change.value < -self.held_out_sure * change.error:
+        if is_over_optimised and change.value < -sure * change.error:
             certainty = (
                 f"by {-change.value / change.error:.1f} standard errors of the difference"
                 if change.error
