@@ -149,7 +149,9 @@ def test_dpo_renders_pairs_as_kleash_does(trl, tmp_path, monkeypatch):
     """The chat template gets tools and variables of each pair, and the model no more tokens than it reads."""
     folder, pairs = save_tiny(tmp_path / "tiny"), tmp_path / "pairs.jsonl"
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = "{{ mood }}{{ tools | map(attribute='name') | list }}" + tokenizer.chat_template
+    tokenizer.chat_template = (
+        "{{ mood + '' }}{{ tools | map(attribute='name') | list }}" + tokenizer.chat_template
+    )
     tokenizer.save_pretrained(folder)
     said = [
         [{"role": role, "content": text}]
@@ -168,9 +170,15 @@ def test_dpo_renders_pairs_as_kleash_does(trl, tmp_path, monkeypatch):
     texts = [tokenizer.decode(ids) for ids in trainer.train_dataset["prompt_ids"]]
     assert texts == [prompt.text.rstrip() for prompt in monitor._parsed_prompts] and "calm['sea']" in texts[1]
     assert trainer.args.max_length == 128
-    with pytest.raises(SourceError, match="has messages, which a chat template renders, and"):
-        trl.train_dpo(replace(job, policy="shipped:reference"), None)
-    pairs.write_text(json.dumps(pair) + "\n" + json.dumps({**pair, "chat_template_kwargs": {}}))
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(json.dumps({"prompt": "Q", "chosen": "a", "rejected": "b"}))
+    with pytest.raises(SourceError, match="line 1: a chat template renders its 'chosen', and the pol"):
+        trl.train_dpo(replace(job, policy="shipped:reference", pairs=str(texts), eval_pairs=str(pairs)), None)
+    pairs.write_text(json.dumps({**pair, "chat_template_kwargs": {}}))
+    with pytest.raises(SourceError, match="line 1: the chat template refuses the messages: 'mood'"):
+        trl.train_dpo(job, None)
+    other = {**pair, "chat_template_kwargs": {"mood": "", "sea": 1}}
+    pairs.write_text(json.dumps(pair) + "\n" + json.dumps(other))
     with pytest.raises(SourceError, match="line 2: 'chat_template_kwargs' has other variables than before"):
         trl.train_dpo(job, None)
 

@@ -160,8 +160,8 @@ def render_messages(
     """
     if not getattr(tokenizer, "chat_template", None):
         raise record.error(
-            f"a chat template renders its {name!r}, and the policy's tokenizer has none; give --chat-template raw, or "
-            "the policy a tokenizer that has one"
+            f"a chat template renders its {name!r}, and the policy's tokenizer has none; give texts, the policy a "
+            "tokenizer that has one, or --chat-template raw where the command has this option"
         )
     continues_last = generate and messages[-1]["role"] == "assistant"
     render = partial(

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import redirect_stderr
+from functools import partial
 from io import StringIO
 from itertools import islice
 from typing import Any
@@ -12,7 +13,7 @@ from kleash.integrations.trainer import DriftMonitor
 from kleash.jobs import DPOJob
 from kleash.jobs.reading import DatasetOptions
 from kleash.models import Sampling, find_source
-from kleash.sources.chat_rendering import template_options
+from kleash.sources.chat_rendering import render_messages, template_options
 from kleash.sources.dataset_formats import parse_preference
 from kleash.store import TrainingResult
 from kleash.training.library_fields import trl_config
@@ -43,14 +44,10 @@ def train_dpo(job: DPOJob, run_log: RunLog | None) -> TrainingResult:
     """
     import kleash.integrations.trl.compat  # noqa: F401 (checks the installed TRL)
 
-    rows = read_pairs(str(job.pairs), limit=job.limit, options=job)
-    held_out = None if job.eval_pairs is None else read_pairs(job.eval_pairs, limit=None, options=job)
     networks = load_networks(job, job.reference_name, device=job.device)
-    if isinstance(rows[0]["prompt"], list) and not networks.pair.tokenizer.chat_template:
-        raise SourceError(
-            f"{job.pairs} has messages, which a chat template renders, and the policy's tokenizer has none; give "
-            "texts, or the policy a tokenizer that has one"
-        )
+    read = partial(read_pairs, options=job, tokenizer=networks.pair.tokenizer)
+    rows = read(str(job.pairs), limit=job.limit)
+    held_out = None if job.eval_pairs is None else read(job.eval_pairs, limit=None)
     arguments = shared_arguments(job, rows=job.pairs_per_step, row_tokens=2 * job.max_tokens)
     if held_out is not None:
         arguments |= held_out_arguments(job, rows=arguments["per_device_train_batch_size"], best="eval_loss")
@@ -84,22 +81,27 @@ def train_dpo(job: DPOJob, run_log: RunLog | None) -> TrainingResult:
 
 
 def read_pairs(
-    name: str, *, limit: int | None, options: DatasetOptions | None = None
+    name: str, *, limit: int | None, options: DatasetOptions | None = None, tokenizer: Any = None
 ) -> list[dict[str, Any]]:
     """The records of a file with "prompt", "chosen" and "rejected", all texts or all lists of messages.
 
     Without "prompt", it is the common beginning of the two responses. The columns "tools", as JSON, and
-    "chat_template_kwargs" are kept for messages, to whose chat template TRL gives them.
+    "chat_template_kwargs" are kept for messages, to whose chat template, the tokenizer's, TRL gives them.
 
     Raises:
-        SourceError: naming the line, if a field is missing or of the other kind.
+        SourceError: naming the line, if a field is missing or of the other kind, or there is no chat template for
+            messages or it refuses them.
     """
     rows: list[dict[str, Any]] = []
     for record in islice(find_source(name, "pairs", options).records(), limit):
         row = parse_preference(record)._asdict()
         if rows and type(row["prompt"]) is not type(rows[0]["prompt"]):
             raise record.error("texts and lists of messages in one file; split it")
-        variables = template_options(record) if isinstance(row["prompt"], list) else {}
+        variables: dict[str, Any] = {}
+        if isinstance(row["prompt"], list):
+            variables = template_options(record)
+            for answer in ("chosen", "rejected"):  # as TRL renders them, which names no line
+                render_messages(record, row["prompt"] + row[answer], tokenizer, answer)
         tools = variables.pop("tools", None)
         # Arrow would add the variables of others
         if rows and variables.keys() != rows[0]["chat_template_kwargs"].keys():
