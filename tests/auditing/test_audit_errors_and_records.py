@@ -119,6 +119,8 @@ def test_a_missing_argument_can_be_bound():
         ({"sees": "nothing"}, "tokens, distributions, hidden"),
         ({"sign": 0}, "1, -1"),
         ({"claims": "kll"}, "did you mean 'kl'"),
+        ({"claims": "skew:0.1"}, "family of divergences is called 'skew'; there are jensen_shannon, skew_kl"),
+        ({"claims": "skew_kl:half"}, "the parameter of 'skew_kl:half' is no number"),
     ],
 )
 def test_conventions_with_unknown_values_raise(wrong, words, unhooked):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kleash.auditing.toy_distributions import AuditInputs
-from kleash.divergences import DIVERGENCES
+from kleash.divergences import DIVERGENCES, find_divergence
 from kleash.errors import OptionError
 from kleash.linear import Head
 from kleash.registry import look_up, require_choice
@@ -28,7 +28,7 @@ class Convention:
 
     Raises:
         OptionError: if ``place``, ``gives``, ``sees`` or ``sign`` has an unknown value.
-        UnknownNameError: if ``claims`` is not a key of ``DIVERGENCES``.
+        UnknownNameError, OptionError: if ``claims`` is no divergence.
     """
 
     name: str
@@ -51,13 +51,14 @@ class Convention:
     """Whether it receives the behaviour log-probabilities, without which it cannot be right off-policy."""
     takes_mask: bool = False
     claims: str = "kl"
-    """The divergence that it should compute: a key of ``DIVERGENCES``; p is the policy, q the reference."""
+    """The divergence that it should compute: a key of ``DIVERGENCES``, or a key of ``FAMILIES`` with its parameter,
+    ``jensen_shannon:0.1``; p is the policy, q the reference."""
 
     def __post_init__(self) -> None:
         """Check the fields."""
         for field, values in {"place": Place, "gives": Gives, "sees": Sees, "sign": Sign}.items():
             require_choice(get_args(values), **{field: getattr(self, field)})
-        look_up(DIVERGENCES, self.claims, "divergence")
+        find_divergence(self.claims)
 
 
 SHAPES: Mapping[str, str] = MappingProxyType(
@@ -101,7 +102,7 @@ def from_call(line: str) -> Convention:
 
     Before the arrow stands a Python expression of ``f``, the fields of ``AuditInputs``, ``Head``, ``torch`` and ``F``,
     which is ``torch.nn.functional``; it is evaluated in each call. After it stand, in any order, values of ``place``,
-    ``gives`` and ``sees``, a key of ``DIVERGENCES``, and ``minus`` for a sign of -1.
+    ``gives`` and ``sees``, a divergence as in ``claims``, and ``minus`` for a sign of -1.
 
     Raises:
         OptionError: if the expression is not one of Python.
@@ -109,9 +110,11 @@ def from_call(line: str) -> Convention:
     """
     expression, _, words = line.partition("->")
     try:
-        return _of_expression(
-            line, expression.strip(), **dict(look_up(WORDS, word, "word after ->") for word in words.split())
+        options = dict(
+            ("claims", word) if ":" in word else look_up(WORDS, word, "word after ->")
+            for word in words.split()
         )
+        return _of_expression(line, expression.strip(), **options)
     except SyntaxError as error:
         raise OptionError(
             f"the call of the convention {line!r} is no Python expression: {error.msg}"

@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from kleash.auditing.conventions import Convention
-from kleash.auditing.quantities import LABELS
+from kleash.auditing.quantities import label_of
 from kleash.registry import look_up
 
 
@@ -188,7 +188,7 @@ def remedy_of(kind: str, convention: Convention) -> str:
     claims, is_kl = convention.claims, convention.claims == "kl"
     match "tokens" if convention.place == "reward" else convention.sees:
         case "tokens":
-            value = OF_TOKENS[convention.place] if is_kl else f"an unbiased estimate of {LABELS[claims]}"
+            value = OF_TOKENS[convention.place] if is_kl else f"an unbiased estimate of {label_of(claims)}"
         case "hidden":
             value = "kleash.linear_kl" if is_kl else f"kleash.linear_divergence(…, divergence={claims!r})"
         case _:

@@ -19,7 +19,7 @@ from kleash.auditing.toy_distributions import (
     one_token_distributions,
     response_logp,
 )
-from kleash.divergences import DIVERGENCES, cross_entropy, divergence, entropy, phi
+from kleash.divergences import DIVERGENCES, cross_entropy, divergence, entropy, find_divergence, phi
 
 DistributionFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """A function of ``logp`` and ``logq`` [prefixes, vocab] with one number per prefix."""
@@ -36,13 +36,18 @@ LABELS: Mapping[str, str] = MappingProxyType(
         "hellinger": "Hellinger(p, q)",
     }
 )
-"""Key of ``DIVERGENCES`` -> its label in an audit."""
+"""Key of ``DIVERGENCES`` -> its label in an audit; a divergence with a parameter is its own label."""
 
 
-UNBOUNDED = tuple(
-    name for name, record in DIVERGENCES.items() if inf in (record.where_q_is_zero, record.where_p_is_zero)
-)
-"""Divergences that are infinite where one distribution has no mass and the other some."""
+def label_of(claims: str) -> str:
+    """The label of a divergence in an audit."""
+    return LABELS.get(claims, claims)
+
+
+def is_unbounded(claims: str) -> bool:
+    """Whether a divergence is infinite where one distribution has no mass and the other some."""
+    record = find_divergence(claims)
+    return inf in (record.where_q_is_zero, record.where_p_is_zero)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +138,20 @@ def known_quantities() -> Mapping[str, KnownQuantity]:
     )
 
 
+EXCHANGED = ", p and q exchanged"
+"""End of the label of a divergence with a parameter and its arguments in the other order."""
+
+
+def quantity_of(label: str) -> KnownQuantity:
+    """The known quantity of a label, or the divergence with a parameter that a label is."""
+    known = known_quantities()
+    if label in known:
+        return known[label]
+    record = find_divergence(label.removesuffix(EXCHANGED))
+    of_record = partial(divergence, record.swapped if label.endswith(EXCHANGED) else record)
+    return KnownQuantity(kind="other_divergence", function=of_record)
+
+
 VALUES_ONLY = ("truncated", "weighted_twice", "zero", "the entropy of q", "the cross-entropy of p under q")
 """Two kinds of quantities that no gradient is compared with, and three whose gradient is zero or that of KL(q || p)."""
 
@@ -154,7 +173,7 @@ def exact(
     Level "token" is the sum over the sampled prefixes, which the gradient holds as sampled; for responses of several
     tokens "sequence" is the quantity of the distributions over whole responses.
     """
-    function, logits = known_quantities()[label].function, toy.logits_p.clone().requires_grad_()
+    function, logits = quantity_of(label).function, toy.logits_p.clone().requires_grad_()
     by_prefix = function(logits.log_softmax(-1), toy.logits_q.log_softmax(-1))
     values = {"token": (prefix_probabilities(toy, sampling) * by_prefix).sum()}
     if toy.steps > 1:
@@ -169,18 +188,20 @@ def exact(
 
 @cache
 def candidates(
-    of: ValueOrGradient, sampling: Sampling, *, of_tokens: bool = False
+    of: ValueOrGradient, sampling: Sampling, claimed: str, *, of_tokens: bool = False
 ) -> Mapping[str, Float64[Tensor, "pairs entries"]]:
-    """Label -> each quantity that a value or a gradient may be, on each of the one-token distributions.
+    """Label -> the claimed and each known quantity that a value or a gradient may be, on the one-token distributions.
 
     A function ``of_tokens`` that are sampled does not know the size of the vocabulary.
     """
+    labels = () if claimed in known_quantities() else (claimed, claimed + EXCHANGED)
+    of_family = {label: quantity_of(label) for label in labels}
     return MappingProxyType(
         {
             label: torch.stack(
                 [exact(of, toy, sampling, label)["token"].flatten() for toy in one_token_distributions()]
             )
-            for label, quantity in known_quantities().items()
+            for label, quantity in {**of_family, **known_quantities()}.items()
             if (of == "value" or {quantity.kind, label}.isdisjoint(VALUES_ONLY))
             and not (of_tokens and quantity.kind == "wrong_scale")
         }

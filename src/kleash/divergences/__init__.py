@@ -22,6 +22,7 @@ from kleash.divergences.table import (
     Divergence,
     Side,
     alpha_record,
+    find_divergence,
     jensen_shannon_record,
     skew_kl_record,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "cross_entropy",
     "divergence",
     "entropy",
+    "find_divergence",
     "hellinger",
     "jeffreys",
     "jensen_shannon",

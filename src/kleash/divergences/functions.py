@@ -9,11 +9,11 @@ from torch import Tensor
 from kleash.arguments import validated
 from kleash.divergences.generator import phi
 from kleash.divergences.table import (
-    DIVERGENCES,
     KL,
     Divergence,
     Side,
     alpha_record,
+    find_divergence,
     jensen_shannon_record,
     positive_and_negative_part,
     skew_kl_record,
@@ -21,7 +21,7 @@ from kleash.divergences.table import (
 )
 from kleash.errors import ShapeError
 from kleash.precision import at_least_float32, nan_unless_normalised
-from kleash.registry import look_up, require_above
+from kleash.registry import require_above
 
 RENYI_SERIES_NATS = 0.5
 """Up to this absolute value of the log-sum, the Rényi divergence is computed from the alpha divergence."""
@@ -52,7 +52,7 @@ def divergence(
         NotProbabilitiesError: on a CPU, if a row is not normalised; NaN elsewhere.
         ShapeError: if the leading axes differ, there is no axis, or the numbers are not floating-point.
     """
-    record = look_up(DIVERGENCES, which, "divergence")
+    record = find_divergence(which)
     return nan_unless_normalised(divergence_of_rows(record, logp, logq), logp=logp, logq=logq)
 
 

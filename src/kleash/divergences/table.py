@@ -13,7 +13,7 @@ from torch import Tensor
 from kleash.arguments import validated
 from kleash.divergences.generator import phi, psi
 from kleash.errors import OptionError
-from kleash.registry import require_share
+from kleash.registry import look_up, require_share
 
 Elementwise: TypeAlias = Callable[[Tensor], Tensor]
 LARGEST_GAP = 1e30
@@ -319,3 +319,30 @@ DIVERGENCES: Mapping[str, Divergence] = MappingProxyType(
 
 Families with a parameter are functions that return records: ``*_record``.
 """
+FAMILIES: Mapping[str, Callable[[float], Divergence]] = MappingProxyType(
+    {
+        "jensen_shannon": jensen_shannon_record,
+        "skew_kl": skew_kl_record,
+        "skew_reverse_kl": lambda mix: skew_kl_record(mix).swapped,
+        "alpha": alpha_record,
+    }
+)
+"""Name of a family of divergences -> the record of a parameter."""
+
+
+def find_divergence(which: str | Divergence) -> Divergence:
+    """The record of a name of ``DIVERGENCES``, or of a family with its parameter, ``jensen_shannon:0.1``; or itself.
+
+    Raises:
+        UnknownNameError: if there is no divergence, or family, of this name.
+        OptionError: if the parameter is no number, or not one of the family.
+    """
+    family, colon, parameter = which.partition(":") if isinstance(which, str) else ("", "", "")
+    if not colon:
+        return look_up(DIVERGENCES, which, "divergence")
+    make = look_up(FAMILIES, family, "family of divergences")
+    try:
+        number = float(parameter)
+    except ValueError as error:
+        raise OptionError(f"the parameter of {which!r} is no number") from error
+    return make(number)

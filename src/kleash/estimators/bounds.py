@@ -9,10 +9,10 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from kleash.arguments import validated
-from kleash.divergences import DIVERGENCES, Divergence
+from kleash.divergences import Divergence, find_divergence
 from kleash.divergences.functions import contributions
 from kleash.precision import at_least_float32
-from kleash.registry import look_up, options_given, require_at_least
+from kleash.registry import options_given, require_at_least
 
 NORMALISER_NATS = 32.0
 """Assumed size of the log-sum-exp that was subtracted; its rounding error is part of a log-probability."""
@@ -106,7 +106,7 @@ def kl_bounds(
     >>> kleash.kl_bounds(listed_p, listed_q).lower
     tensor(0.1212, dtype=torch.float64)
     """
-    record = look_up(DIVERGENCES, divergence, "divergence")
+    record = find_divergence(divergence)
     require_at_least(0.0, **options_given(error_nats=error_nats))
     with torch.no_grad():
         p, q = logp_interval(head_logp, error_nats), logp_interval(head_logq, error_nats)

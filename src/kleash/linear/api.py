@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kleash.arguments import validated
 from kleash.autodiff import uncompiled
-from kleash.divergences import DIVERGENCES, Divergence
+from kleash.divergences import Divergence, find_divergence
 from kleash.errors import CannotRunError, OptionError
 from kleash.linear import autograd, chunked
 from kleash.linear.checks import (
@@ -28,7 +28,7 @@ from kleash.linear.types import (
     TopTokens,
 )
 from kleash.precision import normalised
-from kleash.registry import look_up, require_at_least
+from kleash.registry import require_at_least
 
 
 @uncompiled
@@ -118,7 +118,7 @@ def linear_divergence(
     >>> kleash.linear_divergence(hidden, head_p, hidden, head_q, divergence="total_variation")
     tensor([0.2428])
     """
-    record, options = look_up(DIVERGENCES, divergence, "divergence"), options or LinearOptions()
+    record, options = find_divergence(divergence), options or LinearOptions()
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
     if not autograd.is_reference(pair, options):
         check_transforms("linear_divergence", (hidden_p, head_p), (hidden_q, head_q), temperature)
@@ -311,7 +311,7 @@ def linear_divergence_loss(
     >>> kleash.linear_divergence_loss(hidden, head_p, hidden, head_q, weights=weights, divergence=name).loss
     tensor(0.0300)
     """
-    record = look_up(DIVERGENCES, divergence, "divergence")
+    record = find_divergence(divergence)
     arguments = (hidden_p, head_p), (hidden_q, head_q), temperature, weights
     check_transforms("linear_divergence_loss", *arguments, inside=False)
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)

@@ -5,12 +5,11 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
 from kleash.arguments import validated
-from kleash.divergences import DIVERGENCES, Divergence, at_temperature, jensen_shannon_record
+from kleash.divergences import DIVERGENCES, Divergence, at_temperature, find_divergence, jensen_shannon_record
 from kleash.divergences.functions import divergence_of_rows
 from kleash.losses.surrogate import require_gradient
 from kleash.losses.top_k import Drawn, sampled_tail_loss, tail_bucket_loss, top_k_from, top_k_of
 from kleash.masking import as_mask
-from kleash.registry import look_up
 
 
 @validated
@@ -64,7 +63,7 @@ def distillation_loss(
         at_temperature(torch.where(is_counted.unsqueeze(-1), logits, 0.0), temperature)
         for logits in (teacher_logits, student_logits)
     )
-    per_token = divergence_of_rows(look_up(DIVERGENCES, divergence, "divergence"), logp, logq)
+    per_token = divergence_of_rows(find_divergence(divergence), logp, logq)
     return per_token * temperature**2 if times_temperature_squared else per_token
 
 

@@ -5,10 +5,9 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 from kleash.arguments import validated
-from kleash.divergences import DIVERGENCES, Divergence
+from kleash.divergences import Divergence, find_divergence
 from kleash.estimators.sampled import largest_log_ratio
 from kleash.losses.surrogate import require_gradient, sampled_pair, with_pair_gradient
-from kleash.registry import look_up
 
 
 @validated
@@ -53,7 +52,7 @@ def divergence_loss(
         ShapeError: if the tensors differ in shape.
         UnknownNameError: if there is no such divergence.
     """
-    record = look_up(DIVERGENCES, divergence, "divergence")
+    record = find_divergence(divergence)
     pair = sampled_pair(token_logp, token_logq, mask, weights)
     require_gradient(token_logp, token_logq)
     value, grad_p, grad_q = _value_and_gradients(record, pair.log_ratio)

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from kleash.arguments import validated
-from kleash.divergences import DIVERGENCES, Divergence
+from kleash.divergences import Divergence, find_divergence
 from kleash.divergences.table import identity
 from kleash.errors import OptionError
 from kleash.losses.surrogate import require_gradient
 from kleash.masking import as_mask
 from kleash.precision import at_least_float32
-from kleash.registry import look_up, require_above
+from kleash.registry import require_above
 
 NO_REWARD: Mapping[str, str] = MappingProxyType(
     {
@@ -164,7 +164,7 @@ def _record_with_score(divergence: str | Divergence) -> Divergence:
         OptionError: if it implies none.
     """
     if isinstance(divergence, str):
-        record = look_up(DIVERGENCES, divergence, "divergence")
+        record = find_divergence(divergence)
         if divergence in NO_REWARD:
             raise OptionError(f"{divergence} implies no reward: {NO_REWARD[divergence]}")
         return record

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kleash.arguments import validated
-from kleash.divergences import DIVERGENCES, Divergence
+from kleash.divergences import Divergence, find_divergence
 from kleash.divergences.functions import contributions
 from kleash.divergences.table import identity
 from kleash.errors import OptionError
@@ -16,7 +16,6 @@ from kleash.estimators.bounds import rounding_nats, unless_repeated
 from kleash.losses.surrogate import require_gradient, sampled_pair, with_pair_gradient
 from kleash.masking import as_mask
 from kleash.precision import at_least_float32, nan_unless_normalised
-from kleash.registry import look_up
 
 
 class TopK(NamedTuple):
@@ -124,7 +123,7 @@ def tail_bucket_loss(
         ShapeError: if the shapes do not fit together.
         DetachedError: if gradients are enabled and neither side carries one.
     """
-    record = look_up(DIVERGENCES, divergence, "divergence")
+    record = find_divergence(divergence)
     require_gradient(p.logp, p.log_rest, q.logp, q.log_rest)
     coarse_p, coarse_q = _listed(p, q, mask)
     if not (p.is_complete or q.is_complete):
@@ -174,7 +173,7 @@ def sampled_tail_loss(
         ShapeError: if the shapes do not fit together.
         DetachedError: if gradients are enabled and neither side carries one, or if ``weights`` carry one.
     """
-    record = look_up(DIVERGENCES, divergence, "divergence")
+    record = find_divergence(divergence)
     if record.finish is not identity:
         raise OptionError(
             "'hellinger' is the root of a mean, which no single token estimates without bias; "

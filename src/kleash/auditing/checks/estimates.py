@@ -9,10 +9,11 @@ from kleash.auditing.checks.evidence import LEVELS, Evidence, Level, Matched
 from kleash.auditing.conventions import Convention
 from kleash.auditing.finding_kinds import remedy_of
 from kleash.auditing.quantities import (
+    EXCHANGED,
     TOLERANCE,
     exact,
     is_quantity,
-    known_quantities,
+    quantity_of,
 )
 from kleash.auditing.toy_distributions import SEQUENCES, Sampling, toy_distributions
 from kleash.store.audit import Finding, GradientRow, ValueRow
@@ -138,15 +139,19 @@ def _mismatch_kind(value: Matched) -> str:
     if match.quantity == value.claimed:
         kinds = {"itself": "biased_value", "shifted": "wrong_offset"}
         return kinds.get(match.relation, "wrong_sign" if match.factor < 0 else "wrong_scale")
-    if match.quantity == REVERSED.get(value.claimed):
+    if match.quantity == REVERSED.get(value.claimed, value.claimed + EXCHANGED):
         return "wrong_direction"
-    return known_quantities()[match.quantity].kind
+    return quantity_of(match.quantity).kind
 
 
 def _mismatch_remedy(matched: Matched, convention: Convention) -> str:
     """What to change in a value or gradient that is not the claimed one: of a sample, not the order of arguments."""
     kind, match = _mismatch_kind(matched), matched.on_policy
-    if match and match.quantity == REVERSED.get(matched.claimed) and convention.sees == "tokens":
+    if (
+        match
+        and match.quantity == REVERSED.get(matched.claimed, matched.claimed + EXCHANGED)
+        and convention.sees == "tokens"
+    ):
         kind = "biased_value"
     return remedy_of(kind, convention)
 

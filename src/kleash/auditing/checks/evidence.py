@@ -18,7 +18,6 @@ from kleash.auditing.checks.expectations import (
 )
 from kleash.auditing.checks.log_ratios import LogRatios, scan_log_ratios
 from kleash.auditing.quantities import (
-    LABELS,
     MAX_STANDARD_ERRORS,
     NEGLIGIBLE,
     TOLERANCE,
@@ -27,7 +26,8 @@ from kleash.auditing.quantities import (
     cosine_similarities,
     exact,
     is_quantity,
-    known_quantities,
+    label_of,
+    quantity_of,
 )
 from kleash.auditing.toy_distributions import SAMPLINGS, SEQUENCES, ToyDistributions, toy_distributions
 from kleash.errors import KleashError
@@ -123,7 +123,7 @@ class Evidence:
 
 def gather_evidence(audited: AuditedFunction) -> Evidence:
     """Determine what the value and the gradient of a function are."""
-    claimed, toys = LABELS[audited.convention.claims], toy_distributions().values()
+    claimed, toys = label_of(audited.convention.claims), toy_distributions().values()
     expectations = tuple(expectation(audited, toy, sampling) for toy in toys for sampling in SAMPLINGS)
     of_one = [
         [e for e in expectations if e.sampling == sampling and e.toy.steps == 1] for sampling in SAMPLINGS
@@ -154,7 +154,7 @@ def gather_evidence(audited: AuditedFunction) -> Evidence:
         claimed=claimed,
         is_detached=audited.convention.place != "metric" and any(e.gradient is None for e in expectations),
         value_rows=value_rows(expectations, claimed),
-        gradient_rows=gradient_rows(expectations),
+        gradient_rows=gradient_rows(expectations, claimed),
         value=matched("value", _value_by_position(audited, on_policy, matches["value"][0])),
         gradient=matched("gradient", _gradient_by_position(on_policy, matches["gradient"][0])),
         log_ratios=log_ratios,
@@ -314,4 +314,4 @@ def _has_levels(match: QuantityMatch | None) -> TypeGuard[QuantityMatch]:
     """Whether the matched quantity can be compared with that of three tokens, each of another vocabulary."""
     if match is None or match.relation == "shifted" or match.quantity == "zero":
         return False
-    return known_quantities()[match.quantity].kind != "truncated"
+    return quantity_of(match.quantity).kind != "truncated"

@@ -125,7 +125,11 @@ def matched_quantity(
         return None
     pairs, errors = [e.toy.name for e in chosen], torch.tensor([error for _, error in measured]).double()
     return match_quantity(
-        torch.stack(flat), candidates(of, chosen[0].sampling, of_tokens=of_tokens), pairs, claimed, errors
+        torch.stack(flat),
+        candidates(of, chosen[0].sampling, claimed, of_tokens=of_tokens),
+        pairs,
+        claimed,
+        errors,
     )
 
 
@@ -147,12 +151,12 @@ def value_rows(expectations: Sequence[Expectation], claimed: str) -> tuple[Value
     )
 
 
-def gradient_rows(expectations: Sequence[Expectation]) -> tuple[GradientRow, ...]:
-    """The expected gradient compared with that of every divergence, on each of the toy distributions."""
+def gradient_rows(expectations: Sequence[Expectation], claimed: str) -> tuple[GradientRow, ...]:
+    """The expected gradient compared with that of the claimed and of every divergence, on the toy distributions."""
     rows: list[GradientRow] = []
     for e in expectations:
         if e.gradient is not None:
-            gradient, (labels, targets) = e.gradient.flatten(), _target_gradients(e.toy, e.sampling)
+            gradient, (labels, targets) = e.gradient.flatten(), _target_gradients(e.toy, e.sampling, claimed)
             sizes = targets.norm(dim=-1)
             errors = (gradient - targets).norm(dim=-1) / sizes
             columns = torch.stack([cosine_similarities(gradient, targets), gradient.norm() / sizes, errors])
@@ -172,10 +176,10 @@ def gradient_rows(expectations: Sequence[Expectation]) -> tuple[GradientRow, ...
 
 @cache
 def _target_gradients(
-    toy: ToyDistributions, sampling: Sampling
+    toy: ToyDistributions, sampling: Sampling, claimed: str
 ) -> tuple[tuple[str, ...], Float64[Tensor, "labels entries"]]:
-    """The labels and gradients of every divergence, over several tokens also of that between whole responses."""
-    labels = [LABELS[name] for name in DIVERGENCES]
+    """The labels and gradients of the claimed and of every divergence, over several tokens also between responses."""
+    labels = dict.fromkeys([*(LABELS[name] for name in DIVERGENCES), claimed])
     levels = {"token": "", "sequence": "sequence "} if toy.steps > 1 else {"token": ""}
     targets = {
         f"{prefix}{label}": exact("gradient", toy, sampling, label)[level]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kleash.auditing.audited_function import AuditedFunction
 from kleash.auditing.conventions import Convention
-from kleash.auditing.quantities import LABELS, UNBOUNDED
+from kleash.auditing.quantities import is_unbounded, label_of
 from kleash.auditing.toy_distributions import make_inputs
 from kleash.divergences import divergence
 from kleash.errors import KleashError
@@ -94,7 +94,7 @@ class LogRatios:
         """
         # only a loss has a gradient of its own
         zones = self.reportable_zones(of if self.convention.place == "loss" else "value")
-        if self.convention.claims not in UNBOUNDED or any(zone.low < 0 < zone.high for zone in zones):
+        if not is_unbounded(self.convention.claims) or any(zone.low < 0 < zone.high for zone in zones):
             return ""
         low = max((zone.high for zone in zones if zone.high <= 0), default=-inf)
         high = min((zone.low for zone in zones if zone.low >= 0), default=inf)
@@ -315,7 +315,7 @@ def _curve(convention: Convention, scan: Scan, estimator: str) -> tuple[tuple[Cu
     sampled tokens there are rows only if KL(p || q) is claimed.
     """
     u, right_values, right_gradients = scan.log_ratios, scan.claimed_values, scan.claimed_gradients
-    name = LABELS[convention.claims]
+    name = label_of(convention.claims)
     if right_values is None or right_gradients is None:
         if convention.claims != "kl":
             return (), ""
@@ -344,7 +344,7 @@ def log_ratio_findings(log_ratios: LogRatios, is_claimed: bool, gradient_is_righ
     dead, flat = log_ratios.reportable_zones("gradient"), log_ratios.reportable_zones("value")
     nan = [zone for zone in log_ratios.zones if zone.kind == "gradient is NaN"]
     values = " and ".join(dict.fromkeys(f"{zone.value:.4g}" for zone in flat))
-    is_bounded = convention.claims not in UNBOUNDED
+    is_bounded = not is_unbounded(convention.claims)
     is_only_logged = sees_tokens and convention.place == "loss" and gradient_is_right
     return [
         Finding(

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from kleash.divergences import DIVERGENCES
+from kleash.divergences import find_divergence
 from kleash.estimators.sampled import with_k2_gradient
 from kleash.extras import Wrappers, replace_everywhere, wrap_after_import
 from kleash.integrations.verl import penalty
@@ -26,7 +26,6 @@ from kleash.integrations.verl.distillation import compute_topk_loss
 from kleash.integrations.verl.exact import ExactKL
 from kleash.integrations.verl.kl_controller import get_kl_controller, load_checkpoint, save_checkpoint
 from kleash.masking import select_and_call
-from kleash.registry import look_up
 
 __all__ = ["install"]
 
@@ -118,7 +117,7 @@ def install(*, exact: bool = False, top_k_distillation: str | None = None) -> No
     import_core()
     wrapped = {**WRAPPERS, **(EXACT_WRAPPERS if exact else {})}
     if top_k_distillation is not None:
-        look_up(DIVERGENCES, top_k_distillation, "divergence")
+        find_divergence(top_k_distillation)
         arguments = ("student_logits", "teacher_topk_log_probs", "teacher_topk_ids", "config", "data_format")
         wrapped[TOP_K_LOSSES] = {
             "compute_forward_kl_topk": (arguments, partial(compute_topk_loss, top_k_distillation))
