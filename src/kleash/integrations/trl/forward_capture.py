@@ -38,10 +38,49 @@ IMAGE_INPUTS = (
 class ForwardPass:
     """One forward pass of a model over prompts and responses."""
 
+    model: Any
     logp: Float[Tensor, "batch time"]
-    """Log-probabilities of the response tokens, at the training temperature."""
+    """Log-probabilities of the response tokens, at the training temperature; 0 at padding."""
+    entropy: Float[Tensor, "batch time"] | None
+    """The entropy at the same positions, where TRL computes it."""
     hidden: Float[Tensor, "batch time dim"] | None
     """Final hidden states at the positions that predict the response tokens, with gradient; None if not captured."""
+
+
+@contextmanager
+def recorded_passes(trainer: Any, *, hidden: bool = False) -> Iterator[list[ForwardPass]]:
+    """Context in which every forward pass of one of TRL's trainers is appended to the list.
+
+    TRL gets log-probabilities of 0 at padding: it multiplies by the mask, and attention may give NaN there.
+
+    Args:
+        trainer: TRL's GRPO or RLOO.
+        hidden: whether the final hidden states are kept, too.
+    """
+    run, passes = trainer._get_per_token_logps_and_entropies, list[ForwardPass]()
+
+    def run_and_record(
+        model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        states: list[Tensor] = []  # of each chunk of the batch
+        network = base_network(trainer.accelerator.unwrap_model(model))
+        with (
+            find_backbone(network).register_forward_hook(
+                lambda _, __, output: states.append(output.last_hidden_state)
+            )
+            if hidden
+            else nullcontext()
+        ):
+            logp, entropy, *further_outputs = run(
+                model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+            )
+        logp = torch.where(attention_mask[:, -logits_to_keep:].bool(), logp, 0.0)
+        of_responses = torch.cat(states)[:, :-1][:, -logits_to_keep:] if states else None
+        passes.append(ForwardPass(model=model, logp=logp, entropy=entropy, hidden=of_responses))
+        return logp, entropy, *further_outputs
+
+    with replaced(trainer, "_get_per_token_logps_and_entropies", run_and_record):
+        yield passes
 
 
 class ForwardCapture(MIXIN):
@@ -55,8 +94,6 @@ class ForwardCapture(MIXIN):
                 is given, and TRL is to move the reference, or it is the policy's network.
             ModelError: if an adapter has changed the base that is to be the reference.
         """
-        self._passes: list[ForwardPass] | None = None
-        self._captures_hidden = False
         self._head_layouts: tuple[Head, ...] = ()
         """Those of policy and reference (``read_head_layout``) if an exact KL is measured, otherwise none."""
         self._stored_head: Head | None = None
@@ -93,39 +130,6 @@ class ForwardCapture(MIXIN):
                 network, "reference", instead="give reference=, a separate model in memory"
             )
 
-    @contextmanager
-    def _record_passes(self, *, hidden: bool) -> Iterator[list[ForwardPass]]:
-        """Context in which every forward pass of TRL is appended to the list, with its hidden states if ``hidden``."""
-        with replaced(self, "_captures_hidden", hidden), replaced(self, "_passes", []) as passes:
-            yield passes
-
-    def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """TRL's pass; in ``_record_passes`` it is recorded, and its log-probabilities are 0 at padding."""
-        states: list[Tensor] = []  # of each chunk of the batch
-        backbone = find_backbone(base_network(self.accelerator.unwrap_model(model)))
-        with (
-            backbone.register_forward_hook(lambda _, __, output: states.append(output.last_hidden_state))
-            if self._captures_hidden
-            else nullcontext()
-        ):
-            logp, *further_outputs = super()._get_per_token_logps_and_entropies(
-                model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
-            )
-        if self._passes is not None:
-            # TRL multiplies by the mask, and attention may give NaN at padding.
-            logp = torch.where(attention_mask[:, -logits_to_keep:].bool(), logp, 0.0)
-            hidden = torch.cat(states)[:, :-1][:, -logits_to_keep:] if states else None
-            self._passes.append(ForwardPass(logp=logp, hidden=hidden))
-        return logp, *further_outputs
-
     def _forward_pass(self, output: dict[str, Any], *, reference: bool, hidden: bool) -> ForwardPass:
         """A pass of the policy or the reference over a generated batch, without gradient."""
         batch = getattr(self.args, f"per_device_{self._mode}_batch_size")
@@ -140,7 +144,7 @@ class ForwardCapture(MIXIN):
             torch.no_grad(),
             disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
             adapter,
-            self._record_passes(hidden=hidden) as passes,
+            recorded_passes(self, hidden=hidden) as passes,
         ):
             self._get_per_token_logps_and_entropies(model, *whole_rows(output), batch, **images)
         return passes[-1]

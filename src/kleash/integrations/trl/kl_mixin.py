@@ -15,7 +15,12 @@ from kleash.errors import CannotRunError
 from kleash.estimators import importance_weights
 from kleash.extras import import_extra, replaced
 from kleash.integrations.trl.compat import is_async_callable
-from kleash.integrations.trl.forward_capture import ForwardCapture, ForwardPass, without_head
+from kleash.integrations.trl.forward_capture import (
+    ForwardCapture,
+    ForwardPass,
+    recorded_passes,
+    without_head,
+)
 from kleash.integrations.trl.mismatch_metrics import mismatch_metrics
 from kleash.integrations.trl.sampling_settings import require_policy_samples
 from kleash.integrations.trl.terms import LOSS_TYPES, kl_term, require_unscaled_reward
@@ -154,7 +159,7 @@ class KLMixin(ForwardCapture):
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """TRL's generated batch with what the KL needs; logs the mismatch of trainer and engine."""
         # TRL's code reads the beta
-        with replaced(self, "beta", 0.0), self._record_passes(hidden=False) as passes:
+        with replaced(self, "beta", 0.0), recorded_passes(self) as passes:
             output = super()._generate_and_score_completions(inputs)
         self._keep_reference(output)
         if passes and self._is_off_policy:
@@ -215,7 +220,7 @@ class KLMixin(ForwardCapture):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """TRL's loss without a KL, and the KL of the micro-batch times beta."""
-        with replaced(self, "beta", 0.0), self._record_passes(hidden=bool(self._head_layouts)) as passes:
+        with replaced(self, "beta", 0.0), recorded_passes(self, hidden=bool(self._head_layouts)) as passes:
             loss = super()._compute_loss(model, inputs)
         if not passes:
             raise CannotRunError(

@@ -5,11 +5,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from kleash.errors import CannotRunError
 from kleash.estimators import sampled_kl
+from kleash.integrations.trl.forward_capture import ForwardPass, recorded_passes
 from kleash.integrations.trl.kl_mixin import (
     OLD_LOGP,
     POLICY_LOGP,
@@ -73,8 +74,6 @@ class ResponseRecorder:
         self._responses: dict[str, list[Response]] = {"train": [], "eval": []}
         self._update_sums = (0, 0.0, 0)
         """A step whose responses were updated on before, the KL of these updates over its tokens, and their number."""
-        self._passes: list[tuple[Any, Tensor, Tensor | None]] = []
-        """Model, log-probabilities and entropies of the tokens, of each pass by the method of TRL that runs."""
         self.samples: list[Sample] = []
         """The responses that the last log is about; empty where it is about further passes over earlier ones."""
         self.event = self._problem = ""
@@ -86,7 +85,6 @@ class ResponseRecorder:
             self._calculate_rewards,
             self._generate_and_score_completions,
             self.compute_loss,
-            self._get_per_token_logps_and_entropies,
             self.log,
         ):
             name = replacement.__name__
@@ -150,8 +148,9 @@ class ResponseRecorder:
         self, original: Callable[..., dict[str, Any]], inputs: Any
     ) -> dict[str, Any]:
         """TRL's method; its batch gets its entries and, of TRL's own passes, ``BEFORE_LOGP`` and ``REFERENCE_LOGP``."""
-        self._passes, self._rewarded = [], []
-        output = original(inputs)
+        self._rewarded = []
+        with recorded_passes(self.trainer) as passes:
+            output = original(inputs)
         if len(self._rewarded) != len(
             output["completion_ids"]
         ):  # a subclass rewards in its own way, or filters
@@ -165,38 +164,32 @@ class ResponseRecorder:
             ]
         output |= {RESPONSES: self._rewarded, STEP: torch.tensor(self.trainer.state.global_step)}
         if "old_logps" in output:  # RLOO: its passes of policy and reference, of which it keeps sums
-            output[BEFORE_LOGP] = self._passes[0][1]
+            output[BEFORE_LOGP] = passes[0].logp
             if not isinstance(self.trainer, KLMixin) and self.trainer.beta != 0:
-                output[REFERENCE_LOGP] = self._passes[1][1]
+                output[REFERENCE_LOGP] = passes[1].logp
         elif OLD_LOGP in output:
             output[BEFORE_LOGP] = output[OLD_LOGP]
         return output
-
-    def _get_per_token_logps_and_entropies(
-        self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """TRL's pass of a model, which is added to ``_passes``."""
-        result = original(model, *args, **kwargs)
-        self._passes.append((model, result[0], result[1]))
-        return result
 
     def compute_loss(
         self, original: Callable[..., Tensor], model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Tensor:
         """TRL's loss; responses that it reads for the first time are measured in its pass of the policy."""
-        self._passes = []
-        loss = original(model, inputs, *args, **kwargs)
+        with recorded_passes(self.trainer) as passes:
+            loss = original(model, inputs, *args, **kwargs)
         mask = response_mask(inputs)
-        passes, self._passes = [each for each in self._passes if each[1].shape == mask.shape], []
         # the one that is differentiated, or of this model: the loss of a subclass may run others, or none at all
-        _, logp, entropy = max(
-            passes, key=lambda each: (each[1].requires_grad, each[0] is model), default=(None, None, None)
+        policy_pass = max(
+            (each for each in passes if each.logp.shape == mask.shape),
+            key=lambda each: (each.logp.requires_grad, each.model is model),
+            default=None,
         )
         if RESPONSES in inputs:
-            self._responses[self._mode] += self._read(inputs.pop(RESPONSES), inputs, mask, logp, entropy)
+            self._responses[self._mode] += self._read(inputs.pop(RESPONSES), inputs, mask, policy_pass)
         step = self.trainer.state.global_step
-        if logp is not None and self._mode == "train" and BEFORE_LOGP in inputs and step > inputs[STEP]:
-            nats = sampled_kl(inputs[BEFORE_LOGP][mask], logp.detach()[mask], "k3").sum().item()
+        if policy_pass and self._mode == "train" and BEFORE_LOGP in inputs and step > inputs[STEP]:
+            logp = policy_pass.logp.detach()
+            nats = sampled_kl(inputs[BEFORE_LOGP][mask], logp[mask], "k3").sum().item()
             _, before, tokens = self._update_sums if self._update_sums[0] == step else (step, 0.0, 0)
             self._update_sums = (step, before + nats, tokens + int(mask.sum()))
         return loss
@@ -244,21 +237,20 @@ class ResponseRecorder:
         rewarded: list[dict[str, Any]],
         inputs: dict[str, Any],
         mask: Bool[Tensor, "batch time"],
-        logp: Float[Tensor, "batch time"] | None,
-        entropy: Float[Tensor, "batch time"] | None,
+        policy_pass: ForwardPass | None,
     ) -> list[Response]:
-        """The responses of a micro-batch, with their columns in float64; without columns if there is no ``logp``."""
-        columns = options_given(
-            token_logp=inputs.get(POLICY_LOGP, logp),
-            token_logq=inputs.get(REFERENCE_LOGP),
-            token_kl=inputs.get(TOKEN_KL),
-            entropy=entropy,
+        """The responses of a micro-batch, with their columns in float64; without columns if there was no pass."""
+        columns = (
+            {}
+            if policy_pass is None
+            else options_given(
+                token_logp=inputs.get(POLICY_LOGP, policy_pass.logp),
+                token_logq=inputs.get(REFERENCE_LOGP),
+                token_kl=inputs.get(TOKEN_KL),
+                entropy=policy_pass.entropy,
+            )
         )
-        arrays = {
-            name: column.detach().double().cpu().numpy()
-            for name, column in columns.items()
-            if logp is not None
-        }
+        arrays = {name: column.detach().double().cpu().numpy() for name, column in columns.items()}
         hashes = prompt_hashes(inputs["prompt_ids"], inputs["prompt_mask"])
         ends = (inputs["completion_mask"].sum(-1, keepdim=True) - 1).clamp(min=0)
         last_tokens = inputs["completion_ids"].gather(-1, ends)[:, 0].tolist()
