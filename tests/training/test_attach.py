@@ -428,12 +428,11 @@ def test_invalid_options_are_refused_before_anything_is_attached(folder, tmp_pat
 
 
 def test_a_run_without_a_step_is_an_error(trl, folder, tmp_path):
-    few = plain(folder, tmp_path, per_device_train_batch_size=16, dataloader_drop_last=True)
-    with pytest.raises(OptionError, match="has 8 rows, and a batch of Trainer takes 16"):
-        kleash.attach(few, out=tmp_path / "run")
-    with pytest.raises(OptionError, match="has 16 rows, and a batch of LeashedGRPOTrainer takes 32"):
-        kleash.attach(grpo(trl, folder, tmp_path, generation_batch_size=64), out=tmp_path / "run")
-    trainer = plain(folder, tmp_path, max_steps=-1, num_train_epochs=0)
-    kleash.attach(trainer, out=tmp_path / "run")
-    with pytest.raises(CannotRunError, match="the trainer took no step"):
-        trainer.train()
+    for trainer in (
+        plain(folder, tmp_path, per_device_train_batch_size=16, dataloader_drop_last=True),
+        grpo(trl, folder, tmp_path, generation_batch_size=64),
+        plain(folder, tmp_path, max_steps=-1, num_train_epochs=0),
+    ):
+        kleash.attach(trainer, out=tmp_path / "run")
+        with pytest.raises(CannotRunError, match=r"took no step.* make its batches smaller"):
+            trainer.train()

@@ -91,8 +91,8 @@ def attach(
         The callback that writes the folder; its ``result_of_run`` is the result once training has ended.
 
     Raises:
-        OptionError, UnknownNameError: if an option is invalid, the trainer's beta is no price of a KL, its teacher is
-            the policy itself, or its data set fills no batch.
+        OptionError, UnknownNameError: if an option is invalid, the trainer's beta is no price of a KL, or its teacher
+            is the policy itself.
     """
     from kleash.integrations.trainer.compat import moves_reference
     from kleash.training.step_logger import FolderLog
@@ -152,8 +152,7 @@ def _measure(
 
 
 def _check(trainer: Any, on_hacking: str, report_to: Sequence[str]) -> None:
-    """Refuse invalid options, and a trainer that has a run log, or could not train."""
-    from kleash.integrations.trainer.compat import require_batch
+    """Refuse invalid options, and a trainer that has a run log, or learns from itself."""
     from kleash.models.live_models import require_two_networks
     from kleash.training.step_logger import StepLogger
 
@@ -167,7 +166,6 @@ def _check(trainer: Any, on_hacking: str, report_to: Sequence[str]) -> None:
         raise OptionError("this trainer has a run log already; attach to it once")
     if (teacher := getattr(trainer, "teacher_model", None)) is not None:
         require_two_networks(*map(trainer.accelerator.unwrap_model, (trainer.model, teacher)))
-    require_batch(trainer)
 
 
 def _algorithm(trainer: Any) -> str:

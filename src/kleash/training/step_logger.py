@@ -219,6 +219,19 @@ class StepLogger(AttachedCallback):
         if self.trainer.accelerator.process_index == 0 and checkpoint.is_dir():
             seal_folder(checkpoint)
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Check that a step was taken: transformers, and TRL's samplers, which leave out what fills no batch, do not.
+
+        Raises:
+            CannotRunError: if none was.
+        """
+        if state.global_step == 0:
+            raise CannotRunError(
+                "the trainer took no step: max_steps or num_train_epochs is 0, or its data fill no batch; give more "
+                "rows, or make its batches smaller (generation_batch_size, per_device_train_batch_size, "
+                "gradient_accumulation_steps)"
+            )
+
     def result(
         self, algorithm: str, *, policy: str, out: str, dtypes: Mapping[str, str] | None = None
     ) -> TrainingResult:
@@ -318,15 +331,8 @@ class FolderLog(StepLogger):
         """Leave the trainer's checkpoint as it is."""
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Write the result and the report, on rank 0.
-
-        Raises:
-            CannotRunError: if no step was taken.
-        """
-        if state.global_step == 0:
-            raise CannotRunError(
-                "the trainer took no step: its data fill no batch, or max_steps or num_train_epochs is 0"
-            )
+        """Write the result and the report, on rank 0."""
+        super().on_train_end(args, state, control)
         if self.run_log is not None and self.run_log.history:
             checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             result = self.result(

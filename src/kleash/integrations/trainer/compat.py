@@ -7,7 +7,6 @@ learning rate that transformers logs; without it, only the logged value would be
 
 from typing import Any
 
-from kleash.errors import OptionError
 from kleash.extras import import_extra, require_attributes, warn_if_untested
 
 import_extra("transformers.trainer", "models")
@@ -17,7 +16,6 @@ require_attributes(
     {
         "transformers:Trainer.log": ("logs",),
         "transformers:Trainer.add_callback": ("callback",),
-        "transformers:Trainer._get_train_sampler": (),
         "transformers.trainer_callback:ExportableState.state": (),
         "transformers.trainer_callback:TrainerState": ("stateful_callbacks", "log_history"),
     },
@@ -32,27 +30,7 @@ __all__ = [
     "TrainerCallback",
     "halve_learning_rate",
     "moves_reference",
-    "require_batch",
 ]
-
-
-def require_batch(trainer: Any) -> None:
-    """Check that the data set of a trainer, if its length is known, fills a batch.
-
-    Without one, transformers takes no step and reports no error; TRL's samplers leave out what fills no generation.
-
-    Raises:
-        OptionError: if it does not, with the rows that are needed.
-    """
-    args, dataset = trainer.args, trainer.train_dataset
-    sampler = trainer._get_train_sampler(dataset) if hasattr(dataset, "__len__") else None
-    batch = args.train_batch_size * args.world_size if args.dataloader_drop_last else 1
-    if sampler is not None and len(sampler) < batch:
-        raise OptionError(
-            f"no step would be taken: train_dataset has {len(dataset)} rows, and a batch of "
-            f"{type(trainer).__name__} takes {max(batch, getattr(sampler, 'batch_size', 1))}; give more rows, or make "
-            "its batches smaller (generation_batch_size, per_device_train_batch_size, gradient_accumulation_steps)"
-        )
 
 
 def moves_reference(trainer: Any) -> bool:

@@ -11,7 +11,6 @@ import torch
 
 from kleash.errors import OptionError
 from kleash.extras import import_extra, suppress_library_output
-from kleash.integrations.trainer.compat import require_batch
 from kleash.jobs import TrainJob
 from kleash.models.pair_loading import resolve_device, resolve_dtype
 from kleash.sandbox.process import sandboxed_templates
@@ -65,7 +64,6 @@ def run_trainer(
         notes: what is shown when training starts, beside the notes about the models.
         options: further arguments of the ``StepLogger`` that writes to the run log.
     """
-    require_batch(trainer)
     step_logger = StepLogger(job, run_log, notes=(*networks.pair.notes, *notes), **options)
     step_logger.attach(trainer)
     trainer.remove_callback(import_extra("transformers.trainer_callback", "trl").PrinterCallback)
