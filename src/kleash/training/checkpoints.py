@@ -1,8 +1,7 @@
 """Checkpoints of PPO: Accelerate's state in a folder that has its name once it is complete and sealed by checksums."""
 
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,49 +34,32 @@ class TrainingState:
 
 
 def save(folder: Path, progress: TrainingState, accelerator: Any, networks: ActorCritic) -> None:
-    """Write the checkpoint of a step; remove earlier ones. A collective.
+    """Write the checkpoint of a step, and remove earlier ones. A collective.
+
+    It is written under a temporary name. What a kill leaves of it is removed by the next call, before more is written.
 
     Raises:
-        RunFolderError: if it cannot be written.
+        RunFolderError: if it cannot be written; the earlier checkpoint is kept.
     """
-    with replaced_folder(
-        folder / f"checkpoint-{progress.step}", accelerator
-    ) as unfinished:  # transformers' name
-        accelerator.save_state(str(unfinished))
-        accelerator.wait_for_everyone()
+    checkpoint = folder / f"checkpoint-{progress.step}"  # transformers' name
+    with writing(checkpoint):
         if accelerator.is_main_process:
-            networks.save_policy(unfinished / POLICY)
-            (unfinished / PROGRESS).write_text(to_json(progress), encoding="utf-8")
-            seal_folder(unfinished)
-    if accelerator.is_main_process:
-        for path in folder.iterdir():
-            if (checkpoint_number(path) or progress.step) < progress.step:
-                remove_folder(path)
-
-
-@contextmanager
-def replaced_folder(final: Path, accelerator: Any) -> Iterator[Path]:
-    """Context in which the processes write a folder under a temporary name; complete, it takes the place of ``final``.
-
-    A kill leaves the previous one. What it leaves unfinished is removed by the next call, before anything is written.
-
-    Raises:
-        RunFolderError: if it cannot be written.
-    """
-    with writing(final):
-        if accelerator.is_main_process:
-            remove_leftovers(final.parent)
-        unfinished = final.with_name(of_first_process(temporary_name()))
+            remove_leftovers(folder)
+        unfinished = folder / of_first_process(temporary_name())
         try:
-            unfinished.mkdir(parents=True, exist_ok=True)
-            yield unfinished
+            accelerator.save_state(str(unfinished))
+            accelerator.wait_for_everyone()
             if accelerator.is_main_process:
+                networks.save_policy(unfinished / POLICY)
+                (unfinished / PROGRESS).write_text(to_json(progress), encoding="utf-8")
+                seal_folder(unfinished)
                 for path in unfinished.rglob("*"):
                     sync_folder(path)
-                if final.exists():
-                    remove_folder(final)
-                unfinished.rename(final)
-                sync_folder(final.parent)
+                unfinished.rename(checkpoint)
+                sync_folder(folder)
+                for path in folder.iterdir():
+                    if path != checkpoint and checkpoint_number(path) is not None:
+                        remove_folder(path)
             accelerator.wait_for_everyone()
         finally:  # where it has not been renamed
             shutil.rmtree(unfinished, ignore_errors=True)

@@ -33,7 +33,7 @@ from kleash.models.pair_loading import resolve_device
 from kleash.sources.sequences import batch_by_length
 from kleash.store import TrainingResult
 from kleash.store.training_folder import CHECKPOINTS, POLICY
-from kleash.training.checkpoints import TrainingState, replaced_folder, restore_last, save
+from kleash.training.checkpoints import TrainingState, restore_last, save
 from kleash.training.job_schedule import leash_of, prompt_indices, tightened
 from kleash.training.networks import ActorCritic, final_states, load_networks
 from kleash.training.ppo_loss import (
@@ -89,9 +89,9 @@ def train_ppo(job: PPOJob, run_log: RunLog | None) -> TrainingResult:
         ended = progress.step == job.steps or progress.stopped is not None
         if ended or progress.step % job.checkpoint_every == 0:
             save(root / CHECKPOINTS, progress, run.accelerator, run.networks)
-    with replaced_folder(root / POLICY, run.accelerator) as folder:
-        if run.accelerator.is_main_process:
-            run.networks.save_policy(folder)
+    if run.accelerator.is_main_process:
+        run.networks.save_policy(root / POLICY)
+    run.accelerator.wait_for_everyone()
     return TrainingResult(
         kleash=__version__,
         algorithm=job.algorithm,
