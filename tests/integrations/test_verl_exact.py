@@ -47,11 +47,9 @@ def parts(tmp_path_factory):
         platform = type(get_platform())
         patch.setattr(platform, "current_device", lambda self: "cpu")
         patch.setattr(platform, "device_name", "cpu")
-        for owner, name in (
-            (fsdp.FSDPEngine, "disable_adapter"),
-            *((fsdp.FSDPEngineWithLMHead, name) for name in ("forward_step", "prepare_model_outputs")),
-        ):
-            patch.setattr(owner, name, getattr(owner, name))
+        engine = fsdp.FSDPEngineWithLMHead
+        for name in ("forward_step", "prepare_model_outputs"):
+            patch.setattr(engine, name, getattr(engine, name))
         place = tmp_path_factory.mktemp("gloo") / "store"
         dist.init_process_group("gloo", init_method=f"file://{place}", rank=0, world_size=1)
         with kleash_in_verl(exact=True):

@@ -9,7 +9,7 @@ is a ``CannotRunError`` that names it.
 | ``core_algos.kl_penalty``, ``core_algos.agg_loss``, ``ray_trainer.apply_kl_penalty`` | masked tokens, padding |
 | ``utils.need_reference_policy`` | a word where no KL is trained |
 | ``PPOTrainer``, ``RayPPOTrainer``: ``_save_checkpoint``, ``_load_checkpoint`` | the state of the controller |
-| ``FSDPEngine.disable_adapter``, ``FSDPEngineWithLMHead.forward_step``, ``.prepare_model_outputs`` | the exact KL |
+| ``FSDPEngineWithLMHead.forward_step``, ``.prepare_model_outputs`` | the exact KL |
 | ``workers.utils.losses.ppo_loss`` and every module that imported it by name | the exact KL |
 | ``workers.utils.padding.no_padding_2_padding`` | the positions of responses |
 | ``trainer.distillation.fsdp.losses.compute_forward_kl_topk`` | the top-k distillation loss |

@@ -1,7 +1,7 @@
 """The exact KL in verl's FSDP engine, from the policy's logits and stored hidden states of the reference."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -43,17 +43,8 @@ class ExactKL:
         """The reference's head, from its last pass."""
         self._head_input: Tensor | None = None
         """What the reference's head was called with in a pass: the final hidden states of the micro-batch."""
-        self._engines_without_adapter: tuple[Any, ...] = ()
-        """The engines whose adapter is off, so that they run the reference."""
         self.micro_batch_kl: Float[Tensor, "batch time"] | None = None
         """The KL of the micro-batch whose loss verl is computing; None outside of ``ppo_loss``."""
-
-    @contextmanager
-    def disable_adapter(self, original: Callable[..., Any], engine: Any) -> Iterator[None]:
-        """``FSDPEngine.disable_adapter``, in whose context the engine runs the reference."""
-        engines = *self._engines_without_adapter, engine
-        with replaced(self, "_engines_without_adapter", engines), original(engine):
-            yield
 
     def forward_step(
         self,
@@ -64,19 +55,13 @@ class ExactKL:
         forward_only: bool,
     ) -> Any:
         """``FSDPEngineWithLMHead.forward_step``, which records input and weights of the reference's head."""
-        if not self._is_reference_pass(engine, loss_function):
+        if not is_reference_pass(engine, loss_function):
             return original(engine, micro_batch, loss_function, forward_only)
         layer = engine.module.get_output_embeddings()
         hook = nullcontext() if layer is None else layer.register_forward_pre_hook(self._record_head_call)
         self._head = None
         with hook, replaced(self, "_head_input", None):
             return original(engine, micro_batch, loss_function, forward_only)
-
-    def _is_reference_pass(self, engine: Any, loss_function: Any) -> bool:
-        """Whether a pass is the reference's: without a loss, by an engine that never trains or has its adapter off."""
-        return loss_function is None and (
-            engine in self._engines_without_adapter or engine.engine_config.forward_only
-        )
 
     def _record_head_call(self, layer: Any, args: tuple[Any, ...]) -> None:
         """Record input and weights of the head; FSDP has gathered its weights only while it runs."""
@@ -99,7 +84,7 @@ class ExactKL:
     ) -> Any:
         """``FSDPEngineWithLMHead.prepare_model_outputs``, with hidden states, or the KL, in its output."""
         added: dict[str, Tensor] = {}  # computed first, since verl may overwrite the logits
-        if self._is_reference_pass(engine, logits_processor_func):
+        if is_reference_pass(engine, logits_processor_func):
             added[REFERENCE_HIDDEN] = self._reference_hidden(engine, output, micro_batch)
         elif has_exact_kl(logits_processor_func):
             added[TOKEN_KL] = self._token_kl(engine, output, output_args, micro_batch)
@@ -161,6 +146,15 @@ class ExactKL:
             (positions,), response_kl
         )
         return torch.nested.nested_tensor_from_jagged(token_kl, micro_batch["input_ids"].offsets())
+
+
+def is_reference_pass(engine: Any, loss_function: Any) -> bool:
+    """Whether a pass is the reference's: without a loss, by an engine that never trains or has its adapter off."""
+    return loss_function is None and (
+        engine.engine_config.forward_only
+        # PEFT's of a layer, and not the method of transformers' models
+        or any(getattr(layer, "disable_adapters", None) is True for layer in engine.module.modules())
+    )
 
 
 def has_exact_kl(loss_function: Any) -> bool:

@@ -70,7 +70,6 @@ WRAPPERS: Mapping[str, Wrappers] = MappingProxyType(
 EXACT_WRAPPERS: Mapping[str, Wrappers] = MappingProxyType(
     {
         ENGINE: {
-            "FSDPEngine.disable_adapter": (("self",), EXACT_KL.disable_adapter),
             "FSDPEngineWithLMHead.forward_step": (
                 ("micro_batch", "loss_function", "forward_only"),
                 EXACT_KL.forward_step,
