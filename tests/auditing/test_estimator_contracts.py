@@ -26,25 +26,20 @@ def test_audits_confirm_the_contracts_of_estimators(name):
     assert (as_reward.gradient == "KL(p ‖ q)") is record.right_as_reward
 
 
-def js_by_hand(p, q, weight=0.1):
-    """TRL's generalized_jsd_loss with beta 0.9, written out."""
-    mixture = weight * p + (1 - weight) * q
-    return (weight * p * (p / mixture).log() + (1 - weight) * q * (q / mixture).log()).sum(-1)
-
-
-def skew_by_hand(p, q, mix=0.1):
+def skewed(p, q, mix=0.1):
     return (p * (p / (mix * p + (1 - mix) * q)).log()).sum(-1)
 
 
 @pytest.mark.parametrize(
     ("function", "claims", "exchanged"),
     [
-        (js_by_hand, "jensen_shannon:0.1", "jensen_shannon:0.9"),
-        (skew_by_hand, "skew_kl:0.1", "skew_reverse_kl:0.1"),
+        (lambda p, q: 0.1 * skewed(p, q) + 0.9 * skewed(q, p, 0.9), "jensen_shannon:0.1", "jensen_shannon:0.9"),
+        (skewed, "skew_kl:0.1", "skew_reverse_kl:0.1"),
         (lambda p, q: ((p**0.3 * q**0.7).sum(-1) - 1) / (0.3 * -0.7), "alpha:0.3", "alpha:0.7"),
     ],
-)
+)  # fmt: skip
 def test_divergences_with_a_parameter_can_be_claimed(function, claims, exchanged):
+    """TRL's JSD with beta 0.9, DistiLLM's skew KL, and the alpha divergence."""
     right, wrong = (audit(function, f"f(probs_p, probs_q) -> {name}") for name in (claims, exchanged))
     assert (right.value, right.gradient) == (claims, claims) and "wrong" not in {
         f.severity for f in right.faults
