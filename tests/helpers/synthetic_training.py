@@ -29,10 +29,10 @@ def header_of(job: TrainJob) -> RunHeader:
 
 
 def write_run(folder: Path, history: list[StepRecord], job: TrainJob, *, finished: bool = True) -> Path:
-    files = TrainingFolder(folder)
+    files, drawn = TrainingFolder(folder), 4 if hasattr(job, "reward") else 0
     with files.writing(header_of(job), resume=False):
         for record in history:
-            texts = (HOSTILE[(record.step + at) % len(HOSTILE)] for at in range(4))
+            texts = (HOSTILE[(record.step + at) % len(HOSTILE)] for at in range(drawn))
             samples = [Sample(prompt=f"{EVIL}{text}", response=text, reward=1.0, kl=2.5) for text in texts]
             append_step(folder, record, samples)
         if finished:

@@ -45,10 +45,11 @@ def test_the_headlines_are_those_of_the_last_step_and_what_happened_is_told(host
     assert steps == [1, 13, 25, 36, 48, 60]
 
 
-def test_a_tiny_number_is_formatted_in_scientific_notation():
+def test_a_number_has_its_unit_and_a_tiny_one_is_formatted_in_scientific_notation():
     metrics = {"kl/k3": 1.172e-29, "kl/k3_error": 5.69e-30}
     assert format_metric(metrics, "kl/k3") == "1.17 × 10⁻²⁹ ± 5.7 × 10⁻³⁰ nats"
     assert format_metric({"reward/score": -0.5, "reward/score_error": 0.25}, "reward/score") == "−0.50 ± 0.25"
+    assert format_metric({"teacher/divergence": 0.25}, "teacher/divergence") == "0.250", "maybe a hellinger"
 
 
 def test_a_number_of_every_other_step_is_a_line_through_them():
@@ -96,7 +97,8 @@ def test_a_dpo_run_shows_its_own_metrics(tmp_path):
     assert "Steps 3 running or interrupted" in page.words
     assert "kleash train dpo --pairs p.jsonl --steps 3" in page.words
     assert "No reward hacking alerts." in page.words
-    assert "numbers of a step are over its batch" in page.words and "samples new responses" not in page.words
+    assert "over its batch, before its update; the KL, if there is one, is measured after it" in page.words
+    assert "Machine-readable: steps.jsonl , training.json" in page.words
 
 
 def test_errors_over_few_prompts_carry_a_warning():
@@ -128,11 +130,13 @@ def test_beta_over_decades_is_drawn_on_a_logarithmic_axis():
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_disabled_switches_are_part_of_the_command(tmp_path):
+def test_a_stopped_run_shows_the_reason_and_its_command_with_disabled_switches(tmp_path):
     job = PPOJob(whiten=False, trust_remote_code=True, clip_range_value=None)
-    folder = write_run(tmp_path / "run", healthy(3), job)
-    text = Page(write_training_report(folder)).words
+    files = TrainingFolder(write_run(tmp_path / "run", healthy(3), job))
+    files.write_result(replace(files.result(), stopped="the hacking monitor stopped it"))
+    text = Page(write_training_report(files.root)).words
     assert "kleash train ppo --steps 3 --no-whiten --clip-range-value None --trust-remote-code" in text
+    assert "Steps 3 the hacking monitor stopped it" in text
 
 
 @pytest.mark.usefixtures("undrawn")
@@ -142,10 +146,3 @@ def test_a_run_without_a_step_raises(tmp_path):
         (folder.root / "checkpoints" / "checkpoint-1").mkdir(parents=True)  # left without checksums
     with pytest.raises(RunFolderError, match="without a step"):
         write_training_report(folder.root)
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_a_stopped_run_shows_the_reason(tmp_path):
-    files = TrainingFolder(write_run(tmp_path / "run", healthy(3), GRPOJob()))
-    files.write_result(replace(files.result(), stopped="the hacking monitor stopped it"))
-    assert "Steps 3 the hacking monitor stopped it" in Page(write_training_report(files.root)).words

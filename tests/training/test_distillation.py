@@ -207,7 +207,7 @@ def test_a_cache_trains_as_its_teacher_does(distill, root, tmp_path):
     residuals = np.array(nats) - mean * np.array(tokens)
     error = np.sqrt((residuals**2).sum() * 4 / 3) / sum(tokens)
     assert metric(one, "teacher/divergence_error") == pytest.approx([error], rel=1e-4)
-    assert metric(one, "response/prompts") == [4.0]
+    assert metric(one, "response/prompts") == [4.0] and "response/cut_share" not in one[0].metrics
 
 
 def test_lists_of_all_tokens_train_as_the_cache_and_shorter_ones_bound_it(distill, root, tmp_path):

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from scoring_cases import sequence_of
 from tiny_models import CONFIGS, save_tiny, tiny_tokenizer
-from transformers import AutoModelForSequenceClassification, BertConfig
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoModelForSequenceClassification, BertConfig, PreTrainedTokenizerFast
 
 from kleash.errors import CannotRunError, ModelError
 from kleash.training import load_rewards
 from kleash.training.reward_models import Dialogue, load_reward_model
+from kleash.training.with_trl.online import _reward_function
+from kleash.training.with_trl.runs import PROMPT_COLUMN
 
 TEXTS = (
     (" was calm and the boat went out", "The sea"),
@@ -99,6 +103,20 @@ def test_reward_model_adds_to_other_rewards(folder: Path) -> None:
     assert found.total.tolist() == pytest.approx([2 * alone(folder, "The sea she was") + 1], rel=1e-4)
 
 
+def test_a_response_follows_its_prompt_with_the_space_that_its_tokenizer_drops(folder: Path) -> None:
+    """In PPO and in TRL's trainers; tokenizers as those of Llama 2 and Mistral decode " was" alone as "was"."""
+    backend = Tokenizer(models.WordLevel({"▁The": 0, "▁sea": 1, "▁was": 2}))
+    backend.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    rewards = load_rewards([str(folder)], tokenizer=tokenizer)
+    answer = sequence_of((0, 1), [2], prompt_text="The sea", response_text=tokenizer.decode([2]))
+    prompt: Any = SimpleNamespace(text="The sea", token_ids=(0, 1), messages=None, columns={})
+    in_trl = _reward_function(rewards.rewards[0], range(1), [prompt], ["prompt 1"], tokenizer)
+    found = in_trl(completions=["was"], completion_ids=[[2]], **{PROMPT_COLUMN: [0]})
+    assert answer.response_text == "was" and found == rewards.of([answer]).total.tolist()
+    assert found == pytest.approx([alone(folder, "The sea was")], rel=1e-4)
+
+
 def test_text_beyond_the_context_length_is_not_truncated_silently(folder: Path) -> None:
     long = Dialogue(prompt="The sea", response=" was calm" * 80, name="prompt 3, sample 1")
     with pytest.raises(
@@ -107,11 +125,13 @@ def test_text_beyond_the_context_length_is_not_truncated_silently(folder: Path) 
         load_reward_model(str(folder))([long])
 
 
-def test_language_model_is_refused_as_reward_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"lacks 1 of its weights, which would be random: score\.weight"):
-        load_reward_model(str(save_tiny(tmp_path / "llama")))
-
-
-def test_classifier_with_several_labels_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="has 3 labels; a reward is one number"):
-        load_reward_model(str(saved(tmp_path / "three", labels=3)))
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (save_tiny, r"lacks 1 of its weights, which would be random: score\.weight"),
+        (partial(saved, labels=3), "has 3 labels; a reward is one number"),
+    ],
+)
+def test_what_is_no_reward_model_is_refused(make: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=said):
+        load_reward_model(str(make(tmp_path / "llama")))

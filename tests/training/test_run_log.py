@@ -120,6 +120,12 @@ def test_monitor_state_survives_resume(tmp_path: Path) -> None:
     assert read_steps(folders[1]) == read_steps(folders[0])
 
 
+def test_a_resume_that_begins_is_told(tmp_path: Path) -> None:
+    run_log = RunLog(tmp_path, PPOJob(resume=True, out=str(tmp_path)), display=mock.Mock())
+    run_log.begin(0)
+    assert "has no checkpoint to go on from" in run_log.display.note.call_args.args[0]
+
+
 @pytest.mark.parametrize("acts", [False, True])
 def test_a_resumed_run_has_ended_only_at_an_alert_that_acts(acts: bool, tmp_path: Path) -> None:
     from kleash.training.step_logger import StepLogger

@@ -35,7 +35,11 @@ class Drift:
     per_token: Estimate
     """Exact KL in nats per token, over all tokens of all responses."""
     per_sequence: Estimate
-    """KL between whole responses in nats: the control-variate combination of exact and sampled sums."""
+    """KL between whole responses in nats: exact, summed over a response, as each step of training has it.
+
+    ``kleash measure`` combines it with the sampled sum (``controlled_total``). The weight of that is fitted, and over
+    the few prompts of a monitor can lie far from 1.
+    """
     sequences: int
     tokens: int
 
@@ -90,7 +94,7 @@ def drift_of(parts: Iterable[DriftPart]) -> Drift:
     _, cluster = np.unique(prompt, return_inverse=True)
     return Drift(
         per_token=mean_per_token(exact, tokens, cluster),
-        per_sequence=controlled_total(log_ratio, exact, cluster, unit="nats").estimate,
+        per_sequence=controlled_total(log_ratio, exact, cluster, unit="nats").exact_sum,
         sequences=len(prompt),
         tokens=int(tokens.sum()),
     )

@@ -71,7 +71,7 @@ CHARTS: tuple[tuple[str, str, str, Curves], ...] = (
         },
     ),
     ("pairs", "Pairs", "share", {"pairs/accuracy": "preference accuracy"}),
-    ("teacher", "Divergence from the teacher", "nats per token", {"teacher/divergence": "policy"}),
+    ("teacher", "Divergence from the teacher", "per token", {"teacher/divergence": "policy"}),
 )
 """Name, title, title of the y axis, and curves of each chart."""
 

@@ -32,7 +32,9 @@ class Metric:
     """Its title among the main numbers of a report; empty where it is none."""
 
 
-_BEFORE = "of the policy that generated, before the step's updates"
+_BEFORE = (
+    "of the policy that generated, before the step's updates (after them, if a DriftMonitor measured it)"
+)
 
 METRICS: Mapping[str, Metric] = MappingProxyType(
     {
@@ -270,14 +272,15 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             trl="rewards/margins",
         ),
         "teacher/divergence": Metric(
-            unit="nats",
+            unit="none",  # which divergence it is, only the job knows
             heading="divergence",
             card="Divergence from the teacher",
             meaning="divergence from the teacher that is minimised, exact or from the teacher's top-k lists, mean over "
-            "the tokens of all responses, before the step's update",
+            "the tokens of all responses, before the step's update; in nats, but total_variation, hellinger and "
+            "chi_squared have no unit",
         ),
         "teacher/divergence_error": Metric(
-            unit="nats", meaning="standard error of teacher/divergence, clustered by prompt"
+            unit="none", meaning="standard error of teacher/divergence, clustered by prompt"
         ),
         "eval/reward": Metric(
             unit="reward",

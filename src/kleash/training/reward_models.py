@@ -31,6 +31,8 @@ class Dialogue:
     prompt: str
     """The text of the prompt, with the policy's chat template applied."""
     response: str
+    continuation: str | None = None
+    """The response as it follows the prompt (``text_after``); None if that is ``response``."""
     messages: tuple[Mapping[str, Any], ...] | None = None
     """The messages of the prompt; None if it is plain text."""
     name: str = ""
@@ -39,6 +41,20 @@ class Dialogue:
     """Other columns of the prompt's record, by name."""
     token_ids: tuple[int, ...] | None = None
     """The tokens of the response with its end token; None if only the text is known."""
+
+
+def text_after(tokenizer: Any, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> str:
+    """The text of a response where it follows its prompt, without special tokens.
+
+    Tokenizers as those of Llama 2 and Mistral drop a space at the beginning of what they decode, so that a response
+    decoded alone lacks the space after the last word of its prompt.
+    """
+    last, both, alone = (
+        tokenizer.decode(list(ids), skip_special_tokens=True)
+        for ids in (prompt_ids[-1:], (*prompt_ids[-1:], *response_ids), response_ids)
+    )
+    # the last token of the prompt may be a part of a character, and then changes with what follows
+    return both.removeprefix(last) if both.startswith(last) else alone
 
 
 def load_reward_model(
@@ -109,7 +125,8 @@ def _tokens(name: str, network: Any, tokenizer: Any, dialogue: Dialogue) -> list
         messages = [*dialogue.messages, {"role": "assistant", "content": dialogue.response}]
         text, special = render_chat(tokenizer, messages), False
     else:
-        text, special = dialogue.prompt + dialogue.response, True
+        continuation = dialogue.response if dialogue.continuation is None else dialogue.continuation
+        text, special = dialogue.prompt + continuation, True
     tokens = list(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
     context = getattr(network.config, "max_position_embeddings", None)
     if not tokens or (context is not None and len(tokens) > context):

@@ -149,13 +149,13 @@ class RunLog:
                 "folder again, or begin again in another --out"
             )
         self._trackers = open_trackers(self.job.report_to, self.job.settings(), self.folder, after=step)
-        is_over = step >= getattr(self.job, "steps", math.inf)
-        going_on = (
-            f"nothing is left to do after step {step}; give more --steps"
-            if is_over
-            else f"going on after step {step}"
-        )
-        for note in (*notes, *([going_on] if step else [])):
+        if step >= getattr(self.job, "steps", math.inf):
+            notes = (*notes, f"nothing is left to do after step {step}; give more --steps")
+        elif step:
+            notes = (*notes, f"going on after step {step}")
+        elif getattr(self.job, "resume", False):
+            notes = (*notes, f"{self.folder} has no checkpoint to go on from: training begins at step 1")
+        for note in notes:
             self.display.note(note)
         self.display.working(step + 1, "starting")
 

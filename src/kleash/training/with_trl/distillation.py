@@ -224,6 +224,11 @@ class GivenResponsesMixin(DistillationMixin):
     def _generate_single_turn(self, *_: Any) -> list[list[int]]:
         return [list(sequence.response_ids) for sequence in self._batch]
 
+    def log(self, *args: Any, **options: Any) -> None:
+        """Log without TRL's share of truncated responses, which takes each without an end token for one."""
+        self._metrics["train"].pop("completions/clipped_ratio", None)
+        super().log(*args, **options)
+
 
 def read_given(
     job: DistillJob, networks: Networks, stored: StoredReference | None

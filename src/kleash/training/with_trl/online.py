@@ -17,7 +17,7 @@ from kleash.store import TrainingResult
 from kleash.training.job_schedule import leash_of, prompt_indices
 from kleash.training.library_fields import set_fields, trl_config
 from kleash.training.networks import load_networks
-from kleash.training.reward_models import Dialogue
+from kleash.training.reward_models import Dialogue, text_after
 from kleash.training.rewards import Reward, check_rewards, load_rewards, reward_values
 from kleash.training.run_log import RunLog
 from kleash.training.with_trl.runs import (
@@ -93,7 +93,9 @@ def train_online(job: GRPOJob | RLOOJob, run_log: RunLog | None) -> TrainingResu
     )
     trainer = trainer_class(
         model=networks.policy,
-        reward_funcs=_reward_functions(job, rewards.rewards, items, names, first_held_out=len(prompts)),
+        reward_funcs=_reward_functions(
+            job, rewards.rewards, items, names, networks.pair.tokenizer, first_held_out=len(prompts)
+        ),
         args=trl_config(
             job,
             **_arguments(job, longest_row(items, job, networks.pair)),
@@ -173,6 +175,7 @@ def _reward_functions(
     rewards: Sequence[Reward],
     prompts: Sequence[Prompt],
     names: Sequence[str],
+    tokenizer: Any,
     *,
     first_held_out: int,
 ) -> list[Any]:
@@ -180,10 +183,12 @@ def _reward_functions(
     numbers = range(len(prompts))
     of_training = numbers[:first_held_out] if job.eval_reward else numbers
     applies = [of_training] * len(job.rewards) + [numbers[first_held_out:]] * len(job.eval_reward)
-    return [_reward_function(*each, prompts, names) for each in zip(rewards, applies, strict=True)]
+    return [_reward_function(*each, prompts, names, tokenizer) for each in zip(rewards, applies, strict=True)]
 
 
-def _reward_function(reward: Reward, applies: range, prompts: Sequence[Prompt], names: Sequence[str]) -> Any:
+def _reward_function(
+    reward: Reward, applies: range, prompts: Sequence[Prompt], names: Sequence[str], tokenizer: Any
+) -> Any:
     """The reward as a function that TRL can call, with the reward's name; errors call prompts by ``names``.
 
     It gets the index of each prompt (``PROMPT_COLUMN``) and takes the columns from the prompts, since Arrow would
@@ -198,6 +203,7 @@ def _reward_function(reward: Reward, applies: range, prompts: Sequence[Prompt], 
             Dialogue(
                 prompt=prompts[which].text,
                 response=completion,
+                continuation=text_after(tokenizer, prompts[which].token_ids, ids),
                 messages=prompts[which].messages,
                 name=names[which],
                 columns=prompts[which].columns,
