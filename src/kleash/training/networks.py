@@ -292,14 +292,17 @@ class ActorCritic(torch.nn.Module):
         self.value = torch.nn.Linear(weight.shape[1], 1, dtype=dtype, device=weight.device)
         torch.nn.init.zeros_(self.value.weight)
         torch.nn.init.zeros_(self.value.bias)
-        self.sampler = replace(
+        self.eval()
+
+    @property
+    def sampler(self) -> Model:
+        """The policy as a model for generation; its head is read anew, since Accelerate gives weights other storage."""
+        return replace(
             self.pair.policy,
             backbone=find_backbone(self.network),
             head=self.head(),
             context_length=self.pair.context_length,
         )
-        """The policy as a model for generation, with the weights where the optimiser changes them."""
-        self.eval()
 
     def head(self, *, requires_grad: bool = False) -> Head:
         """The policy's head as it is now."""
