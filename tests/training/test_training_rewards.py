@@ -45,6 +45,7 @@ def raises(prompts, responses):
     raise ValueError("no such judge\\nsecond line")
 def nan(prompts, responses):
     return [1.0, float("nan"), float("inf")][: len(responses)]
+def huge(prompts, responses): return [1.0, 1e25, -1e300][: len(responses)]
 def words(prompts, responses):
     return ["high" for _ in responses]
 class Judge:
@@ -158,8 +159,8 @@ def test_empty_reward_list_is_refused() -> None:
         ("nothing", CannotRunError, "my_rewards:nothing returned a NoneType; it must return a sequence"),
         ("raises", CannotRunError, "raises raises ValueError: no such judge in line 23 of my_rewards (given 3 "),
         ("exits", CannotRunError, "the reward my_rewards:exits raises SystemExit: 0 in line 19 of my_rewards"),
-        ("nan", NonFiniteError,
-            "is nan for response 1 and 2 of 3 responses in all; it must be a finite number"),
+        ("nan", NonFiniteError, "is nan for response 1 and 2 of 3 responses in all; it must be a finite number"),
+        ("huge", NonFiniteError, "huge is 1e+25 for response 1 and 2 of 3 responses"),
         ("words", CannotRunError, "my_rewards:words raises ValueError: could not convert string to float"),
         ("as_dict", CannotRunError,
             "my_rewards:as_dict returned a dict; it must return a sequence of numbers"),

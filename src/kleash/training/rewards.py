@@ -119,7 +119,7 @@ def reward_values(
     Raises:
         CannotRunError: if the reward raises, or returns anything but numbers.
         ShapeError: if there is not one number for each response.
-        NonFiniteError: if a number is NaN or infinite.
+        NonFiniteError: if a number is NaN or infinite, or its square is in float32.
     """
     try:
         returned = function(dialogues)
@@ -147,12 +147,14 @@ def reward_values(
             f"the reward {spec} returned numbers of shape {values.shape} for {len(dialogues)} responses; it must "
             "return one each"
         )
-    is_wrong = ~np.isfinite(values) & np.array([value is not None for value in returned], dtype=bool)
+    with np.errstate(over="ignore"):
+        squares = np.square(values).astype(np.float32)  # advantages are scaled by their mean
+    is_wrong = ~np.isfinite(squares) & np.array([value is not None for value in returned], dtype=bool)
     if is_wrong.any():
         first = np.flatnonzero(is_wrong)[0]
         raise NonFiniteError(
             f"the reward {spec} is {values[first]} for {dialogues[first].name} and {is_wrong.sum()} of {len(values)} "
-            "responses in all; it must be a finite number"
+            "responses in all; it must be a finite number, whose square is below 3e38"
         )
     return values
 
