@@ -45,7 +45,7 @@ def test_the_two_step_example_agrees_with_enumeration():
 
 
 @settings(max_examples=30)
-@given(st.integers(8, 60), st.integers(0, 1000), st.floats(0.0, 3.0))
+@given(st.integers(128, 180), st.integers(0, 1000), st.floats(0.0, 3.0))
 def test_the_error_is_at_most_that_of_either_component_up_to_a_degree_of_freedom(clusters, seed, noise):
     random = np.random.default_rng(seed)
     exact = random.lognormal(size=3 * clusters)
@@ -58,11 +58,10 @@ def test_the_error_is_at_most_that_of_either_component_up_to_a_degree_of_freedom
 
 def test_the_weight_is_fitted_over_clusters():
     """Within each cluster U - C cancels; only between clusters does it move with U."""
-    c = np.array([1.0, 2.0, 3.0, 5.0, 2.5, 1.5, 4.0, 3.5])
-    d = np.array([0.3, -0.1, 0.2, -0.4, 0.1, -0.2, 0.5, -0.3])
+    c, d = np.random.default_rng(3).lognormal(size=(2, 128))
     exact = np.repeat(c, 2)
-    sampled = exact + np.tile([10.0, -10.0], 8) + np.repeat(d, 2)
-    total = controlled_total(sampled, exact, np.repeat(np.arange(8), 2))
+    sampled = exact + np.tile([10.0, -10.0], 128) + np.repeat(d, 2)
+    total = controlled_total(sampled, exact, np.repeat(np.arange(128), 2))
     u = c + d
     assert total.weight == pytest.approx(np.cov(u, d)[0, 1] / np.cov(u, d)[1, 1], rel=1e-9)
 
@@ -74,33 +73,26 @@ def test_identical_models_have_an_exact_total_of_zero():
     assert total.estimate.warnings == ()
 
 
-def test_equal_components_give_weight_one():
-    values = np.random.default_rng(1).lognormal(size=40)
-    total = controlled_total(values, values, np.arange(40))
-    assert total.weight == 1.0
-    assert total.estimate.standard_error == total.exact_sum.standard_error
-    assert total.estimate.ci95 == pytest.approx(total.exact_sum.ci95, rel=1e-12)
-
-
-@pytest.mark.parametrize("clusters", [2, 3, 7])
-def test_the_weight_is_not_fitted_below_eight_clusters(clusters):
-    """With a weight fitted on three clusters, the KL of two policies with a KL of 0.9 nats was -0.05."""
-    random = np.random.default_rng(clusters)
-    exact = 0.9 + 0.1 * random.standard_normal(clusters)
-    total = controlled_total(exact + random.standard_normal(clusters), exact, np.arange(clusters))
-    assert total.weight == 1.0
-    assert total.estimate.value == total.exact_sum.value == pytest.approx(exact.mean())
-    assert total.estimate.ci95 == pytest.approx(total.exact_sum.ci95, rel=1e-12)
+def test_few_skewed_clusters_give_an_unbiased_total():
+    """Each prompt has its own drift: with a weight fitted on 8 clusters, the mean of these totals was 0.875."""
+    random = np.random.default_rng(0)
+    drifts = random.lognormal(-0.5, 1.0, size=(2000, 8))
+    sampled = drifts + np.sqrt(2 * drifts) * random.standard_normal(drifts.shape)
+    exact = drifts * random.uniform(0.8, 1.2, drifts.shape)
+    totals = [controlled_total(*both, np.arange(8)) for both in zip(sampled, exact, strict=True)]
+    assert {total.weight for total in totals} == {1.0}
+    assert np.mean([total.estimate.value for total in totals]) == pytest.approx(1.0, abs=0.03)
+    assert totals[0].estimate.ci95 == pytest.approx(totals[0].exact_sum.ci95, rel=1e-12)
 
 
 @pytest.mark.parametrize("sampled", [1.0, math.inf])
 def test_an_infinite_exact_term_makes_the_total_infinite(sampled):
-    exact = np.ones(40)
+    exact = np.ones(140)
     exact[3] = math.inf
-    total = controlled_total(np.append(np.arange(39.0), sampled), np.roll(exact, 36), np.arange(40))
+    total = controlled_total(np.append(np.arange(139.0), sampled), np.roll(exact, 136), np.arange(140))
     assert math.isinf(total.estimate.value)
     assert total.weight == 1.0
-    assert total.estimate.warnings == ("the sums of 1 of 40 clusters are infinite or not a number",)
+    assert total.estimate.warnings == ("the sums of 1 of 140 clusters are infinite or not a number",)
 
 
 def test_the_total_is_bounded_below_and_its_monte_carlo_component_is_not():

@@ -154,7 +154,7 @@ def reward_values(
         first = np.flatnonzero(is_wrong)[0]
         raise NonFiniteError(
             f"the reward {spec} is {values[first]} for {dialogues[first].name} and {is_wrong.sum()} of {len(values)} "
-            "responses in all; it must be a finite number, whose square is below 3e38"
+            "responses in all; it must be a finite number with a square below 3e38 (float32)"
         )
     return values
 
