@@ -7,14 +7,7 @@ from distributions import gradients, log, pairs
 from hypothesis import given, settings
 from textbook import textbook
 
-from kleash.divergences import (
-    alpha_divergence,
-    hellinger,
-    jensen_shannon,
-    kl,
-    renyi,
-    skew_kl,
-)
+from kleash.divergences import alpha_divergence, hellinger, jensen_shannon, kl, renyi, skew_kl
 from kleash.divergences.table import log_mixture
 from kleash.errors import OptionError
 

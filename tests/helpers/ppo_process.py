@@ -28,9 +28,8 @@ def two_steps(folder: Path, out: Path, **more: Any) -> None:
                 json.dumps(said)
             )
             return drawn
-        rows = range(len(drawn))
-        logp = ppo.score(run, drawn, [*rows]).columns["token_logp"].cpu().numpy()
-        by_policy = np.concatenate([drawn[row].logp_sampled for row in rows])
+        logp = ppo.score(run, drawn, [*range(len(drawn))]).columns["token_logp"].cpu().numpy()
+        by_policy = np.concatenate([one.logp_sampled for one in drawn])
         np.testing.assert_allclose(by_policy, logp, atol=1e-5, err_msg="drawn by earlier weights")
         given = [tuple(json.loads((folder / "replay.json").read_text())[place]) for place in places]
         return [

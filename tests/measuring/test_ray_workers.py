@@ -9,12 +9,7 @@ from kleash.engines import Shard
 from kleash.engines.base import EngineTraits
 from kleash.errors import ClusterError
 from kleash.measuring.progress import ProgressReporter
-from kleash.measuring.ray_workers import (
-    LoadedModels,
-    RayEngine,
-    connected_cluster,
-    start_actors,
-)
+from kleash.measuring.ray_workers import LoadedModels, RayEngine, connected_cluster, start_actors
 from kleash.records import MeasureJob
 from kleash.store.job_folder import RunHeader
 

@@ -61,10 +61,7 @@ def trained(job: TrainJob, out: Path, display: Display) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        "ppo",
-        *(pytest.param(kind, marks=pytest.mark.peers("trl")) for kind in ("grpo with lora", "dpo")),
-    ],
+    ["ppo", *(pytest.param(kind, marks=pytest.mark.peers("trl")) for kind in ("grpo with lora", "dpo"))],
 )
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 def test_no_input_is_read_after_the_first_step(tmp_path: Path, kind: str) -> None:

@@ -10,7 +10,14 @@ from prompt_sums import lognormal_prompts, prompts
 from scipy import stats
 
 from kleash.errors import ShapeError
-from kleash.uncertainty import clustered_mean, paired_difference, ratio_of_many, ratio_of_sums
+from kleash.uncertainty import (
+    clustered_mean,
+    controlled_total,
+    paired_difference,
+    ratio_of_many,
+    ratio_of_sums,
+    running_mean,
+)
 
 
 def jackknife_error(sums: np.ndarray, counts: np.ndarray) -> float:
@@ -264,5 +271,11 @@ def test_inputs_of_different_shapes_raise(unhooked):
         ratio_of_many(np.ones((3, 2)), np.ones((3, 1)))
     with pytest.raises(ShapeError, match=r"values \(3,\), clusters \(4,\); give one of each per value"):
         clustered_mean(np.ones(3), np.ones(4))
+    with pytest.raises(
+        ShapeError, match=r"monte_carlo \(3,\), exact \(2,\), clusters \(3,\); give one of each"
+    ):
+        controlled_total(np.ones(3), np.ones(2), np.ones(3))
+    with pytest.raises(ShapeError, match=r"sums \(3,\), counts \(2,\); give one of each per cluster"):
+        running_mean(np.ones(3), np.ones(2))
     with pytest.raises(ShapeError, match=r"sums_a"):
         paired_difference(np.ones(3), np.ones(3), np.ones(3), np.ones(4))

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kleash.errors import ShapeError
 from kleash.uncertainty import controlled_total
 
 # After token 0 both models are (.5, .5); after token 1 they are (.01, .99) and (.99, .01). The first step is
@@ -39,6 +38,7 @@ def test_the_two_step_example_agrees_with_enumeration():
     for estimate in (total.estimate, total.monte_carlo, total.exact_sum):
         assert estimate.value == pytest.approx(2.395450, abs=1e-6)
     assert total.weight == pytest.approx(-0.718, abs=5e-4)
+    assert controlled_total(exact, exact, np.arange(200)).weight == 1.0, "U - C does not vary"
     assert total.monte_carlo.standard_error**2 * 199 == pytest.approx(3.31591, abs=1e-5)
     assert total.exact_sum.standard_error**2 * 199 == pytest.approx(5.06974, abs=1e-5)
     assert total.estimate.standard_error**2 * 198 == pytest.approx(2.94458, abs=1e-5)
@@ -66,13 +66,6 @@ def test_the_weight_is_fitted_over_clusters():
     assert total.weight == pytest.approx(np.cov(u, d)[0, 1] / np.cov(u, d)[1, 1], rel=1e-9)
 
 
-def test_identical_models_have_an_exact_total_of_zero():
-    total = controlled_total(np.zeros(50), np.zeros(50), np.arange(50), known_value=0.0)
-    assert (total.estimate.value, total.estimate.standard_error, total.weight) == (0.0, 0.0, 1.0)
-    assert total.estimate.ci95 == (0.0, 0.0)
-    assert total.estimate.warnings == ()
-
-
 def test_few_skewed_clusters_give_an_unbiased_total():
     """Each prompt has its own drift: with a weight fitted on 8 clusters, the mean of these totals was 0.875."""
     random = np.random.default_rng(0)
@@ -82,7 +75,6 @@ def test_few_skewed_clusters_give_an_unbiased_total():
     totals = [controlled_total(*both, np.arange(8)) for both in zip(sampled, exact, strict=True)]
     assert {total.weight for total in totals} == {1.0}
     assert np.mean([total.estimate.value for total in totals]) == pytest.approx(1.0, abs=0.03)
-    assert totals[0].estimate.ci95 == pytest.approx(totals[0].exact_sum.ci95, rel=1e-12)
 
 
 @pytest.mark.parametrize("sampled", [1.0, math.inf])
@@ -102,10 +94,3 @@ def test_the_total_is_bounded_below_and_its_monte_carlo_component_is_not():
     assert total.estimate.ci95[0] >= 0
     assert total.exact_sum.ci95[0] >= 0
     assert total.monte_carlo.ci95[0] < 0
-
-
-def test_inputs_of_different_lengths_raise(unhooked):
-    with pytest.raises(
-        ShapeError, match=r"monte_carlo \(3,\), exact \(2,\), clusters \(3,\); give one of each per sequence"
-    ):
-        controlled_total(np.ones(3), np.ones(2), np.ones(3))

@@ -12,18 +12,16 @@ from kleash.measuring.sequence_clusters import hashes_as_ints
 from kleash.models import Pair, Prompt, Sampling, generate, score
 from kleash.registry import require_choice
 from kleash.store.statistics import KL_POLICY_REFERENCE
-from kleash.uncertainty import Estimate, controlled_total
+from kleash.uncertainty import Estimate, clustered_mean
 from kleash.uncertainty.ratios import mean_per_token
 
 
 class DriftPart(NamedTuple):
-    """One row per generated response: its prompt, its length, and its log ratio and exact KL."""
+    """One row per generated response: its prompt, its length and its exact KL."""
 
     prompt: Int[np.ndarray, " sequences"]
     """Hash of its tokens, as ``hashes_as_ints``."""
     tokens: Int[np.ndarray, " sequences"]
-    log_ratio: Float[np.ndarray, " sequences"]
-    """log p - log q of the response."""
     exact: Float[np.ndarray, " sequences"]
     """The exact next-token KLs, summed over the response."""
 
@@ -35,11 +33,7 @@ class Drift:
     per_token: Estimate
     """Exact KL in nats per token, over all tokens of all responses."""
     per_sequence: Estimate
-    """KL between whole responses in nats: exact, summed over a response, as each step of training has it.
-
-    ``kleash measure`` combines it with the sampled sum (``controlled_total``). The weight of that is fitted, and over
-    the few prompts of a monitor can lie far from 1.
-    """
+    """KL between whole responses in nats: exact, summed over a response, as each step of training has it."""
     sequences: int
     tokens: int
 
@@ -79,22 +73,20 @@ def draw_drift(
     lengths = np.array([len(response.response_ids) for response in responses], dtype=np.int64)
     columns = score(pair, responses, temperature=sampling.temperature, batch_tokens=batch_tokens)
     response_of = np.repeat(np.arange(len(responses)), lengths)
-    ratios = columns["logp_policy"].astype(np.float64) - columns["logp_reference"]
     return DriftPart(
         prompt=hashes_as_ints(response.prompt_hash for response in responses),
         tokens=lengths,
-        log_ratio=np.bincount(response_of, weights=ratios, minlength=len(responses)),
         exact=np.bincount(response_of, weights=columns[KL_POLICY_REFERENCE], minlength=len(responses)),
     )
 
 
 def drift_of(parts: Iterable[DriftPart]) -> Drift:
     """The drift over all parts, with prompts as clusters."""
-    prompt, tokens, log_ratio, exact = (np.concatenate(column) for column in zip(*parts, strict=True))
+    prompt, tokens, exact = (np.concatenate(column) for column in zip(*parts, strict=True))
     _, cluster = np.unique(prompt, return_inverse=True)
     return Drift(
         per_token=mean_per_token(exact, tokens, cluster),
-        per_sequence=controlled_total(log_ratio, exact, cluster, unit="nats").exact_sum,
+        per_sequence=clustered_mean(exact, cluster, lower=0.0),
         sequences=len(prompt),
         tokens=int(tokens.sum()),
     )

@@ -32,8 +32,7 @@ def test_the_whole_vocabulary_and_probabilities_of_zero_and_one_are_read():
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
-    [({1: -3.0, 2: -4.0}, "lists 5 tokens where 3"), ({3: -2.0}, "leaves a token out")],
+    ("more", "message"), [({1: -3.0, 2: -4.0}, "lists 5 tokens where 3"), ({3: -2.0}, "leaves a token out")]
 )
 def test_lists_of_other_tokens_than_the_likeliest_are_refused(more, message):
     with pytest.raises(AnswerError, match=message):
