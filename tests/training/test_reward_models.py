@@ -17,8 +17,6 @@ from transformers import AutoModelForSequenceClassification, BertConfig, PreTrai
 from kleash.errors import CannotRunError, ModelError
 from kleash.training import load_rewards
 from kleash.training.reward_models import Dialogue, load_reward_model
-from kleash.training.with_trl.online import _reward_function
-from kleash.training.with_trl.runs import PROMPT_COLUMN
 
 TEXTS = (
     (" was calm and the boat went out", "The sea"),
@@ -105,6 +103,9 @@ def test_reward_model_adds_to_other_rewards(folder: Path) -> None:
 
 def test_a_response_follows_its_prompt_with_the_space_that_its_tokenizer_drops(folder: Path) -> None:
     """In PPO and in TRL's trainers; tokenizers as those of Llama 2 and Mistral decode " was" alone as "was"."""
+    pytest.importorskip("trl")
+    from kleash.training.with_trl.online import PROMPT_COLUMN, _reward_function
+
     backend = Tokenizer(models.WordLevel({"▁The": 0, "▁sea": 1, "▁was": 2}))
     backend.decoder = decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
