@@ -67,7 +67,7 @@ def test_the_weight_is_fitted_over_clusters():
 
 
 def test_few_skewed_clusters_give_an_unbiased_total():
-    """Each prompt has its own drift: with a weight fitted on 8 clusters, the mean of these totals was 0.875."""
+    """Each prompt has its own drift: with weights fitted on the 8 clusters (MIN_CLUSTERS = 8) their mean is 0.875."""
     random = np.random.default_rng(0)
     drifts = random.lognormal(-0.5, 1.0, size=(2000, 8))
     sampled = drifts + np.sqrt(2 * drifts) * random.standard_normal(drifts.shape)

@@ -337,9 +337,9 @@ def find_divergence(which: str | Divergence) -> Divergence:
         UnknownNameError: if there is no divergence, or family, of this name.
         OptionError: if the parameter is no number, or not one of the family.
     """
-    family, colon, parameter = which.partition(":") if isinstance(which, str) else ("", "", "")
-    if not colon:
+    if not isinstance(which, str) or ":" not in which:
         return look_up(DIVERGENCES, which, "divergence")
+    family, _, parameter = which.partition(":")
     make = look_up(FAMILIES, family, "family of divergences")
     try:
         number = float(parameter)

@@ -139,21 +139,21 @@ def _mismatch_kind(value: Matched) -> str:
     if match.quantity == value.claimed:
         kinds = {"itself": "biased_value", "shifted": "wrong_offset"}
         return kinds.get(match.relation, "wrong_sign" if match.factor < 0 else "wrong_scale")
-    if match.quantity == REVERSED.get(value.claimed, value.claimed + EXCHANGED):
+    if _is_exchanged(value):
         return "wrong_direction"
     return quantity_of(match.quantity).kind
 
 
+def _is_exchanged(matched: Matched) -> bool:
+    """Whether on-policy it is the claimed divergence with p and q exchanged."""
+    exchanged = REVERSED.get(matched.claimed, matched.claimed + EXCHANGED)
+    return matched.on_policy is not None and matched.on_policy.quantity == exchanged
+
+
 def _mismatch_remedy(matched: Matched, convention: Convention) -> str:
     """What to change in a value or gradient that is not the claimed one: of a sample, not the order of arguments."""
-    kind, match = _mismatch_kind(matched), matched.on_policy
-    if (
-        match
-        and match.quantity == REVERSED.get(matched.claimed, matched.claimed + EXCHANGED)
-        and convention.sees == "tokens"
-    ):
-        kind = "biased_value"
-    return remedy_of(kind, convention)
+    is_order = _is_exchanged(matched) and convention.sees == "tokens"
+    return remedy_of("biased_value" if is_order else _mismatch_kind(matched), convention)
 
 
 def _value_sentence(evidence: Evidence) -> str:
