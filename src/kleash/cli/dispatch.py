@@ -217,7 +217,11 @@ def _train(job: TrainJob) -> int:
     It is 0 for all ranks but the first: torchrun ends all ranks when one ends with another code, and the first may
     still be writing and printing.
     """
-    steps = None if job.quiet or launched_rank() != 0 else Steps(job.steps)
+    steps = (
+        None
+        if job.quiet or launched_rank() != 0
+        else Steps(job.steps, target_per=getattr(job, "target_per", "sequence"))
+    )
     if steps is not None:
         for sentence in job.without_effect():
             steps.note(sentence)

@@ -14,7 +14,7 @@ from kleash.estimate import Estimate
 from kleash.measuring.progress import ProgressReporter
 from kleash.reports.formatting import format_duration
 from kleash.store import StepRecord
-from kleash.store.metrics import METRICS, number_of
+from kleash.store.metrics import METRICS, number_of, per_what
 from kleash.store.summary import counted, with_error
 
 MAX_SECONDS_BETWEEN_LINES = 30.0
@@ -171,13 +171,18 @@ class Steps:
     """Shows training steps on standard error, a line for each."""
 
     def __init__(
-        self, steps: int, console: Console | None = None, clock: Callable[[], float] = monotonic
+        self,
+        steps: int,
+        console: Console | None = None,
+        clock: Callable[[], float] = monotonic,
+        *,
+        target_per: str = "sequence",
     ) -> None:
         """Prepare to show ``steps`` steps on a console; None for standard error.
 
-        ``clock`` returns seconds since any fixed time.
+        ``clock`` returns seconds since any fixed time; a target of the KL is of a ``target_per``.
         """
-        self._steps, self._clock = steps, clock
+        self._steps, self._clock, self._target_per = steps, clock, target_per
         self._first_step, self._start_time, self._last_line_time = 0, clock(), clock()
         self._console = console if console is not None else Terminal(stderr=True)
 
@@ -207,7 +212,7 @@ class Steps:
         for alert in record.alerts:
             remark(self._console, f"alert, step {record.step}", alert.sentence)
         cells = [
-            f"{metric.heading} {_cell(record, name)}"
+            f"{metric.heading} {_cell(record, name)}{per_what(name, self._target_per)}"
             for name, metric in METRICS.items()
             if metric.heading and name in record.metrics
         ]

@@ -1,7 +1,7 @@
 """Differences between training runs, paired by prompt, from their files."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -115,7 +115,7 @@ def _compared(run: _TrainingRun, first: _TrainingRun, steps: range) -> ComparedT
     }
     in_steps = [record.metrics for record in run.history if record.step in steps]
     numbers |= {
-        metric: number_of({metric: fmean(values)}, metric)
+        metric: replace(number_of({metric: fmean(values)}, metric), unit=_unit(metric))
         for metric in (*PAIRED, *SHOWN)
         if metric not in numbers
         and (values := [metrics[metric] for metrics in in_steps if metric in metrics])
@@ -127,6 +127,7 @@ def _compared(run: _TrainingRun, first: _TrainingRun, steps: range) -> ComparedT
         folder=str(run.folder),
         algorithm=str(settings.get("algorithm", "")),
         steps=run.history[-1].step,
+        target_per=str(settings.get("target_per", "sequence")),
         numbers=numbers,
         settings={
             option: f"{settings.get(option, DEFAULT)} for {first_settings.get(option, DEFAULT)}"

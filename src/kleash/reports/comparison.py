@@ -1,6 +1,5 @@
 """The pages that compare measurements, and training runs."""
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import cycle, product
@@ -22,7 +21,14 @@ from kleash.reports.drawing import (
 from kleash.reports.formatting import UNKNOWN, format_value, format_with_interval, short_names
 from kleash.reports.gate_verdicts import describe_gate
 from kleash.reports.page import write_page
-from kleash.reports.training_charts import MAX_POINTS, MAX_ROWS, metric_line, metric_values, thin_steps
+from kleash.reports.training_charts import (
+    MAX_POINTS,
+    MAX_ROWS,
+    metric_cell,
+    metric_line,
+    metric_values,
+    thin_steps,
+)
 from kleash.store import Comparison, StepRecord, read_steps
 from kleash.store.comparison import KLS, PAIRED, TrainingComparison
 from kleash.store.metrics import title_of
@@ -173,7 +179,7 @@ def _metric_chart(metric: str, runs: Sequence[Run]) -> Chart:
         for name, steps in runs
         if (values := metric_values(steps, metric))
     ]
-    columns = [{record.step: record.metrics.get(metric, math.nan) for record in steps} for _, steps in runs]
+    columns = [{record.step: record.metrics for record in steps} for _, steps in runs]
     longest = max((steps for _, steps in runs), key=len)
     return Chart(
         name=metric.replace("/", "-"),
@@ -182,7 +188,7 @@ def _metric_chart(metric: str, runs: Sequence[Run]) -> Chart:
         description=f"The last values: {'; '.join(ends)}.",
         header=("Step", *(name for name, _ in runs)),
         rows=tuple(
-            (str(record.step), *(format_value(column.get(record.step, math.nan)) for column in columns))
+            (str(record.step), *(metric_cell(column.get(record.step, {}), metric) for column in columns))
             for record in thin_steps(longest, MAX_ROWS)
         ),
     )
@@ -198,8 +204,11 @@ def frontier_chart(runs: Sequence[Run]) -> Chart:
         description="Each line is a run, from its first step on: the higher at one KL, the more is gained by one nat.",
         header=("Run", *(title_of(name) for name in (kl, reward))),
         rows=tuple(
-            (name, *(format_value([math.nan, *metric_values(steps, each)][-1]) for each in (kl, reward)))
-            for name, steps in runs
+            (name, *(metric_cell(last, each) for each in (kl, reward)))
+            for name, last in (
+                (name, {metric: value for record in steps for metric, value in record.metrics.items()})
+                for name, steps in runs
+            )
         ),
     )
 

@@ -12,7 +12,7 @@ from kleash.reports.page import write_page
 from kleash.reports.training_charts import run_charts, thin_steps
 from kleash.store import StepRecord, TrainingFolder, TrainingResult, read_samples
 from kleash.store.job_folder import RunHeader
-from kleash.store.metrics import METRICS, metric_of, number_of
+from kleash.store.metrics import METRICS, metric_of, number_of, per_what
 from kleash.store.steps import STEPS
 from kleash.store.training_folder import last_checkpoint
 from kleash.uncertainty.diagnostics import few_clusters
@@ -68,7 +68,7 @@ def write_training_report(folder: Path) -> Path:
             (step, [each.sample for each in sampled if each.step == step][:MAX_SAMPLES])
             for step in thin_steps(sorted({each.step for each in sampled}), MAX_SAMPLE_STEPS)
         ],
-        metrics=metrics_table(history),
+        metrics=metrics_table(history, per=str(header.settings.get("target_per", "sequence"))),
         command=None if "trainer" in header.settings else rerun_command(header, history),
     )
 
@@ -125,8 +125,10 @@ def format_metric(metrics: Mapping[str, float], name: str) -> str:
     return f"{value} nats" if metric_of(name).unit == "nats" else value
 
 
-def metrics_table(history: Sequence[StepRecord]) -> list[tuple[str, str, str, str, str]]:
-    """Name, first value, last value, unit and meaning of each metric."""
+def metrics_table(
+    history: Sequence[StepRecord], *, per: str = "sequence"
+) -> list[tuple[str, str, str, str, str]]:
+    """Name, first value, last value, unit and meaning of each metric; a target is ``per`` "sequence" or "token"."""
     names = dict.fromkeys(name for record in history for name in record.metrics)
     first, last = history[0].metrics, history[-1].metrics
     return [
@@ -134,7 +136,7 @@ def metrics_table(history: Sequence[StepRecord]) -> list[tuple[str, str, str, st
             name,
             format_value(first[name]) if name in first else "",
             format_value(last[name]) if name in last else "",
-            metric_of(name).unit,
+            metric_of(name).unit + per_what(name, per),
             metric_of(name).meaning,
         )
         for name in sorted(names)

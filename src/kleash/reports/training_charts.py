@@ -16,7 +16,7 @@ from kleash.reports.drawing import (
     name_axes,
     step_axis,
 )
-from kleash.reports.formatting import format_value
+from kleash.reports.formatting import UNKNOWN, format_value
 from kleash.store import StepRecord
 from kleash.store.metrics import number_of
 
@@ -104,7 +104,7 @@ def run_charts(
                 rows=tuple(
                     (
                         str(step.step),
-                        *(format_value(step.metrics.get(metric, math.nan)) for metric in present),
+                        *(metric_cell(step.metrics, metric) for metric in present),
                     )
                     for step in thin_steps(history, MAX_ROWS)
                 ),
@@ -169,6 +169,11 @@ def describe_change(history: Sequence[StepRecord], curves: Curves, y: str, targe
 def metric_values(history: Sequence[StepRecord], metric: str) -> list[float]:
     """A metric's value in each step that has it."""
     return [record.metrics[metric] for record in history if metric in record.metrics]
+
+
+def metric_cell(metrics: Mapping[str, float], metric: str) -> str:
+    """A metric of a step in a table: "–" where the step has none, which is no NaN."""
+    return format_value(metrics[metric]) if metric in metrics else UNKNOWN
 
 
 def thin_steps(history: Sequence[StepT], limit: int) -> list[StepT]:

@@ -94,6 +94,8 @@ class ComparedTraining:
     algorithm: str
     steps: int
     """Steps that it has taken."""
+    target_per: str = "sequence"
+    """What the KL of ``kl/target`` is of: a "sequence" or a "token"."""
     numbers: Mapping[str, Estimate]
     """Metric -> mean over the compared steps: of ``PAIRED`` over prompts, with an error; of ``SHOWN`` over steps."""
     settings: Mapping[str, str]
@@ -118,3 +120,8 @@ class TrainingComparison(MeasuredResult):
     differences: tuple[RunDifference, ...]
     """One for every run but the first, in their order; metrics are those of ``PAIRED``."""
     warnings: tuple[str, ...] = ()
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether any number of two runs is paired by prompt."""
+        return any(each.differences for each in self.differences)

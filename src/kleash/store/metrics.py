@@ -360,6 +360,11 @@ def title_of(name: str) -> str:
     return METRICS[name].card or METRICS[name].heading
 
 
+def per_what(name: str, target_per: str) -> str:
+    """What follows the number of a target, which may be of either: " per sequence" or " per token"; else nothing."""
+    return f" per {target_per}" if name == "kl/target" else ""
+
+
 def number_of(metrics: Mapping[str, float], name: str) -> Estimate:
     """A metric of a step with its standard error ``<name>_error``, without a unit; NaN for what the step lacks."""
     value, error = (metrics.get(key, math.nan) for key in (name, f"{name}_error"))

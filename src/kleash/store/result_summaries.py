@@ -8,7 +8,15 @@ from kleash.estimate import Estimate
 from kleash.store.anchors import scale_sentence
 from kleash.store.audit import FAULTS, Audit
 from kleash.store.codec import encode
-from kleash.store.comparison import PAIRED, SHOWN, ComparedRun, Comparison, RunDifference, TrainingComparison
+from kleash.store.comparison import (
+    PAIRED,
+    SHOWN,
+    ComparedRun,
+    ComparedTraining,
+    Comparison,
+    RunDifference,
+    TrainingComparison,
+)
 from kleash.store.measurement import Measurement, Verdict, describe_storage
 from kleash.store.measurement_summary import (
     all_warnings,
@@ -24,11 +32,12 @@ from kleash.store.measurement_summary import (
     upper_bound,
     with_ranges,
 )
-from kleash.store.metrics import METRICS, OTHER, number_of, title_of
+from kleash.store.metrics import METRICS, OTHER, number_of, per_what, title_of
 from kleash.store.rollout_results import LABELS, Diagnosis, MismatchRecord
 from kleash.store.statistics import PERPLEXITIES, kl_directions, label_of
 from kleash.store.summary import (
     GATE,
+    MAX_WORDS,
     NUMBER_HEADER,
     UNKNOWN_INTERVAL,
     Name,
@@ -170,34 +179,59 @@ def _(comparison: TrainingComparison) -> Summary:
         for metric in PAIRED
         if any(metric in run.numbers for run in comparison.runs)
     ]
+    of_runs = ((run.name, number) for run in comparison.runs for number in run.numbers.values())
+    of_differences = (
+        (f"{each.name} minus {each.minus}", number)
+        for each in comparison.differences
+        for number in each.differences.values()
+    )
     shown = [name for name in SHOWN if any(name in run.numbers for run in comparison.runs)]
     shown_table = SummaryTable(
         header=("run", *(title_of(name) for name in shown), "alerts", "steps"),
         rows=tuple(
             (
                 Name(run.name),
-                *(f"{run.numbers[name].value:.4g}" if name in run.numbers else "" for name in shown),
+                *(_shown_cell(run, name) for name in shown),
                 str(run.alerts),
-                f"{run.steps}, {run.ended}",
+                f"{run.steps}, {run.ended if len(run.ended) <= MAX_WORDS else 'stopped'}",
             )
             for run in comparison.runs
         ),
     )
     return Summary(
         headline=f"{len(comparison.runs)} training runs compared over steps {comparison.first_step} to "
-        f"{comparison.last_step}, paired by prompt; a difference whose interval contains 0 is not significant",
-        facts=tuple(
-            (f"{run.name} has", ", ".join(f"{name} {text}" for name, text in run.settings.items()))
-            for run in comparison.runs
-            if run.settings
+        f"{comparison.last_step}, "
+        + (
+            "paired by prompt; a difference whose interval contains 0 is not significant"
+            if comparison.is_paired
+            else "not paired: none of their numbers is known by prompt for both"
+        ),
+        facts=(
+            *(
+                (f"{run.name} has", ", ".join(f"{name} {text}" for name, text in run.settings.items()))
+                for run in comparison.runs
+                if run.settings
+            ),
+            *((run.name, run.ended) for run in comparison.runs if len(run.ended) > MAX_WORDS),
         ),
         tables=(*tables, shown_table),
         warnings=tuple(
             dict.fromkeys(
-                [*comparison.warnings, *(text for each in comparison.differences for text in each.warnings)]
+                [
+                    *comparison.warnings,
+                    *(text for each in comparison.differences for text in each.warnings),
+                    *merge_warnings([*of_runs, *of_differences]),
+                ]
             )
         ),
     )
+
+
+def _shown_cell(run: ComparedTraining, name: str) -> str:
+    """A mean over steps without its error, a target with what it is of; empty where there is none."""
+    if name not in run.numbers:
+        return ""
+    return f"{run.numbers[name].value:.4g}{per_what(name, run.target_per)}"
 
 
 def _number_cells(number: Estimate | None) -> tuple[str, str]:
@@ -463,7 +497,7 @@ def _(training: TrainingResult) -> Summary:
                         name,
                         with_error(number_of(training.metrics, name))
                         if f"{name}_error" in training.metrics
-                        else f"{training.metrics[name]:.6g}",
+                        else f"{training.metrics[name]:.6g}{per_what(name, training.target_per)}",
                     )
                     # the main numbers of a report first
                     for name in dict.fromkeys((*(n for n in METRICS if METRICS[n].card), *training.metrics))

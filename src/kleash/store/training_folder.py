@@ -60,6 +60,8 @@ class TrainingResult(MeasuredResult):
     """Of the last evaluation on held-out prompts, by kleash's names; empty without one."""
     best: str | None = None
     """The checkpoint that a trainer of transformers kept as the best of its evaluations; None if there is none."""
+    target_per: str = "sequence"
+    """What ``kl/target`` is of, where there is one: a "sequence" or a "token"."""
     beta: float | None = None
     """Where the leash ended."""
     policy: str

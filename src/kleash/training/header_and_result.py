@@ -30,6 +30,7 @@ def finish(folder: TrainingFolder, run_log: RunLog, result: TrainingResult) -> T
         alerts=tuple(alert.sentence for record in run_log.history for alert in record.alerts),
         metrics=run_log.history[-1].metrics,
         held_out=held_out(run_log.history),
+        target_per=run_log.monitor.target_per,
     )
     folder.write_result(result)
     write_training_report(folder.root)
