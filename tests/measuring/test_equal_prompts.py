@@ -150,6 +150,7 @@ def test_a_monitor_of_copies_has_the_error_of_samples():
     drift = drift_of([DriftPart(prompts, np.full(len(exact), 5), exact)])
     assert drift.per_token.clusters == drift.per_sequence.clusters == 8
     assert drift.per_sequence.value == pytest.approx(exact.mean(), rel=1e-12)
+    assert list(drift.by_prompt.values()) == pytest.approx(exact.reshape(8, COPIES).mean(1), rel=1e-12)
     rest = {"parts": {}, "is_truncated": False, "prompt": "", "response": ""}
     columns = ("token_kl", "token_logp", "token_logq", "entropy")
     responses = [

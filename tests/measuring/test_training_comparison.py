@@ -41,7 +41,8 @@ def write(folder, values, job, *, reference="q", prompt="prompt", without="") ->
     with files.writing(header, resume=False):
         for step, drawn in enumerate(values, 1):
             held_out = samples(drawn + 1, prompt) if step == len(values) else []
-            record = StepRecord(step=step, metrics={"reward/score": drawn[..., 0].mean(), "beta": 0.1 * step})
+            metrics = {"reward/score": drawn[..., 0].mean(), "beta": 0.1 * step, "kl/target": 4.0}
+            record = StepRecord(step=step, metrics=metrics)
             append_step(folder, record, [], means_by_prompt(samples(drawn, prompt), held_out))
     return folder
 
@@ -59,7 +60,11 @@ def folders(drawn, tmp_path_factory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("runs")
     first = write(root / "first", drawn[0], GRPOJob(beta=0.1))
     return first, write(
-        root / "second", drawn[1], GRPOJob(beta=0.2, kl="k3"), reference="other", without="lora_rank"
+        root / "second",
+        drawn[1],
+        GRPOJob(beta=0.2, kl="k3", target_per="token"),
+        reference="other",
+        without="lora_rank",
     )
 
 
@@ -83,7 +88,8 @@ def test_differences_are_paired_by_prompt_over_the_shared_second_half(drawn, fol
     assert [run.numbers["beta"].value for run in comparison.runs] == pytest.approx([0.55, 0.55])
     assert "eval/reward" not in difference.differences, "the second run answered no held-out prompt by step 7"
     assert "eval/reward" in comparison.runs[0].numbers
-    assert comparison.runs[1].settings == {"beta": "0.2 for 0.1", "kl": "k3 for exact"}
+    differing = {"beta": "0.2 for 0.1", "kl": "k3 for exact", "target_per": "token for sequence"}
+    assert comparison.runs[1].settings == differing
     assert comparison.warnings == (f"{folders[1].name} has another reference than {folders[0].name}",)
 
 
@@ -92,7 +98,8 @@ def test_command_prints_writes_a_page_and_its_json_has_every_number(folders, tmp
     assert main(["compare", *map(str, folders), "--out", str(page)]) == 0
     printed = capsys.readouterr().out
     assert "2 training runs compared over steps 4 to 7" in printed and "k3 for exact" in printed
-    assert "shared prompts" in printed and "not measured" in printed
+    assert "shared prompts" in printed and "not measured" in printed and "paired by prompt" in printed
+    assert re.search(r"first .* 4 per sequence .*\n *second .* 4 per token ", printed)
     text = page.read_text(encoding="utf-8")
     assert text.count("<svg") == 2 and "KL per sequence" in text, "reward and beta are drawn"
     assert main(["compare", *map(str, folders), "--out", str(page), "--json"]) == 0
@@ -117,7 +124,8 @@ def test_runs_of_one_trainer_of_others_say_its_defaults_and_which_has_no_kl(tmp_
     printed = capsys.readouterr().out
     for said in ("free has: beta the default for 0.3", "by k3", "  2.5  ", "free has no KL to a reference"):
         assert said in printed
-    assert re.search(r"dpo +7\.125", printed) and "dpo has no KL" not in printed
+    assert re.search(r"dpo +7\.125\d* nats ", printed) and "dpo has no KL" not in printed
+    assert "paired by" not in printed and "prompt's mean" not in (tmp_path / "page.html").read_text("utf-8")
     assert "another reference" not in printed, "which the second run does not record"
 
 
@@ -126,7 +134,7 @@ def test_runs_of_other_prompts_are_shown_and_not_paired(drawn, tmp_path):
     second = write(tmp_path / f"second {EVIL[:8]}", drawn[1], GRPOJob(), prompt="another")
     (difference,) = kleash.compare([first, second]).differences
     assert not difference.differences and difference.only_here == 40
-    assert "share no prompt" in difference.warnings[0]
+    assert "share no prompt's number" in difference.warnings[0]
     page = tmp_path / "page.html"
     assert main(["compare", str(first), str(second), "--out", str(page)]) == 0
     assert "<script>" not in page.read_text(encoding="utf-8").partition("</style>")[2]
@@ -134,7 +142,7 @@ def test_runs_of_other_prompts_are_shown_and_not_paired(drawn, tmp_path):
 
 def test_the_last_reward_and_kl_stand_in_their_columns_where_a_run_has_one_alone():
     reward, kl = ([StepRecord(step=1, metrics={name: 2.0})] for name in PAIRED[:2])
-    assert frontier_chart([("a", kl), ("b", reward)]).rows == (("a", "2.00", "NaN"), ("b", "NaN", "2.00"))
+    assert frontier_chart([("a", kl), ("b", reward)]).rows == (("a", "2.00", "–"), ("b", "–", "2.00"))
 
 
 def test_what_cannot_be_compared_is_refused(folders, drawn, tmp_path):

@@ -13,7 +13,7 @@ from kleash.errors import RunFolderError
 from kleash.records import GRPOJob, PPOJob, StepRecord, TrainingFolder
 from kleash.reports import write_training_report
 from kleash.reports.folder_report import write_report_of
-from kleash.reports.training import format_metric, run_warnings, summary_cards
+from kleash.reports.training import format_metric, metrics_table, run_warnings, summary_cards
 from kleash.reports.training_charts import run_charts, thin_steps
 
 
@@ -57,8 +57,9 @@ def test_a_number_of_every_other_step_is_a_line_through_them():
     history = [StepRecord(step=at, metrics={"pairs/margin": 1.0, **kl}) for at, kl in enumerate(kls, 1)]
     cards = summary_cards(header_of(GRPOJob()), history, None)
     assert ("KL per sequence", "8.00 nats", "after step 8") in cards
-    (axes,) = drawn(run_charts(history)["kl-sequence"])
-    assert list(curves(axes).values()) == [([2, 4, 6, 8], [2.0, 4.0, 6.0, 8.0])]
+    chart = run_charts(history)["kl-sequence"]
+    assert list(curves(drawn(chart)[0]).values()) == [([2, 4, 6, 8], [2.0, 4.0, 6.0, 8.0])]
+    assert chart.rows[:2] == (("1", "–"), ("2", "2.00")), "which is no NaN"
 
 
 def test_the_command_repeats_the_run(hostile):
@@ -88,6 +89,8 @@ def test_a_target_per_token_is_drawn_where_kl_is_per_token():
     assert legend(drawn(charts["kl-sequence"])[0]) == []
     (axes,) = drawn(charts["kl-token"])
     assert legend(axes) == ["exact", "k1", "k3", "target"] and axes.lines[-1].get_ydata()[0] == 0.1
+    units = {name: unit for name, *_, unit, _ in metrics_table(healthy(20), per="token")}
+    assert units["kl/target"] == "nats per token" and units["kl/exact_per_sequence"] == "nats"
 
 
 def test_a_dpo_run_shows_its_own_metrics(tmp_path):

@@ -1,5 +1,7 @@
 """``kleash.attach``: the folder that a trainer of TRL or transformers writes, and what is refused."""
 
+from statistics import fmean
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
@@ -13,6 +15,7 @@ from kleash.leash import FixedBeta, PIDBeta
 from kleash.models import Sampling
 from kleash.records import TrainingFolder, read_samples, read_steps
 from kleash.store import summarize
+from kleash.store.steps import read_prompt_means
 from kleash.training import HackingMonitor
 
 pytestmark = TRL_MARKS
@@ -262,6 +265,12 @@ def test_dpo_and_kto_are_steered_by_the_monitor_whose_time_is_apart(trl, folder,
     assert ["kl/exact_per_sequence" in step.metrics for step in steps] == [True, True, False, True]
     assert [step.metrics.get("time/drift", 0.0) > 0 for step in steps] == [True, True, False, True]
     assert steps[0].metrics["kl/exact_per_sequence"] == 0 < steps[3].metrics["kl/exact_per_sequence"]
+    by_prompt = read_prompt_means(tmp_path / "run")[-1].means["kl/exact_per_sequence"].values()
+    assert (
+        fmean(by_prompt) == pytest.approx(steps[3].metrics["kl/exact_per_sequence"]) and len(by_prompt) == 3
+    )
+    comparison = kleash.compare([tmp_path / "run"] * 2)
+    assert comparison.differences[0].shared_prompts == 3 and "only 3 clusters" in comparison.summary()
     assert steps[2].metrics["beta"] > 0.5 and steps[1].beta_reason and not steps[2].beta_reason
     assert steps[3].metrics["pairs/margin"] > 0 and trainer.beta > 0.5
     assert log._callback(BetaController).controller.noise > 0, "the errors are used"

@@ -35,12 +35,14 @@ def test_notes_are_printed_without_markup(terminal: bool) -> None:
 def test_tiny_numbers_are_scientific_and_the_first_step_says_the_time_left(tmp_path: Path) -> None:
     metrics = {"kl/exact_per_sequence": 1.172e-29, "kl/exact_per_sequence_error": 5.69e-30}
     now, file = [0.0], StringIO()
-    steps = Steps(3, Console(file=file, width=100, highlight=False), clock=lambda: now[0])
-    run_log = RunLog(tmp_path, LogOptions(), display=steps)
+    steps = Steps(3, Console(file=file, width=100, highlight=False), clock=lambda: now[0], target_per="token")
+    run_log = RunLog(tmp_path, LogOptions(target_nats=0.5), display=steps)
     run_log.begin(0)
     now[0] += 20.0
     run_log.step(1, metrics)
-    assert file.getvalue() == "step 1/3: KL/sequence 1.17e-29 ± 5.7e-30, about 40 s left\n"
+    assert file.getvalue() == (
+        "step 1/3: KL/sequence 1.17e-29 ± 5.7e-30, target 0.5 per token, about 40 s left\n"
+    )
 
 
 def test_a_log_shows_what_a_step_is_at_and_the_time_left() -> None:

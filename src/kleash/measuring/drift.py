@@ -1,7 +1,7 @@
 """The drift of a live policy: generate and score responses to a few prompts in memory, without files."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +36,8 @@ class Drift:
     """KL between whole responses in nats: exact, summed over a response, as each step of training has it."""
     sequences: int
     tokens: int
+    by_prompt: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Hash of a prompt's tokens, as text -> KL per sequence, mean over the responses to it."""
 
     def per(self, what: str) -> Estimate:
         """The KL per "token" or per "sequence".
@@ -83,10 +85,12 @@ def draw_drift(
 def drift_of(parts: Iterable[DriftPart]) -> Drift:
     """The drift over all parts, with prompts as clusters."""
     prompt, tokens, exact = (np.concatenate(column) for column in zip(*parts, strict=True))
-    _, cluster = np.unique(prompt, return_inverse=True)
+    prompts, cluster = np.unique(prompt, return_inverse=True)
+    means = np.bincount(cluster, weights=exact) / np.bincount(cluster)
     return Drift(
         per_token=mean_per_token(exact, tokens, cluster),
         per_sequence=clustered_mean(exact, cluster, lower=0.0),
         sequences=len(prompt),
         tokens=int(tokens.sum()),
+        by_prompt=dict(zip(map(str, prompts.tolist()), means.tolist(), strict=True)),
     )

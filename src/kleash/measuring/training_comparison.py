@@ -144,10 +144,11 @@ def _compared(run: _TrainingRun, first: _TrainingRun, steps: range) -> ComparedT
 def _difference(run: _TrainingRun, first: _TrainingRun, steps: range) -> RunDifference:
     """The differences of a run from the first one, over the prompts that both have answered."""
     differences: dict[str, Estimate] = {}
-    answered, answered_first = set[str](), set[str]()
+    answered, answered_first, paired = set[str](), set[str](), set[str]()
     for metric in PAIRED:
         means, first_means = (each.by_prompt(metric, steps) for each in (run, first))
         if shared := sorted(means.keys() & first_means.keys()):
+            paired |= set(shared)
             minuend, subtrahend = (
                 np.array([side[prompt] for prompt in shared]) for side in (means, first_means)
             )
@@ -155,18 +156,17 @@ def _difference(run: _TrainingRun, first: _TrainingRun, steps: range) -> RunDiff
             differences[metric] = paired_difference(minuend, counts, subtrahend, counts, unit=_unit(metric))
         answered |= means.keys()
         answered_first |= first_means.keys()
-    shared_prompts = len(answered & answered_first)
     return RunDifference(
         name=run.name,
         minus=first.name,
-        shared_prompts=shared_prompts,
-        only_here=len(answered) - shared_prompts,
-        only_there=len(answered_first) - shared_prompts,
+        shared_prompts=len(paired),
+        only_here=len(answered - paired),
+        only_there=len(answered_first - paired),
         differences=differences,
         warnings=(
-            f"{run.name} and {first.name} share no prompt in these steps, so they are not compared in pairs",
+            f"{run.name} and {first.name} share no prompt's number in these steps, so they are not compared in pairs",
         )
-        if answered and answered_first and not shared_prompts
+        if answered and answered_first and not paired
         else (),
     )
 

@@ -35,7 +35,7 @@ from kleash.store.metrics import title_of
 from kleash.store.statistics import BOUND_STATISTICS, COMPARED, PERPLEXITIES, kl_directions, label_of
 from kleash.store.summary import summarize
 
-CHARTED = (*PAIRED, *KLS[1:], "beta", "policy/entropy", "pairs/accuracy", "teacher/divergence")
+CHARTED = (*PAIRED, KLS[1], "beta", "policy/entropy", "pairs/accuracy", "teacher/divergence")
 FRONTIER = ("reward/score", "kl/exact_per_sequence")
 """The metrics that are drawn against each other, the second on the horizontal axis."""
 STROKES = tuple(product(("-", "--", ":"), (ACCENT, MUTED, INK)))

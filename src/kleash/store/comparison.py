@@ -73,12 +73,15 @@ class Comparison(MeasuredResult):
         return "documents" if self.runs[0].source == "text" else "prompts"
 
 
-PAIRED = ("reward/score", "kl/exact_per_sequence", "eval/reward", "eval/kl_per_sequence")
+PAIRED = (
+    *("reward/score", "kl/exact_per_sequence", "drift/kl_per_sequence"),
+    *("eval/reward", "eval/kl_per_sequence"),
+)
 """Metrics that a run has by prompt."""
 KLS = ("kl/exact_per_sequence", "kl/k3_per_sequence", "drift/kl_per_sequence")
-"""Metrics of the KL to a reference; the trainers of others lack the first, and the others are known by step alone."""
+"""Metrics of the KL to a reference; the trainers of others lack the first, and k3 is known by step alone."""
 SHOWN = (
-    *("kl/exact_per_token", *KLS[1:], "kl/target", "beta", "policy/entropy", "response/length"),
+    *("kl/exact_per_token", KLS[1], "kl/target", "beta", "policy/entropy", "response/length"),
     *("pairs/accuracy", "teacher/divergence"),
 )
 """Metrics that are shown as means over steps, without an error."""

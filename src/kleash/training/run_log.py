@@ -167,6 +167,7 @@ class RunLog:
         events: Sequence[str] = (),
         beta_reason: str | None = None,
         held_out: Sequence[Sample] = (),
+        by_prompt: Mapping[str, Mapping[str, float]] | None = None,
     ) -> Advice:
         """Write and show a step; returns the response to its alerts.
 
@@ -178,6 +179,7 @@ class RunLog:
             events: what else happened, in words.
             beta_reason: why beta is moved after this step, where it is.
             held_out: the responses of an evaluation after the step.
+            by_prompt: metric -> hash of a prompt -> mean, of responses that are neither of these.
 
         Raises:
             UnknownNameError: if ``METRICS`` does not have a metric.
@@ -187,7 +189,7 @@ class RunLog:
         text_metrics = (
             {"response/repetition": repetition(texts), "response/distinct": distinct(texts)} if texts else {}
         )
-        means = means_by_prompt(samples, held_out)
+        means = {**means_by_prompt(samples, held_out), **(by_prompt or {})}
         target = options_given(**{"kl/target": self.monitor.target_nats})
         known = {**metrics, **target, **text_metrics, **self._change_from_best(means)}
         values = {name: float(value) for name, value in known.items()}

@@ -208,7 +208,10 @@ class StepLogger(AttachedCallback):
             if controller is not None and controller.since > self._trl_step:
                 events, reason = [event, controller.controller.event], controller.reason
             events = [each for each in events if each]
-            advice = self.run_log.step(self.step, metrics, samples, events, reason, held_out)
+            monitor = self._callback(DriftMonitor)
+            kl = "" if monitor is None else self.metric_names.get(f"{monitor.name}/kl_per_sequence", "")
+            by_prompt = {kl: monitor.last.by_prompt} if kl in metrics else {}
+            advice = self.run_log.step(self.step, metrics, samples, events, reason, held_out, by_prompt)
         self.metrics, self._trl_step = metrics, state.global_step
         self._carry_out(of_first_process(advice) or Advice(), control)
 
