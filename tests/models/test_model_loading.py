@@ -111,11 +111,12 @@ def test_fewer_logits_than_tokens_are_an_error(pair, unhooked):
 
 
 def test_a_missing_model_is_an_error_that_names_the_revision(tmp_path, unhooked, folders):
-    refuse(tmp_path / "missing", "there is no folder .*missing, and it cannot be a hub id either")
+    refuse(tmp_path / "missing", "there is no folder .*missing, and it cannot be a hub id either; .* two$")
     refuse("nobody/has-this", "nobody/has-this is not a folder here, and the hub did not give it out: ")
     (tmp_path / "file").write_text("x")
     refuse(tmp_path / "file", "is a file; give the folder")
-    refuse(tmp_path, "has no config.json")
+    refuse(tmp_path, "has no config.json; give a folder in Hugging Face format")
+    refuse(folders("llama")[0].parent, "has no config.json; give the folder of a model in it, such as .*/")
     refuse("shipped:nothing", "shipped model", error=UnknownNameError)
     refuse("nobody/has-this", "did not give it out at revision v2", revision_policy="v2")
     refuse(folders("llama")[0], "which has no revision 'main'", revision_policy="main")
