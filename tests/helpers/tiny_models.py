@@ -65,6 +65,14 @@ CONFIGS: dict[str, Any] = {
 ARCHITECTURES = tuple(CONFIGS)
 
 
+def metaspace_tokenizer() -> PreTrainedTokenizerFast:
+    """Of three words; as those of Llama 2 and Mistral, it decodes " was" alone as "was"."""
+    words = {"▁The": 0, "▁sea": 1, "▁was": 2, "?": 3}
+    backend = Tokenizer(models.WordLevel(words, unk_token="?"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
 @cache
 def tiny_tokenizer(vocabulary: int = 300, bos: bool = True) -> PreTrainedTokenizerFast:
     """A byte-level BPE of ``vocabulary`` tokens, <s> </s> <pad> first, with a chat template."""

@@ -4,7 +4,7 @@ import json
 from copy import deepcopy
 
 import pytest
-from tiny_models import tiny_tokenizer
+from tiny_models import metaspace_tokenizer, tiny_tokenizer
 from tokenizers import AddedToken, Tokenizer, normalizers
 from transformers import PreTrainedTokenizerFast
 
@@ -113,3 +113,4 @@ def test_token_texts_decode_single_tokens():
     assert token_texts(tokenizer, [1, 299, 300, 319])[0::2] == ["</s>", "<token 300>"]
     assert token_texts(tokenizer, [319]) == ["<token 319>"]
     assert token_count(tokenizer) == 300
+    assert token_texts(metaspace_tokenizer(), [0, 1, 2]) == [" The", " sea", " was"]

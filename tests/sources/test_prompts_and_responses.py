@@ -4,16 +4,19 @@ import gzip
 import json
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given as examples
 from hypothesis import strategies as st
 from source_files import jsonl
-from tiny_models import SENTENCES, tiny_tokenizer
+from tiny_models import SENTENCES, metaspace_tokenizer, tiny_tokenizer
 
+from kleash.engines.base_logits import chunk_sequence
 from kleash.errors import OptionError, SourceError
-from kleash.models import read_prompts, read_responses, read_text
+from kleash.models import Prompt, read_prompts, read_responses, read_text
+from kleash.models.generation import _Response
 from kleash.sources.documents import count_documents, window_spans
 from kleash.sources.sequences import hash_tokens
 
@@ -162,6 +165,18 @@ def test_windows_of_one_document(pair, write):
         assert one.num_input_tokens <= 16
         assert one.prompt_hash == hash_tokens(whole)
         assert len(one.prompt_ids) == (5 if number else 1)
+
+
+def test_texts_of_tokens_join_where_the_tokenizer_drops_a_first_space(write):
+    tokenizer = metaspace_tokenizer()
+    limits = SimpleNamespace(tokenizer=tokenizer, vocab_size=3, context_length=None, eos_token_ids=())
+    record = {"prompt_token_ids": [0, 1], "response_token_ids": [2]}
+    found = [*read_text(write("a.txt", "The sea was"), limits)]
+    found += read_responses(write("a.jsonl", jsonl(record)), limits)
+    found += [chunk_sequence(0, np.arange(3), None, tokenizer)]
+    prompt = Prompt(prompt_id=0, token_ids=(0, 1), text="The sea", prompt_hash="")
+    found += [_Response(prompt=prompt, sample=0, max_tokens=1, token_ids=[2]).as_sequence(tokenizer)]
+    assert [one.prompt_text + one.response_text for one in found] == ["The sea was"] * 4
 
 
 def test_invalid_windows_are_errors_at_once_and_invalid_lines_when_they_are_read(pair, write, unhooked):

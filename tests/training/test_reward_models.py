@@ -10,9 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from scoring_cases import sequence_of
-from tiny_models import CONFIGS, save_tiny, tiny_tokenizer
-from tokenizers import Tokenizer, decoders, models
-from transformers import AutoModelForSequenceClassification, BertConfig, PreTrainedTokenizerFast
+from tiny_models import CONFIGS, metaspace_tokenizer, save_tiny, tiny_tokenizer
+from transformers import AutoModelForSequenceClassification, BertConfig
 
 from kleash.errors import CannotRunError, ModelError
 from kleash.training import load_rewards
@@ -102,13 +101,11 @@ def test_reward_model_adds_to_other_rewards(folder: Path) -> None:
 
 
 def test_a_response_follows_its_prompt_with_the_space_that_its_tokenizer_drops(folder: Path) -> None:
-    """In PPO and in TRL's trainers; tokenizers as those of Llama 2 and Mistral decode " was" alone as "was"."""
+    """In PPO and in TRL's trainers."""
     pytest.importorskip("trl")
     from kleash.training.with_trl.online import PROMPT_COLUMN, _reward_function
 
-    backend = Tokenizer(models.WordLevel({"▁The": 0, "▁sea": 1, "▁was": 2}))
-    backend.decoder = decoders.Metaspace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer = metaspace_tokenizer()
     rewards = load_rewards([str(folder)], tokenizer=tokenizer)
     answer = sequence_of((0, 1), [2], prompt_text="The sea", response_text=tokenizer.decode([2]))
     prompt: Any = SimpleNamespace(text="The sea", token_ids=(0, 1), messages=None, columns={})

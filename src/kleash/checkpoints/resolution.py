@@ -356,9 +356,9 @@ def _find_folder(name: str, revision: str | None) -> tuple[Path, str | None]:
     if exists:
         raise ModelError(f"{name} is a file; give the folder that holds config.json and the safetensors")
     if HUB_ID.fullmatch(name) is None:
-        address = ", or the address of a server, which begins with http:// or https://" if ":" in name else ""
         raise ModelError(
-            f"there is no folder {name}, and it cannot be a hub id either; give one of the two{address}"
+            f"there is no folder {name}, and it cannot be a hub id either; give one of the two"
+            + (", or the address of a server, which begins with http:// or https://" if ":" in name else "")
         )
     return _fetch(name, revision)
 
@@ -393,12 +393,14 @@ def _check_model_folder(name: str, checkpoint: Checkpoint) -> None:
             raise ModelError(f"{name} holds GGUF files; name one of them, such as {gguf_file}")
         # policy/ of a training run, a checkpoint of a trainer's output
         within = sorted(folder.glob("*/config.json")) + sorted(folder.glob("*/adapter_config.json"))
-        advice = (
-            f"the folder of a model in it, such as {within[0].parent}"
-            if within
-            else "a folder in Hugging Face format, as save_pretrained writes it"
+        raise ModelError(
+            f"{name} has no config.json; give "
+            + (
+                f"the folder of a model in it, such as {within[0].parent}"
+                if within
+                else "a folder in Hugging Face format, as save_pretrained writes it"
+            )
         )
-        raise ModelError(f"{name} has no config.json; give {advice}")
     check_model_settings(folder / "config.json", checkpoint.config)
     if (folder / INDEX).is_file():
         read_index(folder / INDEX)  # refused here, before another model is loaded

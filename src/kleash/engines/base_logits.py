@@ -34,7 +34,7 @@ from kleash.models.base_logits import BaseLogitsFile, BaseLogitsRows
 from kleash.models.heads import head_logits
 from kleash.models.scoring import columns_in_batches, head_on_device, read_hidden_states
 from kleash.models.tokenizers import token_count
-from kleash.sources.sequences import hash_tokens
+from kleash.sources.sequences import hash_tokens, text_after
 from kleash.store.measurement import ModelRecord
 from kleash.store.statistics import DIVERGENCE_COLUMNS
 from kleash.store.tables import KL_BOUND_COLUMNS, LLAMA_CPP_COLUMNS
@@ -136,7 +136,7 @@ def chunk_sequence(chunk: int, tokens: np.ndarray, begin: int | None, tokenizer:
         prompt_ids=tuple(ids[:first]),
         response_ids=tuple(ids[first:]),
         prompt_text=tokenizer.decode(ids[:first]),
-        response_text=tokenizer.decode(ids[first:]),
+        response_text=text_after(tokenizer, ids[:first], ids[first:]),
         prompt_hash=hash_tokens(tuple(ids)),
         location=f"chunk {chunk}",
     )

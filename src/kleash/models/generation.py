@@ -20,7 +20,7 @@ from kleash.linear import log_probabilities
 from kleash.models.heads import rounding_tolerance
 from kleash.models.keyed_draws import draw
 from kleash.models.pair import Model
-from kleash.sources.sequences import Prompt, TokenSequence, batch_by_length
+from kleash.sources.sequences import Prompt, TokenSequence, batch_by_length, text_after
 
 CACHED_TOKENS_PER_BATCH_TOKEN = 8
 """Tokens in the key-value cache for each token of the batch budget: a cached token takes less memory than one in a
@@ -120,7 +120,7 @@ class _Response:
             prompt_ids=self.prompt.token_ids,
             response_ids=tuple(self.token_ids),
             prompt_text=self.prompt.text,
-            response_text=tokenizer.decode(self.token_ids),
+            response_text=text_after(tokenizer, self.prompt.token_ids, self.token_ids),
             finish_reason=self.finish_reason,
             logp_sampled=np.asarray(self.logp, dtype=np.float32),
             prompt_hash=self.prompt.prompt_hash,

@@ -13,6 +13,7 @@ from kleash.checkpoints.gguf.vocabulary import (
 from kleash.checkpoints.resolution import Checkpoint, find_checkpoint, hash_tokenizer_files
 from kleash.errors import ModelError, summarise_error
 from kleash.extras import import_extra
+from kleash.sources.sequences import text_after
 
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 PROBES = (
@@ -82,13 +83,13 @@ def compare_tokenizers(policy: Any, reference: Any) -> tuple[str, ...]:
 
 
 def token_texts(tokenizer: Any, token_ids: list[int]) -> list[str]:
-    """The text of each token decoded by itself; part of a character becomes a replacement character.
+    """The text of each token as it follows another, itself; part of a character becomes a replacement character.
 
     An id beyond the tokenizer, from the padding of a head, becomes ``<token 151700>``.
     """
     count = token_count(tokenizer)
     texts = {
-        token: tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        token: text_after(tokenizer, [token], [token], clean_up_tokenization_spaces=False)
         if token < count
         else f"<token {token}>"
         for token in set(token_ids)

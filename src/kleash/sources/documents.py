@@ -12,7 +12,7 @@ from kleash.sources.dataset_formats import text_or_conversation
 from kleash.sources.files import Source, find_source
 from kleash.sources.prompts import encode_text, without_second_begin
 from kleash.sources.records import describe_fields
-from kleash.sources.sequences import SourceForm, TokenLimits, TokenSequence, hash_tokens
+from kleash.sources.sequences import SourceForm, TokenLimits, TokenSequence, hash_tokens, text_after
 
 DEFAULT_WINDOW = 2048
 
@@ -110,7 +110,9 @@ def _windows(
                 prompt_ids=token_ids[start:score_start],
                 response_ids=token_ids[score_start:stop],
                 prompt_text=tokenizer.decode(list(token_ids[start:score_start])),
-                response_text=tokenizer.decode(list(token_ids[score_start:stop])),
+                response_text=text_after(
+                    tokenizer, token_ids[start:score_start], token_ids[score_start:stop]
+                ),
                 prompt_hash=hash_tokens(token_ids[start:stop]),
                 location=location,
                 prompt_form=form,

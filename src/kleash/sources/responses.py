@@ -29,7 +29,15 @@ from kleash.sources.records import (
     is_finite_number,
     show_value,
 )
-from kleash.sources.sequences import TokenLimits, TokenSequence, hash_prompt, is_padded, padding_length
+from kleash.sources.sequences import (
+    Prompt,
+    TokenLimits,
+    TokenSequence,
+    hash_prompt,
+    is_padded,
+    padding_length,
+    text_after,
+)
 
 MAX_ID = 2**31 - 1
 ID_RANGE = f"a whole number from 0 to {MAX_ID}"
@@ -154,9 +162,7 @@ def _response(
     """The token sequence of one response."""
     prompt = tokenise_prompt(record, pair, chat_template)
     finish_reason = get_field(record, "finish_reason", str, "text")
-    response_ids, response_text, retokenised = _answer(
-        record, pair, prompt.text, finish_reason, chat_template
-    )
+    response_ids, response_text, retokenised = _answer(record, pair, prompt, finish_reason, chat_template)
     check_length(record, "prompt with its response", len(prompt.token_ids) + len(response_ids) - 1, pair)
     temperature = get_field(
         record, "temperature", (int, float), "a number from 0 on", lambda x: is_finite_number(x) and x >= 0
@@ -194,7 +200,7 @@ def _first_hash(record: SourceRecord, pair: TokenLimits, chat_template: str | No
 def _answer(
     record: SourceRecord,
     pair: TokenLimits,
-    prompt_text: str,
+    prompt: Prompt,
     finish_reason: str | None,
     chat_template: str | None,
 ) -> tuple[tuple[int, ...], str, bool]:
@@ -203,7 +209,8 @@ def _answer(
     values = get_field(record, "response_token_ids", list, "a list of token ids")
     if values is not None:
         token_ids = check_token_ids(record, "response_token_ids", values, pair)
-        return token_ids, pair.tokenizer.decode(list(token_ids)) if text is None else text, False
+        text = text_after(pair.tokenizer, prompt.token_ids, token_ids) if text is None else text
+        return token_ids, text, False
     if text is None:
         raise record.error(
             f"expected a field 'response' or 'response_token_ids' and found {describe_fields(record)}; "
@@ -213,7 +220,7 @@ def _answer(
         text = text.removesuffix(end)
     token_ids = encode_text(pair.tokenizer, text, special_tokens=False)
     if finish_reason == "stop" and not end:
-        token_ids += _missing_end(token_ids, pair, prompt_text)
+        token_ids += _missing_end(token_ids, pair, prompt.text)
     if not token_ids:
         raise record.error("the response has no tokens, so there is nothing to score; leave the line out")
     return tuple(token_ids), text, True

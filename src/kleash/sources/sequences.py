@@ -119,6 +119,20 @@ def hash_prompt(token_ids: tuple[int, ...], tokenizer: Any) -> str:
     return hash_tokens(token_ids[counted[0] : counted[-1] + 1] if counted else token_ids)
 
 
+def text_after(tokenizer: Any, prompt_ids: Sequence[int], response_ids: Sequence[int], **options: Any) -> str:
+    """The text of tokens where they follow others, as a response its prompt.
+
+    Tokenizers as those of Llama 2 and Mistral drop a space at the beginning of what they decode, so that a response
+    decoded alone lacks the space after the last word of its prompt. ``options`` are those of ``tokenizer.decode``.
+    """
+    last, both, alone = (
+        tokenizer.decode(list(ids), **options)
+        for ids in (prompt_ids[-1:], (*prompt_ids[-1:], *response_ids), response_ids)
+    )
+    # the last token of the prompt may be a part of a character, and then changes with what follows
+    return both.removeprefix(last) if both.startswith(last) else alone
+
+
 def batch_by_length(
     lengths: Sequence[int], batch_tokens: int, *, max_sequences: int | None = None
 ) -> list[list[int]]:

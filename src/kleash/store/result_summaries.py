@@ -12,7 +12,6 @@ from kleash.store.comparison import (
     PAIRED,
     SHOWN,
     ComparedRun,
-    ComparedTraining,
     Comparison,
     RunDifference,
     TrainingComparison,
@@ -179,19 +178,22 @@ def _(comparison: TrainingComparison) -> Summary:
         for metric in PAIRED
         if any(metric in run.numbers for run in comparison.runs)
     ]
-    of_runs = ((run.name, number) for run in comparison.runs for number in run.numbers.values())
-    of_differences = (
-        (f"{each.name} minus {each.minus}", number)
-        for each in comparison.differences
-        for number in each.differences.values()
-    )
+    named = [
+        *((run.name, run.numbers) for run in comparison.runs),
+        *((f"{each.name} minus {each.minus}", each.differences) for each in comparison.differences),
+    ]
     shown = [name for name in SHOWN if any(name in run.numbers for run in comparison.runs)]
     shown_table = SummaryTable(
         header=("run", *(title_of(name) for name in shown), "alerts", "steps"),
         rows=tuple(
             (
                 Name(run.name),
-                *(_shown_cell(run, name) for name in shown),
+                *(
+                    f"{run.numbers[name].value:.4g}{per_what(name, run.target_per)}"
+                    if name in run.numbers
+                    else ""
+                    for name in shown
+                ),
                 str(run.alerts),
                 f"{run.steps}, {run.ended if len(run.ended) <= MAX_WORDS else 'stopped'}",
             )
@@ -220,18 +222,11 @@ def _(comparison: TrainingComparison) -> Summary:
                 [
                     *comparison.warnings,
                     *(text for each in comparison.differences for text in each.warnings),
-                    *merge_warnings([*of_runs, *of_differences]),
+                    *merge_warnings((name, number) for name, numbers in named for number in numbers.values()),
                 ]
             )
         ),
     )
-
-
-def _shown_cell(run: ComparedTraining, name: str) -> str:
-    """A mean over steps without its error, a target with what it is of; empty where there is none."""
-    if name not in run.numbers:
-        return ""
-    return f"{run.numbers[name].value:.4g}{per_what(name, run.target_per)}"
 
 
 def _number_cells(number: Estimate | None) -> tuple[str, str]:

@@ -43,20 +43,6 @@ class Dialogue:
     """The tokens of the response with its end token; None if only the text is known."""
 
 
-def text_after(tokenizer: Any, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> str:
-    """The text of a response where it follows its prompt, without special tokens.
-
-    Tokenizers as those of Llama 2 and Mistral drop a space at the beginning of what they decode, so that a response
-    decoded alone lacks the space after the last word of its prompt.
-    """
-    last, both, alone = (
-        tokenizer.decode(list(ids), skip_special_tokens=True)
-        for ids in (prompt_ids[-1:], (*prompt_ids[-1:], *response_ids), response_ids)
-    )
-    # the last token of the prompt may be a part of a character, and then changes with what follows
-    return both.removeprefix(last) if both.startswith(last) else alone
-
-
 def load_reward_model(
     name: str, *, device: str = "auto", dtype: str = "auto", batch_tokens: int = 4096
 ) -> Callable[[Sequence[Dialogue]], list[float]]:

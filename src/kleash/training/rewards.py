@@ -21,7 +21,8 @@ from kleash.errors import CannotRunError, NonFiniteError, OptionError, ShapeErro
 from kleash.jobs.reading import DatasetOptions
 from kleash.models import TokenSequence
 from kleash.sources.prompts import count_columns
-from kleash.training.reward_models import Dialogue, load_reward_model, text_after
+from kleash.sources.sequences import text_after
+from kleash.training.reward_models import Dialogue, load_reward_model
 
 NO_COLUMNS: Mapping[str, Sequence[Any]] = MappingProxyType({})
 WEIGHTED = re.compile(r"\s*(?P<weight>[^*\s]+)\s*\*\s*(?P<what>.+)")
@@ -208,7 +209,9 @@ class Rewards:
                     else self.tokenizer.decode(list(each.response_ids), skip_special_tokens=True),
                     continuation=None
                     if self.tokenizer is None
-                    else text_after(self.tokenizer, each.prompt_ids, each.response_ids),
+                    else text_after(
+                        self.tokenizer, each.prompt_ids, each.response_ids, skip_special_tokens=True
+                    ),
                     messages=each.messages,
                     name=each.name,
                     columns=each.columns,

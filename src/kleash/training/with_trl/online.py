@@ -13,11 +13,12 @@ from kleash.integrations.trl.compat import MIXIN
 from kleash.jobs import GRPOJob, RLOOJob
 from kleash.jobs.train import OnlineJob
 from kleash.models import Pair, Prompt, TokenSequence, read_prompts
+from kleash.sources.sequences import text_after
 from kleash.store import TrainingResult
 from kleash.training.job_schedule import leash_of, prompt_indices
 from kleash.training.library_fields import set_fields, trl_config
 from kleash.training.networks import load_networks
-from kleash.training.reward_models import Dialogue, text_after
+from kleash.training.reward_models import Dialogue
 from kleash.training.rewards import Reward, check_rewards, load_rewards, reward_values
 from kleash.training.run_log import RunLog
 from kleash.training.with_trl.runs import (
@@ -203,7 +204,7 @@ def _reward_function(
             Dialogue(
                 prompt=prompts[which].text,
                 response=completion,
-                continuation=text_after(tokenizer, prompts[which].token_ids, ids),
+                continuation=text_after(tokenizer, prompts[which].token_ids, ids, skip_special_tokens=True),
                 messages=prompts[which].messages,
                 name=names[which],
                 columns=prompts[which].columns,
