@@ -100,7 +100,10 @@ def test_a_dpo_run_shows_its_own_metrics(tmp_path):
     assert "Steps 3 running or interrupted" in page.words
     assert "kleash train dpo --pairs p.jsonl --steps 3" in page.words
     assert "No reward hacking alerts." in page.words
-    assert "over its batch, before its update; the KL, if there is one, is measured after it" in page.words
+    assert (
+        "over its batch, before its update; the KL, if there is one, is measured after it (in the first step, before"
+        in page.words
+    )
     assert "Machine-readable: steps.jsonl , training.json" in page.words
 
 

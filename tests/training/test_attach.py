@@ -9,6 +9,7 @@ from trl_batches import TRL_MARKS, make, moved, whole_logp
 
 import kleash
 from kleash.cli import main
+from kleash.diagnosis import read_rollouts
 from kleash.errors import CannotRunError, NonFiniteError, OptionError, RunFolderError, UnknownNameError
 from kleash.integrations.trainer import BetaController, DriftMonitor
 from kleash.leash import FixedBeta, PIDBeta
@@ -58,6 +59,7 @@ def test_leashed_trainer_writes_a_folder_that_report_reads(trl, folder, tmp_path
     assert [step.step for step in steps] == [1, 2, 3]
     written = sorted(path.name for path in (tmp_path / "run" / "rollouts").iterdir())
     assert written == ["step-000000-rank-0.jsonl", "step-000002-rank-0.jsonl"]
+    assert len(read_rollouts(tmp_path / "run")) == len(read_rollouts(tmp_path / "run" / "rollouts"))
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     for step, entry in zip(steps, logged, strict=True):
         assert step.metrics["kl/exact_per_token"] == pytest.approx(entry["kl/per_token"], rel=1e-5, abs=1e-9)
@@ -369,7 +371,7 @@ def test_evaluation_is_the_headline_and_the_best_checkpoint_is_named(trl, folder
     assert (
         result.best.endswith(f"checkpoint-{best}") and dict(result.held_out).items() <= evaluated[1].items()
     )
-    assert f"held-out reward {result.held_out['eval/reward']:.2f}"[:-1] in summarize(result).headline
+    assert f"; last held-out reward {result.held_out['eval/reward']:.2f}"[:-1] in summarize(result).headline
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert page.index("Held-out reward") < page.index(">Reward<") and f"checkpoint-{best}" in page
     sets = {"sea": held_out.select([0]), "rain": held_out.select([1])}

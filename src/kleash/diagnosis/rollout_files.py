@@ -25,6 +25,7 @@ from kleash.sources.dataset_folders import SPLITS, STATE
 from kleash.sources.files import STANDARD_INPUT
 from kleash.sources.records import shorten, uncompressed_suffix
 from kleash.sources.sequences import is_padded, padding_length
+from kleash.store.steps import STEPS
 from kleash.uncertainty import Estimate
 
 SUFFIXES_OF_ROLLOUTS = (".jsonl", ".ndjson", ".parquet", ".pq", ".arrow", ".feather", ".ipc")
@@ -156,6 +157,8 @@ def _files_of(name: str) -> list[str]:
         exists = name == STANDARD_INPUT or path.exists()
     except OSError:  # such as a name that is too long; opening the file says what is wrong
         exists = True
+    if exists and (path / STEPS).is_file() and (path / "rollouts").is_dir():
+        path /= "rollouts"  # of a training run
     if exists and path.is_dir() and not any((path / marker).is_file() for marker in (SPLITS, STATE)):
         below = [
             file for file in path.rglob("*") if file.is_file() and "/." not in f"/{file.relative_to(path)}"

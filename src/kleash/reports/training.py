@@ -99,16 +99,19 @@ def summary_cards(
 
 def run_warnings(history: Sequence[StepRecord]) -> tuple[str, ...]:
     """The warnings about the standard errors of the last step that has any."""
-    with_errors = (step.metrics for step in reversed(history) if "response/prompts" in step.metrics)
-    return step_warnings(next(with_errors, {}))
+    return step_warnings(
+        next((step.metrics for step in reversed(history) if "response/prompts" in step.metrics), {})
+    )
 
 
 def step_warnings(metrics: Mapping[str, float]) -> tuple[str, ...]:
     """The warnings about the standard errors of a step, which are clustered by its prompts."""
     if "response/prompts" not in metrics:
         return ()
-    warnings = few_clusters(int(metrics["response/prompts"]))
-    return tuple(f"the errors of a step are over its prompts: {warning}" for warning in warnings)
+    return tuple(
+        f"the errors of a step are over its prompts: {warning}"
+        for warning in few_clusters(int(metrics["response/prompts"]))
+    )
 
 
 def target_nats(header: RunHeader) -> float | None:

@@ -506,7 +506,10 @@ def _(training: TrainingResult) -> Summary:
 
 def _held_out_clause(held_out: Mapping[str, float]) -> str:
     """The reward and the KL of the last evaluation with their standard errors; empty without one."""
-    names = (("held-out reward", "eval/reward", ""), ("KL", "eval/kl_per_sequence", " nats per sequence"))
+    names = (
+        ("last held-out reward", "eval/reward", ""),
+        ("KL", "eval/kl_per_sequence", " nats per sequence"),
+    )
     return "".join(
         f"; {label} {with_error(number_of(held_out, name))}{unit}"
         for label, name, unit in names

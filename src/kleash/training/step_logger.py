@@ -210,8 +210,15 @@ class StepLogger(AttachedCallback):
             events = [each for each in events if each]
             monitor = self._callback(DriftMonitor)
             kl = "" if monitor is None else self.metric_names.get(f"{monitor.name}/kl_per_sequence", "")
-            by_prompt = {kl: monitor.last.by_prompt} if kl in metrics else {}
-            advice = self.run_log.step(self.step, metrics, samples, events, reason, held_out, by_prompt)
+            advice = self.run_log.step(
+                self.step,
+                metrics,
+                samples,
+                events,
+                reason,
+                held_out,
+                by_prompt={kl: monitor.last.by_prompt} if kl in metrics else None,
+            )
         self.metrics, self._trl_step = metrics, state.global_step
         self._carry_out(of_first_process(advice) or Advice(), control)
 
