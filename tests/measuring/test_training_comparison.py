@@ -59,13 +59,8 @@ def drawn() -> tuple[np.ndarray, np.ndarray]:
 def folders(drawn, tmp_path_factory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("runs")
     first = write(root / "first", drawn[0], GRPOJob(beta=0.1))
-    return first, write(
-        root / "second",
-        drawn[1],
-        GRPOJob(beta=0.2, kl="k3", target_per="token"),
-        reference="other",
-        without="lora_rank",
-    )
+    job = GRPOJob(beta=0.2, kl="k3", target_per="token")
+    return first, write(root / "second", drawn[1], job, reference="other", without="lora_rank")
 
 
 def test_differences_are_paired_by_prompt_over_the_shared_second_half(drawn, folders):

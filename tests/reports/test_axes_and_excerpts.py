@@ -38,16 +38,15 @@ def test_numbers_at_ticks_are_short():
     assert {value: format_tick(value) for value in expected} == expected
 
 
+def all_charts(run, sweep):
+    of_training = run_charts(healthy(20), target=3.0).values()
+    of_comparison = comparison_charts(synthetic_comparison()).values()
+    return [*charts(run[1]).values(), *of_comparison, *of_training, *sweep_charts(sweep)]
+
+
 def test_every_axis_of_every_chart_has_a_title(run):
-    comparison = synthetic_comparison()
-    all_charts = [
-        *charts(run[1]).values(),
-        comparison_charts(comparison)["runs"],
-        comparison_charts(comparison)["differences"],
-    ]
-    all_charts += [*run_charts(healthy(20), target=3.0).values(), *sweep_charts(synthetic_sweep())]
     logarithmic = 0
-    for chart in all_charts:
+    for chart in all_charts(run, synthetic_sweep()):
         axes = drawn(chart)
         assert axes[-1].get_xlabel(), chart.name
         for panel in axes:
@@ -65,13 +64,7 @@ def test_every_axis_of_every_chart_has_a_title(run):
 def test_no_text_of_a_chart_lies_beyond_it(run):
     """Titles, labels of ticks and legends, with long names of runs and candidates."""
     long = replace(synthetic_sweep(("W" * 300, "q8")), reference="W" * 300)
-    comparison = synthetic_comparison()
-    all_charts = [
-        *charts(run[1]).values(),
-        *run_charts(healthy(20), target=3.0).values(),
-        *sweep_charts(long),
-    ]
-    for chart in (*all_charts, *comparison_charts(comparison).values()):
+    for chart in all_charts(run, long):
         panels = drawn(chart)
         width, height = panels[0].figure.bbox.size
         boxes = [panel.get_tightbbox() for panel in panels]
@@ -85,7 +78,7 @@ def on_text(run, **counts):
     return replace(measurement, job=job, counts=replace(measurement.counts, **counts))
 
 
-def test_the_noun_is_window_only_where_documents_were_split(run):
+def test_the_noun_is_document_on_text_and_window_only_where_they_were_split(run):
     whole = on_text(run, prompts=24, sequences=24, clusters=24)
     assert "window" not in " ".join(source_nouns(whole).values())
     assert describe_sample_size(whole) == "24 documents; 24 independent clusters"
@@ -94,9 +87,6 @@ def test_the_noun_is_window_only_where_documents_were_split(run):
     counts = replace(run[1].counts, prompts=2, sequences=8, clusters=2, truncated_sequences=3)
     told = "8 responses to 2 prompts, 3 of them truncated; 2 independent clusters"
     assert describe_sample_size(replace(run[1], counts=counts)) == told
-
-
-def test_a_comparison_on_text_uses_the_noun_document():
     comparison = synthetic_comparison()
     texts = replace(comparison, runs=tuple(replace(run, source="text") for run in comparison.runs))
     assert comparison_charts(texts)["differences"].title.endswith("on shared documents")

@@ -82,17 +82,13 @@ def test_values_have_three_significant_digits(value, expected):
     assert format_value(value) == expected
 
 
-def test_counts_and_percentages():
-    assert format_count(1234567) == "1\u202f234\u202f567"
-    assert format_percent(0.123456) == "12.3\u202f%"
-    assert format_percent(1.0) == "100\u202f%"
-
-
 def measured(value, error, unit="nats"):
     return Number(value=value, unit=unit, standard_error=error, ci95=(value - 2 * error, value + 2 * error))
 
 
-def test_bytes_have_the_largest_decimal_unit_that_fits():
+def test_counts_percentages_and_bytes_in_the_largest_decimal_unit_that_fits():
+    assert format_count(1234567) == "1\u202f234\u202f567"
+    assert [*map(format_percent, (0.123456, 1.0))] == ["12.3\u202f%", "100\u202f%"]
     sizes = (0, 999, 1_000, 8_270_000, 4_900_000_000, 3_210_000_000_000)
     expected = ["0 bytes", "999 bytes", "1.00 kB", "8.27 MB", "4.90 GB", "3.21 TB"]
     assert [format_bytes(size) for size in sizes] == expected

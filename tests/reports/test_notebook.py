@@ -60,6 +60,8 @@ def test_every_result_is_shown_with_its_numbers_and_no_foreign_markup(results):
     names = ["step 100", "step 400", "<script>alert('run')</script>"]
     assert [row[0] for row in comparison.cells] == 2 * ["run", *names]  # both directions of the KL
     assert [row[0] for row in sweep.cells[1:6]] == list(HOSTILE[:5])
+    none = shown(synthetic_sweep((), ("a", "b"))._repr_html_())
+    assert ["a", "its weights are missing"] in none.cells, "of which all failed"
     assert mismatch.cells[1][:2] == ["KL(engine ‖ trainer)", "0.25"]
     assert shown(results[-1]._repr_html_()).cells[1:3] == [["reward/score", "2.00 ± 0.25"], ["beta", "0.1"]]
     assert "policy" in results[-1].summary() and "policy" not in replace(results[-1], policy="").summary()
@@ -77,8 +79,3 @@ def test_colours_are_those_of_the_page(results):
     for result in results:
         html = result._repr_html_().replace("color:inherit", "").replace("rgba(128,128,128,.4)", "")
         assert "color:" not in html and "background:" not in html.replace("background:none", "")
-
-
-def test_a_sweep_in_which_all_failed_is_shown():
-    sweep = synthetic_sweep((), ("a", "b"))
-    assert ["a", "its weights are missing"] in shown(sweep._repr_html_()).cells

@@ -187,6 +187,8 @@ def test_every_kind_of_result_has_a_markdown_table(results):
     sweep_rows = cells_of(to_markdown(summarize(results[2])))
     assert [row[0] for row in sweep_rows[1:5]] == list(HOSTILE[:4])
     assert ["b|ad", "its weights are missing"] in sweep_rows
+    with pytest.raises(TypeError, match="int is no result"):
+        summarize(3)
 
 
 def test_one_cluster_has_no_interval_in_a_table(run):
@@ -194,8 +196,3 @@ def test_one_cluster_has_no_interval_in_a_table(run):
     summary = summarize(replace(run[1], counts=counts))
     assert {row[2] for row in summary.tables[0].rows} == {"unknown"}
     assert "unknown" not in {row[2] for row in summarize(run[1]).tables[0].rows}
-
-
-def test_what_is_no_result_has_no_summary():
-    with pytest.raises(TypeError, match="int is no result"):
-        summarize(3)
