@@ -32,8 +32,9 @@ def write_run(folder: Path, history: list[StepRecord], job: TrainJob, *, finishe
     files, drawn = TrainingFolder(folder), 4 if hasattr(job, "reward") else 0
     with files.writing(header_of(job), resume=False):
         for record in history:
-            texts = (HOSTILE[(record.step + at) % len(HOSTILE)] for at in range(drawn))
+            texts = [HOSTILE[(record.step + at) % len(HOSTILE)] for at in range(drawn)]
             samples = [Sample(prompt=f"{EVIL}{text}", response=text, reward=1.0, kl=2.5) for text in texts]
+            samples[:1] = [replace(sample, kl=float("nan")) for sample in samples[:1]]  # which is not known
             append_step(folder, record, samples)
         if finished:
             end = {"steps": len(history), "metrics": history[-1].metrics, "beta": 0.1}
