@@ -36,7 +36,7 @@ class Drift:
     """KL between whole responses in nats: exact, summed over a response, as each step of training has it."""
     sequences: int
     tokens: int
-    by_prompt: Mapping[str, float] = field(default_factory=dict[str, float])
+    by_prompt: Mapping[str, float] = field(default_factory=dict[str, float], repr=False)
     """Hash of a prompt's tokens, as text -> KL per sequence, mean over the responses to it."""
 
     def per(self, what: str) -> Estimate:
