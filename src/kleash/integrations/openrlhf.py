@@ -3,9 +3,9 @@
 ``install`` replaces ``compute_approx_kl`` and ``compute_reward`` of ``openrlhf.models.utils`` and the two controllers
 of ``openrlhf.trainer.ppo_utils.kl_controller``, in every module of OpenRLHF that has imported them by name; its
 ``masked_mean`` and ``aggregate_loss`` get values of 0 where they are masked. It wraps
-``save_logs_and_checkpoints`` and ``restore_best_checkpoint_state`` of both PPO trainers, and
-``ActorPPOTrainer.training_step``. Known: OpenRLHF 0.11; another version is a warning. A function or argument that is
-missing is a ``CannotRunError`` that names it.
+``save_logs_and_checkpoints`` and ``restore_best_checkpoint_state`` of both PPO trainers,
+``ActorPPOTrainer.training_step`` and ``RemoteExperienceMaker.make_experience``. Known: OpenRLHF 0.11; another version
+is a warning. A function or argument that is missing is a ``CannotRunError`` that names it.
 """
 
 import warnings
@@ -243,6 +243,20 @@ def _step_with_mean_kl(
     return status
 
 
+def _make_with_mean_kl(make: Callable[..., list[Any]], maker: Any, samples_list: list[Any]) -> list[Any]:
+    """OpenRLHF's experiences; a response without action tokens has the mean KL of the others.
+
+    OpenRLHF gives it 0 / 0, and then averages over all responses, on several ranks and in batches of several sizes.
+    """
+    experiences = make(maker, samples_list)
+    for name in ("kl", "logprobs_diff"):
+        mean = torch.cat([x.info[name][x.action_mask.any(-1)] for x in experiences]).mean()
+        for experience in experiences:
+            has_tokens = experience.action_mask.any(-1)
+            experience.info[name] = torch.where(has_tokens, experience.info[name], mean)
+    return experiences
+
+
 WRAPPED: Mapping[str, Wrappers] = {
     UTILS: {"masked_mean": (("tensor", "mask"), partial(select_and_call, ("tensor", "mask")))},
     "openrlhf.models.loss": {
@@ -253,6 +267,9 @@ WRAPPED: Mapping[str, Wrappers] = {
             ("experience", "kl_ctl", "step", "loss_batch_info"),
             _step_with_mean_kl,
         )
+    },
+    "openrlhf.trainer.ppo_utils.experience_maker": {
+        "RemoteExperienceMaker.make_experience": (("samples_list",), _make_with_mean_kl)
     },
     "openrlhf.trainer.ppo_trainer": {
         f"{trainer}.{name}": (arguments, wrapper)
