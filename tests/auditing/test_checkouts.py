@@ -53,6 +53,11 @@ def k2_penalty(token_logp: Batch, token_logq: absent.Tensor):
 def uses_missing(token_logp, token_logq):
     return shifted(token_logp) - token_logq
 
+def compares_missing(token_logp, token_logq):
+    return token_logp.where(token_logq != shifted.IGNORED, 0.0)
+def compares_kinds(token_logp, token_logq, kind=Batch.KIND):
+    return token_logp - token_logq if kind == absent.KIND else token_logq
+
 def uses_own_numpy(token_logp, token_logq):
     return norm(token_logp)
 
@@ -117,7 +122,7 @@ def test_only_what_the_function_needs_is_executed(checkout):
         ("../elsewhere.py:k2", UnknownNameError, "there is no file ../elsewhere.py in "),
         ("pack/losses.py:k1_penalty", UnknownNameError, "has no 'k1_penalty'; did you mean k2_penalty?"),
         ("pack/losses.py:uses_nothing_defined", UnknownNameError, "uses_nothing_defined uses k4_penalty"),
-        ("pack/losses.py:uses_broken", CannotRunError, "line 46, raises IndexError: list index"),
+        ("pack/losses.py:uses_broken", CannotRunError, "line 51, raises IndexError: list index"),
         ("pack/losses.py:decorated", MissingExtraError, "not_there_at_all.deep.registered is needed, but it"),
         ("pack/losses.py:Estimator.k1", OptionError, "k1 of Estimator in pack/losses.py takes self; wrap it"),
         ("pack/not_python.py:f", CannotRunError, "pack/not_python.py is not Python: "),
@@ -135,11 +140,13 @@ def test_errors_of_loading(checkout, target, error, words):
     ("name", "words"),
     [
         ("uses_missing", "pack/losses.py:uses_missing cannot be called: .helpers.shifted is needed, but it"),
+        ("compares_missing", ".helpers.shifted.IGNORED is needed, but it"),
+        ("compares_kinds", "not_there_at_all.deep.Batch.KIND is needed, but it"),
         ("uses_own_numpy", "numpy.linalg.norm is needed, but it cannot be imported (ImportError: one file"),
     ],
 )
 def test_an_import_that_is_needed_says_what_was_used_of_it(checkout, name, words):
-    with pytest.raises(CannotRunError) as caught:
+    with pytest.raises(CannotRunError, match=r"\); write that into one file with it") as caught:
         list(audits_of(cases_of(f"pack/losses.py:{name}", "loss", source=checkout)))
     assert words in str(caught.value)
 
@@ -207,7 +214,7 @@ def test_losses_of_whole_responses(checkout, inputs, by_hand):
     close(value, weighted.sum(-1))
     close(gradient, weighted)  # the log ratio is detached
     forward, reverse = by_hand.exact(0.0), by_hand.exact(1.0)
-    for name, exact in (("Forward", forward), ("Reverse", reverse), ("Symmetric", (forward + reverse) / 2)):
+    for name, exact in (("Forward", forward), ("Reverse", reverse), ("Symmetric", forward + reverse)):
         close(of(f"torchtune:{name}KLLoss", inputs, "logits_p", checkout)[0], mean(exact, inputs.mask))
 
 

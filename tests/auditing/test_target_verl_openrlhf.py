@@ -33,14 +33,6 @@ def test_verl_penalties_and_their_gradients(inputs, by_hand, name):
         close(nothing, torch.where(inputs.mask, -slope(by_hand.u), 0.0))
 
 
-def test_verl_synonyms_of_estimators(inputs):
-    (case,) = cases_of("verl:kl")
-    kl_penalty = case.function
-    for one, other in (("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3")):
-        pair = inputs.token_logp, inputs.token_logq
-        assert torch.equal(kl_penalty(*pair, kl_penalty=one), kl_penalty(*pair, kl_penalty=other))
-
-
 MODES = [("token-mean", [1 / 5, 1 / 5]), ("seq-mean-token-mean", [1 / 6, 1 / 4])]
 
 
@@ -48,10 +40,6 @@ MODES = [("token-mean", [1 / 5, 1 / 5]), ("seq-mean-token-mean", [1 / 6, 1 / 4])
 def test_verl_aggregations(inputs, by_hand, mode, weights):
     sums = torch.where(inputs.mask, by_hand.k3, 0.0).sum(-1)
     close(of(f"verl:loss_{mode}", inputs)[0], (sums * torch.tensor(weights)).sum(), 1e-7)
-
-
-def test_verl_sum_over_the_tokens_of_each_response(inputs, by_hand):
-    sums = torch.where(inputs.mask, by_hand.k3, 0.0).sum(-1)
     close(of("verl:loss_seq-mean-token-sum", inputs)[0], sums)
 
 
@@ -84,8 +72,6 @@ def test_openrlhf_loss_and_reward(inputs, by_hand):
     close(of("openrlhf:reward_k1", inputs)[0], -by_hand.u, 1e-6)
 
 
-def test_stand_ins_are_removed_and_noted(inputs):
-    (case,) = cases_of("openrlhf:k1")
-    assert any("deepspeed is not installed" in note for note in case.notes)
+def test_stand_ins_are_removed():
+    assert cases_of("openrlhf:k1")
     assert not {"deepspeed", "flash_attn", "pylatexenc"} & set(sys.modules)
-    assert case.package == "openrlhf"

@@ -216,6 +216,13 @@ FAULTS: dict[str, Planted] = {
     "cross-entropy": Planted(
         lambda p, q: -(up(p).exp() * up(q)).sum(-1), WHOLE, {"cross_entropy", "wrong_gradient", "nan_value"}
     ),
+    "cross-entropy of the teacher": Planted(
+        lambda p, q: -(up(q).softmax(-1) * up(p).log_softmax(-1)).sum(-1),
+        *("distillation", {"nan_value"}, {"cross_entropy"}),
+    ),
+    "surrogate of value zero": Planted(
+        lambda p, q: u_of(p, q).detach() * (up(p) - up(p).detach()), "loss", set(), {"other_divergence"}
+    ),
     "mean without the first token, which may be the only one": Planted(
         lambda p, q, mask: masked(p, q, mask)[:, 1:].sum() / mask[:, 1:].sum(),
         *("mean_loss_with_mask", {"biased_value", "wrong_gradient", "nan_value"}),

@@ -32,7 +32,7 @@ from kleash.auditing.quantities import is_quantity
 from kleash.auditing.targets.cases import Case
 from kleash.auditing.targets.packages import version_of
 from kleash.auditing.toy_distributions import IGNORED, SEQUENCES, leaf_inputs
-from kleash.errors import CannotRunError, KleashError, OptionError, ShapeError
+from kleash.errors import CannotRunError, KleashError, MissingExtraError, OptionError, ShapeError
 from kleash.store.audit import FAULTS, Audit, Finding
 from kleash.version import __version__
 
@@ -110,7 +110,11 @@ def audit(
         except (CannotRunError, ShapeError) as error:
             if any(finding.kind == "stateful" for finding in impurities):
                 return _record(audited, impurities, last=f"Nothing else could be determined: {error}.")
-            raise type(error)(f"{error}{_advice(audited)}") from error
+            is_import = isinstance(error.__cause__, MissingExtraError)
+            advice = (
+                "; write that into one file with it, and audit it there" if is_import else _advice(audited)
+            )
+            raise type(error)(f"{error}{advice}") from error
 
 
 def _require_labels_or_mask(audited: AuditedFunction) -> None:
@@ -162,10 +166,10 @@ def _advice(audited: AuditedFunction) -> str:
         and (call.startswith(_call_of(other)) or _call_of(other).startswith(call))
         and fits(other)
     )
+    written = "" if "(" in convention.name else f", such as {_line(convention, f'{call})[0]')}"
     return (
         f"; choose the convention that fits it{f' ({fitting})' if fitting else ''}, bind its reduction or other "
-        f"arguments, or write the call as the convention, such as {_line(convention, f'{call})[0]')}, or wrap it, for "
-        "vocabularies of 2, 3 and 8 tokens"
+        f"arguments, or write the call as the convention{written}, or wrap it, for vocabularies of 2, 3 and 8 tokens"
     )
 
 

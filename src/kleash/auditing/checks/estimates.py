@@ -41,6 +41,8 @@ OFF_POLICY_LEVELS: Mapping[Level, str] = MappingProxyType(
         "both": "of the next token along the behaviour's prefixes",
     }
 )
+SURROGATE_VALUES = ("biased_value", "cross_entropy", "wrong_offset")
+"""Kinds of a value that does no harm, as zero does none, if the gradient is right: all of them train the same."""
 POSITION_REMEDY = (
     "give every token the same weight (token by token), or credit each with the divergence from it on "
     "(between whole responses: kleash.kl_loss with kleash.future_kl_loss)"
@@ -68,9 +70,10 @@ def value_findings(evidence: Evidence) -> Iterator[Finding]:
         )
         culprit = evidence.gradient if is_multiple else value  # the factor is the fault of 2 x k2
         kind, where = _mismatch_kind(culprit), _worst_value(evidence, "on-policy")[0]
+        is_of_surrogate = kind in SURROGATE_VALUES or str(value) == "zero"
         yield Finding(
             kind=kind,
-            severity="note" if kind == "biased_value" and evidence.gradient.is_right else "wrong",
+            severity="note" if is_of_surrogate and evidence.gradient.is_right else "wrong",
             sentence=_value_sentence(evidence),
             where=where,
             remedy=_mismatch_remedy(culprit, evidence.audited.convention),

@@ -49,7 +49,10 @@ class Statement(NamedTuple):
 
 
 class NotLoaded:
-    """Stands for an import that was not loaded; any use but a comparison of types says what was used of it."""
+    """Stands for an import that was not loaded; any use but ``isinstance`` and ``is`` says what was used of it.
+
+    Comparing it is such a use: labels compared with a constant of another file would select the padding.
+    """
 
     def __init__(self, path: str, reason: str) -> None:
         """Stand for the module, or the name in a module, at ``path``."""
@@ -75,6 +78,8 @@ class NotLoaded:
 
     __call__ = __getitem__ = __iter__ = __bool__ = __enter__ = __add__ = __mul__ = refuse
     __radd__ = __rmul__ = __sub__ = __rsub__ = __truediv__ = __lt__ = __gt__ = __float__ = refuse
+    __eq__ = __ne__ = refuse
+    __hash__ = object.__hash__
 
 
 def load_function(source: Path, target: str) -> LoadedFunction:

@@ -42,10 +42,7 @@ PRIME_LOSS = "src/prime_rl/trainer/rl/loss.py"
 PENALTY_NOTE = "subtracted from the reward of its token"
 MEAN_NOTE = "per token; the trainer takes a mean of it"
 MISMATCH = "f(token_logq, token_logp)[2] -> metric"
-MODULE = as_in_words(
-    "f()(logits_p.flatten(0, 1), logits_q.flatten(0, 1), labels.flatten()) -> mean",
-    "f()(logits_p, logits_q, labels)",
-)
+MODULE = "f()(logits_p.flatten(0, 1), logits_q.flatten(0, 1), labels.flatten()) -> mean"
 ESTIMATE_KL = "f((token_logp - token_logq).clamp(-40, 40), {ratio})[{index}]"
 """Open Instruct's estimators, of which the configuration chooses one by its index."""
 SLIME_ESTIMATORS = ("k1", "k2", "k3", "low_var_kl")
@@ -195,13 +192,13 @@ TORCHTUNE = Target(
         make_case(
             name,
             f"torchtune/modules/loss/kd_losses.py:{name}",
-            claiming(MODULE, claims),
+            claiming(as_in_words(f"{times}{MODULE}", f"{times}f()(logits_p, logits_q, labels)"), claims),
             STUDENT_NOTE,
         )
-        for name, claims in (
-            ("ForwardKLLoss", "reverse_kl"),
-            ("ReverseKLLoss", "kl"),
-            ("SymmetricKLLoss", "jeffreys"),
+        for name, claims, times in (
+            ("ForwardKLLoss", "reverse_kl", ""),
+            ("ReverseKLLoss", "kl", ""),
+            ("SymmetricKLLoss", "jeffreys", "2 * "),  # by its own words a mean of both
         )
     ),
     not_audited=(
