@@ -63,8 +63,8 @@ def renormalised_top(p: Tensor, q: Tensor, k: int = 3) -> Tensor:
     return (p.exp() * (p - q)).sum(-1)
 
 
-def dropped_tail(p: Tensor, q: Tensor, k: int = 3) -> Tensor:
-    best = q.topk(min(k, p.shape[-1] - 1), dim=-1).indices
+def dropped_tail(p: Tensor, q: Tensor, k: int = 3, dropped: int = 1) -> Tensor:
+    best = q.topk(min(k, p.shape[-1] - dropped), dim=-1).indices
     p, q = (up(x).gather(-1, best) for x in (p, q))
     return (p.exp() * (p - q)).sum(-1)
 
@@ -200,6 +200,9 @@ FAULTS: dict[str, Planted] = {
     "renormalised top-k": Planted(renormalised_top, WHOLE, {"truncated", "wrong_gradient"}),
     "top-k of the other side, the rest dropped": Planted(
         dropped_tail, WHOLE, {"truncated", "wrong_gradient", "nan_value"}, {"negative_values"}
+    ),
+    "top-k of more tokens than there are on most pairs": Planted(
+        partial(dropped_tail, k=20, dropped=0), WHOLE, {"biased_value", "nan_value"}
     ),
     "the teacher against itself": Planted(
         lambda p, q: (

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from math import inf, isfinite, isnan, nan
+from math import cos, inf, isfinite, isnan, nan, sin
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from kleash.store.audit import EdgeRow, Finding, Severity
 
 
 class ExtremeCase(NamedTuple):
-    """One sampled token by its log-probability, or logits over a vocabulary of four tokens; under p and under q."""
+    """One sampled token by its log-probability, or the logits of all tokens; under p and under q."""
 
     name: str
     p: tuple[float, ...]
@@ -52,8 +52,12 @@ LOGITS_CASES = (
         "in bfloat16, they are 30 nats apart", (30.0, 0.0, 0.0, 0.0), (0.0, 30.0, 0.0, 0.0), torch.bfloat16
     ),
     ExtremeCase("both rule out a token", (0.3, 1.0, -inf, 0.5), (0.1, 0.2, -inf, 0.3)),
+    # a list of the 20 likeliest tokens has all of a smaller vocabulary
+    ExtremeCase(
+        "there are 256 tokens", tuple(2 * sin(i) for i in range(256)), tuple(2 * cos(i) for i in range(256))
+    ),
 )
-ORDINARY = ("p and q agree", "both are certain of the token")
+ORDINARY = ("p and q agree", "both are certain of the token", "there are 256 tokens")
 """Cases that any training run meets."""
 
 
