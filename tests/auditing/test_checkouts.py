@@ -93,6 +93,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "pack/twice.py": "def halved(x): return x\n",
         "pack/not_python.py": "def f(:\n",
         "numpy/linalg.py": "",
+        "deep/scipy/__init__.py": "",
+        "deep/scipy/losses.py": "from scipy import special\ndef k1(p, q): return special.expit(p)\n",
     }
     return write_checkout(tmp_path_factory.mktemp("checkout"), {**FILES, **others})
 
@@ -137,17 +139,21 @@ def test_errors_of_loading(checkout, target, error, words):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("target", "words"),
     [
-        ("uses_missing", "pack/losses.py:uses_missing cannot be called: .helpers.shifted is needed, but it"),
-        ("compares_missing", ".helpers.shifted.IGNORED is needed, but it"),
-        ("compares_kinds", "not_there_at_all.deep.Batch.KIND is needed, but it"),
-        ("uses_own_numpy", "numpy.linalg.norm is needed, but it cannot be imported (ImportError: one file"),
+        (
+            "pack/losses.py:uses_missing",
+            "s.py:uses_missing cannot be called: .helpers.shifted is needed, but it",
+        ),
+        ("pack/losses.py:compares_missing", ".helpers.shifted.IGNORED is needed, but it"),
+        ("pack/losses.py:compares_kinds", "not_there_at_all.deep.Batch.KIND is needed, but it"),
+        ("pack/losses.py:uses_own_numpy", "numpy.linalg.norm is needed, but it cannot be imported (Impor"),
+        ("deep/scipy/losses.py:k1", "scipy.special.expit is needed, but it cannot be imported (ImportErr"),
     ],
 )
-def test_an_import_that_is_needed_says_what_was_used_of_it(checkout, name, words):
+def test_an_import_that_is_needed_says_what_was_used_of_it(checkout, target, words):
     with pytest.raises(CannotRunError, match=r"\); write that into one file with it") as caught:
-        list(audits_of(cases_of(f"pack/losses.py:{name}", "loss", source=checkout)))
+        list(audits_of(cases_of(target, "loss", source=checkout)))
     assert words in str(caught.value)
 
 

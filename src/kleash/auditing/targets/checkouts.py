@@ -227,7 +227,7 @@ def _execute(statement: Statement, module: ModuleType, source: Path, where: str)
     node, flags = statement.node, __future__.annotations.compiler_flag
     code = compile(ast.Module([node], []), str(source / where), "exec", flags, dont_inherit=True)
     try:
-        if _imports_from(node, source):
+        if _imports_from(node, source, where):
             raise ImportError("one file of a checkout is loaded alone")
         exec(code, vars(module))
     except (KleashError, KeyboardInterrupt):
@@ -240,12 +240,18 @@ def _execute(statement: Statement, module: ModuleType, source: Path, where: str)
         vars(module).update(dict.fromkeys(statement.binds, stand_in))
 
 
-def _imports_from(node: ast.stmt, source: Path) -> bool:
-    """Whether a statement imports from the checkout, which may also be installed, in another version."""
+def _imports_from(node: ast.stmt, source: Path, where: str) -> bool:
+    """Whether a statement imports from the checkout, which may also be installed, in another version.
+
+    That is what is relative, in the folder of the checkout, or of the package, anywhere in it, that has the file.
+    """
     if not isinstance(node, ast.Import | ast.ImportFrom):
         return False
     top = _path_of_import(node).partition(".")[0]
-    return not top or any((source / name).exists() for name in (top, f"{top}.py", f"src/{top}"))
+    packages = [folder.name for folder in (source / where).parents if (folder / "__init__.py").exists()]
+    return top in ("", *packages[-1:]) or any(
+        (source / name).exists() for name in (top, f"{top}.py", f"src/{top}")
+    )
 
 
 def _path_of_import(node: ast.Import | ast.ImportFrom) -> str:
