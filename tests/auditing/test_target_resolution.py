@@ -46,8 +46,8 @@ def test_modules_in_the_working_directory_are_found(own):
     (case,) = cases_of("own_kl_code:mine", "loss", ("scale=2.5", "name=k3"))
     assert case.function(3.0, 1.0, **case.arguments) == 5.0
     assert case.arguments == {"scale": 2.5, "name": "k3"} and case.name == "own_kl_code:mine"
-    (case,) = cases_of("./own_kl_code.py:Held.inside", "loss")
-    assert case.function(3.0, 1.0) == 3.0, "a dot after the colon goes into a class"
+    (audit,) = audits_of(cases_of("./own_kl_code.py:Held.inside", "reward"))
+    assert audit.value == "-the entropy of p", "a dot after the colon goes into a class"
 
 
 @pytest.mark.parametrize(

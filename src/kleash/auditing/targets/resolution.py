@@ -102,7 +102,7 @@ def cases_of(
             convention=record,
             arguments=_parse_arguments(arguments),
             notes=(*(loaded.notes if loaded else ()), *((f"called with {roles}",) if roles else ())),
-            package=loaded.file if loaded else package.partition(".")[0],
+            package=loaded.file if loaded else dotted.split_path(target)[0].partition(".")[0],
             commit=loaded.commit if loaded else "",
         ),
     )
