@@ -111,10 +111,7 @@ def audit(
             if any(finding.kind == "stateful" for finding in impurities):
                 return _record(audited, impurities, last=f"Nothing else could be determined: {error}.")
             is_import = isinstance(error.__cause__, MissingExtraError)
-            advice = (
-                "; write that into one file with it, and audit it there" if is_import else _advice(audited)
-            )
-            raise type(error)(f"{error}{advice}") from error
+            raise type(error)(f"{error}{'' if is_import else _advice(audited)}") from error
 
 
 def _require_labels_or_mask(audited: AuditedFunction) -> None:

@@ -75,6 +75,11 @@ class AuditedFunction:
     """Whether conversions to 16 or 8 bits are left out in float64, in which an audit determines what the function is
     apart from its rounding; that shows in float32."""
 
+    @property
+    def bound(self) -> Callable[..., Any]:
+        """The function with its arguments bound; itself without any, so that a call may take attributes of a class."""
+        return partial(self.function, **self.arguments) if self.arguments else self.function
+
     def call(self, inputs: AuditInputs) -> Tensor:
         """The function's result on copies of ``inputs``, checked for its shape; of either sign.
 
@@ -92,7 +97,7 @@ class AuditedFunction:
         named = "" if "(" in self.convention.name else f"convention {self.convention.name!r}, "
         description = f"{named}{self.convention.summary}"
         try:
-            result = self.convention.call(partial(self.function, **self.arguments), inputs)
+            result = self.convention.call(self.bound, inputs)
         except MissingExtraError as error:  # such as an import of a checkout that was not loaded
             raise CannotRunError(f"{self.name} cannot be called: {error}") from error
         except (Exception, SystemExit) as error:

@@ -74,7 +74,9 @@ class NotLoaded:
 
     def refuse(self, *_: Any, **__: Any) -> Any:
         """Raise ``MissingExtraError``, which says what was used of the import."""
-        raise MissingExtraError(f"{self.path} is needed, but {self.reason}")
+        raise MissingExtraError(
+            f"{self.path} is needed, but {self.reason}; write it into one file with what is audited"
+        )
 
     __call__ = __getitem__ = __iter__ = __bool__ = __enter__ = __add__ = __mul__ = refuse
     __radd__ = __rmul__ = __sub__ = __rsub__ = __truediv__ = __lt__ = __gt__ = __float__ = refuse
