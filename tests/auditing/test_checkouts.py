@@ -57,7 +57,6 @@ def compares_missing(token_logp, token_logq):
     return token_logp.where(token_logq != shifted.IGNORED, 0.0)
 def compares_kinds(token_logp, token_logq, kind=Batch.KIND):
     return token_logp - token_logq if kind == absent.KIND else token_logq
-
 def uses_own_numpy(token_logp, token_logq):
     return norm(token_logp)
 
@@ -112,9 +111,7 @@ def test_only_what_the_function_needs_is_executed(checkout):
     assert not any(name.startswith("checkout:") for name in sys.modules)
     assert load_function(checkout, "pack:k2_penalty").file == "pack/losses.py"
     (of_a_class,) = audits_of(cases_of("pack/losses.py:Estimator.k2", "loss", source=checkout))
-    method = cases_of(
-        "pack/losses.py:Estimator", "f.k1(None, token_logp, token_logq) -> reward", (), checkout
-    )
+    method = cases_of("pack/losses.py:Estimator", "f.k1(0, token_logp, token_logq) -> reward", (), checkout)
     assert of_a_class.gradient == next(audits_of(method)).gradient == "KL(p ‖ q)"
     assert "Called with teacher = token_logp, policy = token_logq." in map(as_sentence, of_a_class.notes)
 
@@ -127,7 +124,7 @@ def test_only_what_the_function_needs_is_executed(checkout):
         ("../elsewhere.py:k2", UnknownNameError, "there is no file ../elsewhere.py in "),
         ("pack/losses.py:k1_penalty", UnknownNameError, "has no 'k1_penalty'; did you mean k2_penalty?"),
         ("pack/losses.py:uses_nothing_defined", UnknownNameError, "uses_nothing_defined uses k4_penalty"),
-        ("pack/losses.py:uses_broken", CannotRunError, "line 51, raises IndexError: list index"),
+        ("pack/losses.py:uses_broken", CannotRunError, "line 50, raises IndexError: list index"),
         ("pack/losses.py:decorated", MissingExtraError, "not_there_at_all.deep.registered is needed, but it"),
         ("pack/losses.py:Estimator.k1", OptionError, "k1 of Estimator in pack/losses.py takes self; wrap it"),
         ("pack/not_python.py:f", CannotRunError, "pack/not_python.py is not Python: "),

@@ -223,6 +223,9 @@ FAULTS: dict[str, Planted] = {
         lambda p, q: -(up(q).softmax(-1) * up(p).log_softmax(-1)).sum(-1),
         *("distillation", {"nan_value"}, {"cross_entropy"}),
     ),
+    "constant for each token of a reward": Planted(
+        lambda p, q: u_of(p, q) + 0.1, "reward", {"wrong_offset"}, {"negative_values"}
+    ),
     "surrogate of value zero": Planted(
         lambda p, q: u_of(p, q).detach() * (up(p) - up(p).detach()), "loss", set(), {"other_divergence"}
     ),

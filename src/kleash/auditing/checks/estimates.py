@@ -41,8 +41,9 @@ OFF_POLICY_LEVELS: Mapping[Level, str] = MappingProxyType(
         "both": "of the next token along the behaviour's prefixes",
     }
 )
-SURROGATE_VALUES = ("biased_value", "cross_entropy", "wrong_offset")
-"""Kinds of a value that does no harm, as zero does none, if the gradient is right: all of them train the same."""
+SURROGATE_VALUES = ("cross_entropy", "wrong_offset")
+"""Kinds of a loss's value that do no harm, as zero does none, if the gradient is right; in a reward, a constant for
+each token is one for the length."""
 POSITION_REMEDY = (
     "give every token the same weight (token by token), or credit each with the divergence from it on "
     "(between whole responses: kleash.kl_loss with kleash.future_kl_loss)"
@@ -70,7 +71,9 @@ def value_findings(evidence: Evidence) -> Iterator[Finding]:
         )
         culprit = evidence.gradient if is_multiple else value  # the factor is the fault of 2 x k2
         kind, where = _mismatch_kind(culprit), _worst_value(evidence, "on-policy")[0]
-        is_of_surrogate = kind in SURROGATE_VALUES or str(value) == "zero"
+        is_of_surrogate = kind == "biased_value" or (
+            evidence.audited.convention.place == "loss" and (kind in SURROGATE_VALUES or str(value) == "zero")
+        )
         yield Finding(
             kind=kind,
             severity="note" if is_of_surrogate and evidence.gradient.is_right else "wrong",
