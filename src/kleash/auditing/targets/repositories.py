@@ -100,7 +100,7 @@ NEMO_RL = Target(
             "gen_kl_error",
             NEMO_KL,
             "metric",
-            "p is the inference engine, q the trainer",
+            "the inference engine is p, the trainer q",
             kl_type="k3",
             input_clamp_value=None,
             output_clamp_value=None,
@@ -158,7 +158,7 @@ PRIME_RL = Target(
             "mismatch_kl",
             f"{PRIME_LOSS}:compute_importance_ratio_and_mismatch_kl",
             MISMATCH,
-            "p is the inference engine, q the trainer",
+            "the inference engine is p, the trainer q",
         ),
     ),
     not_audited=(
