@@ -5,7 +5,6 @@ import torch
 from compiling import compiles
 from distributions import gradients, log, pairs
 from hypothesis import given, settings
-from scipy.special import rel_entr
 from textbook import textbook
 
 from kleash.divergences import DIVERGENCES, cross_entropy, divergence, entropy, kl, renyi, truncate
@@ -13,13 +12,6 @@ from kleash.errors import NotProbabilitiesError, ShapeError, UnknownNameError, V
 from kleash.losses import top_k_of
 
 NAMES = sorted(DIVERGENCES)
-
-
-@given(pairs())
-def test_kl_agrees_with_scipy(pair):
-    logp, logq = pair
-    expected = rel_entr(logp.exp().numpy(), logq.exp().numpy()).sum()
-    torch.testing.assert_close(kl(logp, logq).item(), float(expected), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -73,31 +65,12 @@ def test_gradients_are_zero_for_equal_arguments(name):
         torch.testing.assert_close(gradient, torch.zeros_like(logits), rtol=0, atol=1e-15)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_gradients_agree_with_finite_differences(name):
-    torch.manual_seed(0)
-    logits = [torch.randn(2, 5, dtype=torch.float64, requires_grad=True) for _ in "pq"]
-
-    def value(a, b):
-        return divergence(name, a.log_softmax(-1), b.log_softmax(-1))
-
-    assert torch.autograd.gradcheck(value, logits)
-
-
 def test_gradients_with_a_zero_on_one_side():
     """p = (1, 0), q = (.6, .4): KL = -log q1, and the zero has no gradient."""
     logits_p, logits_q = torch.tensor([0.0, -torch.inf]), torch.tensor([0.6, 0.4]).log()
     in_p, in_q = gradients(kl, logits_p, logits_q)
     torch.testing.assert_close(in_p, torch.zeros(2))
     torch.testing.assert_close(in_q, torch.tensor([-0.4, 0.4]))
-
-
-def test_an_underflowing_probability_is_not_a_zero():
-    """float32 cannot hold exp(-200), but its logarithm is known."""
-    logp, logq = torch.tensor([0.0, -200.0]), torch.tensor([-200.0, 0.0])
-    torch.testing.assert_close(kl(logp, logq), torch.tensor(200.0))
-    nothing = torch.tensor([0.0, -torch.inf])
-    assert kl(torch.tensor([0.0, -200.0]), nothing) == torch.inf
 
 
 @pytest.mark.parametrize(
@@ -203,12 +176,6 @@ def test_entropy_value_and_gradient():
     torch.testing.assert_close(gradient, expected)
     with pytest.raises(NotProbabilitiesError, match="sum to 3 in 2 of 2 rows"):
         entropy(torch.zeros(2, 3))  # logits, whose sum was 0
-
-
-def test_cross_entropy_with_zeros():
-    assert cross_entropy(log(1, 0), log(0.5, 0.5)).item() == pytest.approx(math.log(2))
-    assert cross_entropy(log(0.5, 0.5), log(1, 0)) == torch.inf
-    assert cross_entropy(log(1, 0), log(1, 0)) == 0
 
 
 @compiles

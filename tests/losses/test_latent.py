@@ -21,14 +21,14 @@ def integral(mean_p, log_variance_p, mean_q, log_variance_q):
 
 
 def test_the_kl_per_dimension_agrees_with_numerical_integration():
-    mean, log_variance = torch.tensor([[0.3, -1.2, 0.0]]), torch.tensor([[-1.0, 0.4, -3.0]])
-    mean_q, log_variance_q = torch.tensor([0.5, 0.0, -2.0]), torch.tensor(0.25)
+    mean, log_variance = torch.tensor([[[0.3, -1.2, 0.0]], [[-1.0, 0.4, -3.0]]], dtype=torch.float64)
+    mean_q, log_variance_q = (torch.tensor(x, dtype=torch.float64) for x in ([0.5, 0.0, -2.0], 0.25))
     against_prior = kl_per_dimension(mean, log_variance)
     against_q = kl_per_dimension(mean, log_variance, mean_q, log_variance_q)
     for d in range(3):
         p = mean[0, d].item(), log_variance[0, d].item()
-        assert against_prior[0, d].item() == pytest.approx(integral(*p, 0, 0), rel=1e-5)
-        assert against_q[0, d].item() == pytest.approx(integral(*p, mean_q[d].item(), 0.25), rel=1e-5)
+        assert against_prior[0, d].item() == pytest.approx(integral(*p, 0, 0), rel=1e-8)
+        assert against_q[0, d].item() == pytest.approx(integral(*p, mean_q[d].item(), 0.25), rel=1e-8)
     torch.testing.assert_close(against_prior.sum(-1), kl_gaussian(mean, log_variance))
     torch.testing.assert_close(against_q.sum(-1), kl_gaussian(mean, log_variance, mean_q, log_variance_q))
     assert kl_per_dimension(torch.zeros(2, 3), torch.zeros(2, 3)).tolist() == [[0.0] * 3] * 2
