@@ -115,12 +115,6 @@ def test_a_token_of_probability_zero_under_q_is_infinite(name):
     assert value.item() == in_p.item() == torch.inf and in_q.item() == -1
 
 
-def test_float64_is_continued_only_beyond_700_nats():
-    u = torch.tensor([-200.0, -800.0], dtype=torch.float64)
-    value = run(u, torch.zeros(2, dtype=torch.float64), torch.tensor([True, True]))[0]
-    assert value[0].item() == pytest.approx(math.exp(200)) and value.isfinite().all()
-
-
 def test_mixed_precision_uses_the_wider_dtype():
     value, in_p, in_q = run(P.double(), Q, ALL)
     assert (value.dtype, in_p.dtype, in_q.dtype) == (torch.float64, torch.float64, torch.float32)
@@ -129,30 +123,19 @@ def test_mixed_precision_uses_the_wider_dtype():
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("weights", [None, W])
 def test_the_result_may_be_modified_in_place(name, weights):
-    """As trainers do: `loss += ...`, `loss[0] *= ...`."""
-    p, q = P.clone().requires_grad_(), Q.clone()
+    """As trainers do: `loss += ...`, `loss[0] *= ...`; the gradient is that of each token, whatever its factor."""
+    p, q = P.clone().requires_grad_(), Q.clone().requires_grad_()
+    factor = torch.tensor([[1.0, -2.0, 0.5], [3.0, 1.0, 2.0]])
     loss = kl_loss(p, q, ALL, estimator=name, weights=weights)
-    expected = 3 * loss.detach()
+    expected = 2 * factor * loss.detach()
     loss += kl_loss(p, q, ALL, estimator=name, weights=weights)
-    loss *= 1.5
+    loss *= factor
     torch.testing.assert_close(loss.detach(), expected)
-    w = torch.ones(2, 3) if weights is None else weights
-    torch.testing.assert_close(torch.autograd.grad(loss.sum(), p)[0], 3 * w * (P - Q))
+    w = factor if weights is None else factor * weights
+    torch.testing.assert_close(torch.autograd.grad(loss.sum(), (p, q)), (2 * w * (P - Q), -2 * w))
     future = future_kl_loss(p, Q, ALL)
     future += 1
     assert torch.equal(q, Q) and future.sum() == 6
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_gradient_is_that_of_the_explicit_surrogate(name):
-    """value + sg(w u) (log p - sg(log p)) - sg(w) (log q - sg(log q)), and the future likewise."""
-    p, q = P.clone().requires_grad_(), Q.clone().requires_grad_()
-    u = (P - Q) * W
-    surrogate = W * sampled_kl(P, Q, name) + u * (p - p.detach()) - W * (q - q.detach())
-    factor = torch.tensor([[1.0, -2.0, 0.5], [3.0, 1.0, 2.0]])
-    expected = torch.autograd.grad((factor * surrogate).sum(), (p, q))
-    got = torch.autograd.grad((factor * kl_loss(p, q, ALL, estimator=name, weights=W)).sum(), (p, q))
-    torch.testing.assert_close(got, expected)
 
 
 def test_empty_batches_give_empty_losses():
