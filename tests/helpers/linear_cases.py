@@ -60,9 +60,6 @@ class Case:
         models, options = chosen(self.models, options)
         return token_statistics(*models, self.tokens, temperature=self.temperature, options=options)
 
-    def swapped(self) -> "Case":
-        return Case(self.hidden_q, self.head_q, self.hidden_p, self.head_p, self.tokens, self.temperature)
-
 
 def chosen(models, options):
     """The models and options of a call; with ``PLAIN``, logits in place of hidden states."""

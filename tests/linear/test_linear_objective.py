@@ -17,7 +17,7 @@ from linear_cases import (
 )
 
 from kleash.errors import ShapeError, VocabularyMismatchError
-from kleash.linear import Head, TokenTerms, linear_kl_loss, linear_objective
+from kleash.linear import Head, TokenTerms, linear_objective
 
 NAMES = ("hidden_p", "weight_p", "bias_p", "hidden_q", "weight_q", "bias_q")
 
@@ -115,21 +115,6 @@ def test_terms_equal_numpy_in_float64(options):
     for a, b in zip(terms, (right.token_logp, right.token_logq, right.kl_pq, right.entropy_p), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
         assert a.shape == (3, 13) and not a.requires_grad
-
-
-@EVERY
-def test_weighted_kl_is_the_kl_loss(options):
-    case = head_case(torch.float64, tokens=(19,), vocab_size=47, bias=True)
-    weights = torch.linspace(-1, 2.2, 19, dtype=torch.float64)
-    tensors = leaves(case)
-    loss, terms = run(case, lambda terms, rows: weights[rows] * terms.kl, options, tensors)
-    heads = Head(tensors[1], tensors[2]), Head(tensors[4], tensors[5])
-    other = linear_kl_loss(tensors[0], heads[0], tensors[3], heads[1], weights=weights, options=options)
-    torch.testing.assert_close(loss, other.loss)
-    torch.testing.assert_close(terms.kl, other.per_token)
-    pairs = torch.autograd.grad(loss, tensors), torch.autograd.grad(other.loss, tensors)
-    for a, b in zip(*pairs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
 def test_rows_are_the_slice_of_the_chunks_tokens():
