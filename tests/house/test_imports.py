@@ -30,13 +30,13 @@ def run(code):
 FLOORS = ("divergences", "estimators", "linear", "losses", "leash", "uncertainty", "shipped")
 MODULES = ("", *(f".{name}" for name in FLOORS), ".masking", ".records")
 IMPORT_EACH = """
-import json, os, tempfile, torch, traceback
+import importlib, json, os, tempfile, torch, traceback
 
 def import_all(module):
-    exec(f"import kleash{module}")
-    for name in eval(f"getattr(kleash{module}, '__all__', ())"):
+    imported = importlib.import_module(f"kleash{module}")
+    for name in getattr(imported, "__all__", ()):
         if name not in LAZY_JOBS:
-            exec(f"kleash{module}.{name}")
+            getattr(imported, name)
 
 errors = {}
 for module in MODULES:  # each in a fork, which has imported torch and nothing of kleash

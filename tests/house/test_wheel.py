@@ -67,7 +67,7 @@ def test_everything_is_in_the_wheel_and_nothing_else(installed, root):
 
 def test_project_urls_are_absolute(installed):
     """PyPI refuses a package whose metadata have another kind of address."""
-    values = [installed.metadata["Home-page"] or "", *installed.metadata.get_all("Project-URL", [])]
+    values = [installed.metadata.get("Home-page", ""), *installed.metadata.get_all("Project-URL", [])]
     addresses = [value.rpartition(",")[2].strip() for value in values if value]
     assert addresses
     assert all(re.fullmatch(r"https?://[^/\s]+\.[^/\s]+(/\S*)?", address) for address in addresses), addresses
