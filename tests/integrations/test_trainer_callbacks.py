@@ -12,11 +12,13 @@ from transformers import (
     AutoTokenizer,
     Trainer,
     TrainingArguments,
+    get_scheduler,
 )
 
 from kleash.auditing.targets.packages import quiet
 from kleash.errors import ModelError, OptionError
 from kleash.integrations.trainer import BetaController, DriftMonitor
+from kleash.integrations.trainer.compat import halve_learning_rate
 from kleash.leash import PIDBeta, ZieglerBeta
 from kleash.models import Sampling, generate, live_model, load_pair
 from kleash.sources.prompts import tokenise_prompts
@@ -326,3 +328,21 @@ def test_trainers_without_usable_beta_are_refused(training):
     other = training(Steered, restore_callback_states_from_checkpoint=True)
     with pytest.raises(OptionError, match="restore_callback_states_from_checkpoint"):
         BetaController(pid, metric="kl").attach(other)
+
+
+@pytest.mark.parametrize("kind", ["linear", "reduce_lr_on_plateau", "greedy"])
+def test_a_halved_learning_rate_moves_like_one_that_began_so(kind):
+    """Also where GreedyLR, after a step at its minimum, begins again."""
+    rates = []
+    for first in (0.4, 0.2):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=first)
+        of_metric = {"patience": 0} | ({"min_lr": 0.19, "reset_start": 1} if kind == "greedy" else {})
+        settings = {} if kind == "linear" else {"scheduler_specific_kwargs": of_metric}
+        scheduler = get_scheduler(kind, optimizer, num_warmup_steps=0, num_training_steps=9, **settings)
+        if first == 0.4:
+            halve_learning_rate(SimpleNamespace(lr_scheduler=scheduler, optimizer=optimizer))
+        for _ in range(4):
+            optimizer.step()
+            scheduler.step(*(() if kind == "linear" else (1.0,)))
+            rates += [optimizer.param_groups[0]["lr"], *scheduler.get_last_lr()]
+    assert rates[:8] == pytest.approx(rates[8:]) and len({*rates[8:]}) > 1

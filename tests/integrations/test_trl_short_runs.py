@@ -147,7 +147,7 @@ def test_configuration_is_passed_by_keyword(trl, folder, tmp_path, more):
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
 def test_given_reference_replaces_trl_reference(made, folder, kind, monkeypatch):
-    own = moved(AutoModelForCausalLM.from_pretrained(folder), 0.2)
+    own = moved(AutoModelForCausalLM.from_pretrained(folder, attention_dropout=0.5), 0.2).train()
     trainer = made(kind, {"temperature": 0.7, "max_steps": 1}, reference=own)
     assert trainer.ref_model is own and trainer.beta == trainer.args.beta == 0.3
     inputs = batch(tools=False)

@@ -375,8 +375,10 @@ def test_errors_are_clustered_by_prompt_over_all_ranks(trl, monkeypatch):
     prompts = torch.stack([labels, labels, 7 + labels], -1)
     padded = torch.cat([torch.full((12, 2), 2), prompts], -1)
     prompt_mask = torch.tensor([[0, 0, 1, 1, 1]]).expand(12, 5)
-    first = rows_by_prompt(token_kl[:6], mask[:6], prompts[:6], torch.ones(6, 3, dtype=torch.int64))
-    second = rows_by_prompt(token_kl[6:], mask[6:], padded[6:], prompt_mask[6:])
+    bare = {"prompt_ids": prompts[:6], "prompt_mask": torch.ones(6, 3, dtype=torch.int64)}
+    first = rows_by_prompt(token_kl[:6], mask[:6], bare)
+    with_padding = {"prompt_ids": padded[6:], "prompt_mask": prompt_mask[6:]}
+    second = rows_by_prompt(token_kl[6:], mask[6:], with_padding)
     logs = {}
     rank = SimpleNamespace(_log_metrics=lambda **metrics: logs.update(metrics), beta=0.5, _mode="eval")
     rank._term, rank._kl_rows = SimpleNamespace(place="reward"), {"eval": first}

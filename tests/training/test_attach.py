@@ -141,9 +141,13 @@ def test_own_loss_is_measured_in_a_pass_of_trl(trl, folder, tmp_path, caplog, by
     from kleash.integrations.trl import GRPOLeash
     from kleash.integrations.trl.forward_capture import whole_rows
 
+    kls = []
+
     def loss(trainer, model, inputs, **_):
         run, at = trainer._get_per_token_logps_and_entropies, inputs["completion_ids"].unsqueeze(-1)
-        logp = whole_logp(model, inputs, 1.0).gather(-1, at)[..., 0]
+        whole, logq = (whole_logp(one, inputs, 1.0) for one in (model, trainer.ref_model))
+        kls.append((whole.exp() * (whole - logq)).sum(-1)[inputs["completion_mask"].bool()].mean().item())
+        logp = whole.gather(-1, at)[..., 0]
         for one in (trainer.ref_model, model) if by_trl else ():
             logp = run(one, *whole_rows(inputs))[0]
         return -(logp * inputs["advantages"].unsqueeze(1) * inputs["completion_mask"]).mean()
@@ -159,10 +163,16 @@ def test_own_loss_is_measured_in_a_pass_of_trl(trl, folder, tmp_path, caplog, by
     assert not {"policy/entropy", "policy/clip_share"} & first.metrics.keys() and not second.events
     said = ("step 1: the loss of Theirs makes no pass", "'kl/k3_per_sequence' was logged in 2 steps")
     assert {by_trl} == {sentence not in caplog.text for sentence in said} == {not first.events}
-    if not by_trl:
-        leashed = type("Leashed", (GRPOLeash, theirs), {})
+    leashed = type("Leashed", (GRPOLeash, theirs), {})
+    trainer = make(leashed, trl.package.GRPOConfig, str(folder), tmp_path / "trl")
+    moved(trainer.model, 0.1)
+    if by_trl and method == "_compute_loss":
+        trainer.train()
+        trained = [entry["kl"] for entry in trainer.state.log_history if "kl" in entry]
+        assert trained == pytest.approx(kls[2:], rel=1e-4) and min(trained) > 0.1
+    else:
         with pytest.raises(CannotRunError, match=r"of Leashed (makes no pass|does not call _compute_loss)"):
-            make(leashed, trl.package.GRPOConfig, str(folder), tmp_path / "trl").train()
+            trainer.train()
 
 
 SPREADS = [([[0.1, 0.3], [0.2, 0]], (1, 0)), ([[None, 0.5]], (1, 0)), ([[None] * 2], (0, None))]

@@ -44,7 +44,7 @@ def moves_reference(trainer: Any) -> bool:
 def halve_learning_rate(trainer: Any) -> None:
     """Halve the learning rate of the optimiser and of the scheduler, also the one that is logged."""
     scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)  # inside Accelerate's
-    scheduler.base_lrs = [rate / 2 for rate in scheduler.base_lrs]
-    scheduler._last_lr = [rate / 2 for rate in scheduler._last_lr]
+    for name in ("base_lrs", "_init_lrs", "_last_lr"):  # of torch, of transformers' GreedyLR, and of both
+        setattr(scheduler, name, [rate / 2 for rate in getattr(scheduler, name, ())])
     for group in trainer.optimizer.param_groups:
         group["lr"] /= 2

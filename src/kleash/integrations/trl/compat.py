@@ -11,6 +11,7 @@ one that is missing is a ``CannotRunError`` that names it.
 | ``_calculate_rewards`` | which responses have a reward |
 | ``_tokenize_prompts`` | prompts as tokens |
 | ``is_async_callable`` | rewards whose results are checked |
+| ``split_pixel_values_by_grid`` | which images a prompt has |
 | transformers' ``_get_logits_processor`` | the log-probabilities of generation (``RolloutDump``) |
 | ``_metrics`` (not checked: set by the trainer's ``__init__``) | logging |
 | ``use_adapter``, ``add_fused_lm_head``, ``disable_gradient_checkpointing`` | passes of the reference |
@@ -49,6 +50,7 @@ require_attributes(
         "transformers:GenerationMixin._get_logits_processor": (),
         "trl.trainer.utils:is_async_callable": ("func",),
         "trl.trainer.utils:use_adapter": ("model", "adapter_name"),
+        "trl.trainer.utils:split_pixel_values_by_grid": ("batch",),
         "trl.trainer.utils:add_fused_lm_head": ("model", "temperature", "cast_lm_head_to_fp32"),
         "trl.models.utils:disable_gradient_checkpointing": (),
         "trl.models.utils:prepare_fsdp": ("model", "accelerator"),
@@ -63,7 +65,12 @@ from trl.models.utils import (  # noqa: E402 (after the check)
 )
 from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
 from trl.trainer.rloo_trainer import RLOOTrainer  # noqa: E402
-from trl.trainer.utils import add_fused_lm_head, is_async_callable, use_adapter  # noqa: E402
+from trl.trainer.utils import (  # noqa: E402
+    add_fused_lm_head,
+    is_async_callable,
+    split_pixel_values_by_grid,
+    use_adapter,
+)
 
 __all__ = [
     "MIXIN",
@@ -74,5 +81,6 @@ __all__ = [
     "is_async_callable",
     "prepare_deepspeed",
     "prepare_fsdp",
+    "split_pixel_values_by_grid",
     "use_adapter",
 ]

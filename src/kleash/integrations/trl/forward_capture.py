@@ -1,6 +1,6 @@
 """Hidden states of TRL's own forward passes, and the heads of policy and reference."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
@@ -83,6 +83,20 @@ def recorded_passes(trainer: Any, *, hidden: bool = False) -> Iterator[list[Forw
         yield passes
 
 
+def find_policy_pass(
+    passes: Sequence[ForwardPass], model: Any, inputs: Mapping[str, Any]
+) -> ForwardPass | None:
+    """The pass over the responses of a batch that is differentiated, or else the first of ``model``; None without one.
+
+    A subclass may run others before, of the reference or of a teacher.
+    """
+    return max(
+        (each for each in passes if each.logp.shape == inputs["completion_mask"].shape),
+        key=lambda each: (each.logp.requires_grad, each.model is model),
+        default=None,
+    )
+
+
 class ForwardCapture(MIXIN):
     """Mixin before one of TRL's trainers: captures its forward passes, and runs the reference where TRL does not."""
 
@@ -132,8 +146,7 @@ class ForwardCapture(MIXIN):
 
     def _forward_pass(self, output: dict[str, Any], *, reference: bool, hidden: bool) -> ForwardPass:
         """A pass of the policy or the reference over a generated batch, without gradient."""
-        batch = getattr(self.args, f"per_device_{self._mode}_batch_size")
-        images = {name: output[name] for name in IMAGE_INPUTS if output.get(name) is not None}
+        batch_size = getattr(self.args, f"per_device_{self._mode}_batch_size")
         model, adapter = self.model, nullcontext()
         if reference and self.ref_model is not None:
             model = self.ref_model
@@ -146,7 +159,7 @@ class ForwardCapture(MIXIN):
             adapter,
             recorded_passes(self, hidden=hidden) as passes,
         ):
-            self._get_per_token_logps_and_entropies(model, *whole_rows(output), batch, **images)
+            run_pass(self, model, output, batch_size=batch_size)
         return passes[-1]
 
     def measure_exact_kl(self) -> None:
@@ -196,6 +209,13 @@ class ForwardCapture(MIXIN):
         self._stored_head = replace(head, weight=weight, bias=bias)
 
 
+def run_pass(trainer: Any, model: Any, batch: Mapping[str, Any], *, batch_size: int) -> Tensor:
+    """The log-probabilities of a generated batch's responses by TRL's pass of a model, with the prompts' images."""
+    images = {name: batch[name] for name in IMAGE_INPUTS if batch.get(name) is not None}
+    run = trainer._get_per_token_logps_and_entropies
+    return run(model, *whole_rows(batch), batch_size=batch_size, **images)[0]
+
+
 def whole_rows(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:
     """Token ids and mask of prompts with their responses, and the number of columns that are responses."""
     ids, mask = (
@@ -205,7 +225,8 @@ def whole_rows(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:
 
 
 def prepare_frozen(trainer: Any, network: Any) -> Any:
-    """A network that is not trained, placed or sharded as the trainer's policy is."""
+    """A network that is not trained, in evaluation mode, placed or sharded as the trainer's policy is."""
+    network.eval()
     if trainer.is_deepspeed_enabled:
         return prepare_deepspeed(network, trainer.accelerator)
     if trainer.is_fsdp_enabled:

@@ -3,21 +3,23 @@
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from hashlib import sha256
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Integer
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kleash.arguments import check_reward_order
 from kleash.errors import CannotRunError
 from kleash.estimators import importance_weights
 from kleash.extras import import_extra, replaced
-from kleash.integrations.trl.compat import is_async_callable
+from kleash.integrations.trl.compat import is_async_callable, split_pixel_values_by_grid
 from kleash.integrations.trl.forward_capture import (
     ForwardCapture,
     ForwardPass,
+    find_policy_pass,
     recorded_passes,
     without_head,
 )
@@ -43,28 +45,28 @@ TOKEN_KL = "kleash_token_kl"
 
 
 ResponseKL: TypeAlias = tuple[str, float, int]
-"""Of a response, for the standard error of the KL: the hash of its prompt's tokens (responses to equal prompts are one
-cluster), the sum over its tokens in nats, and their number."""
+"""Of a response, for the standard error of the KL: the hash of its prompt (responses to equal prompts are one cluster),
+the sum over its tokens in nats, and their number."""
 
 
 def rows_by_prompt(
-    token_kl: Float[Tensor, "batch time"],
-    mask: Bool[Tensor, "batch time"],
-    prompt_ids: Integer[Tensor, "batch prompt"],
-    prompt_mask: Integer[Tensor, "batch prompt"],
+    token_kl: Float[Tensor, "batch time"], mask: Bool[Tensor, "batch time"], inputs: Mapping[str, Any]
 ) -> list[ResponseKL]:
     """The KL of each response with its prompt; masked values are not read, and a response without tokens has no KL."""
     nats, tokens = torch.where(mask, token_kl, 0.0).sum(-1).tolist(), mask.sum(-1).tolist()
-    rows = zip(prompt_hashes(prompt_ids, prompt_mask), nats, tokens, strict=True)
+    rows = zip(prompt_hashes(inputs), nats, tokens, strict=True)
     return [(prompt, kl, count) for prompt, kl, count in rows if count]
 
 
-def prompt_hashes(
-    prompt_ids: Integer[Tensor, "batch prompt"], prompt_mask: Integer[Tensor, "batch prompt"]
-) -> list[str]:
-    """The hash of each prompt's tokens."""
-    prompts = zip(prompt_ids.cpu(), prompt_mask.bool().cpu(), strict=True)
-    return [hash_tokens(tuple(ids[is_token].tolist())) for ids, is_token in prompts]
+def prompt_hashes(inputs: Mapping[str, Any]) -> list[str]:
+    """The hash of each prompt of a batch: of its tokens and of its images, of which tokens say the number alone."""
+    prompts = zip(inputs["prompt_ids"].cpu(), inputs["prompt_mask"].bool().cpu(), strict=True)
+    hashes = [hash_tokens(tuple(ids[is_token].tolist())) for ids, is_token in prompts]
+    images = split_pixel_values_by_grid(dict(inputs)).get("pixel_values")
+    if images is None:
+        return hashes
+    pixels = (each.contiguous().cpu().view(torch.uint8).numpy().tobytes() for each in images)
+    return [prompt + sha256(each).hexdigest()[:16] for prompt, each in zip(hashes, pixels, strict=True)]
 
 
 def response_mask(inputs: Mapping[str, Any]) -> Bool[Tensor, "batch time"]:
@@ -162,16 +164,17 @@ class KLMixin(ForwardCapture):
         with replaced(self, "beta", 0.0), recorded_passes(self) as passes:
             output = super()._generate_and_score_completions(inputs)
         self._keep_reference(output)
-        if passes and self._is_off_policy:
-            output[OLD_LOGP] = passes[0].logp  # of which RLOO keeps sums
+        policy_pass = find_policy_pass(passes, self.model, output)
+        if policy_pass is not None and self._is_off_policy:
+            output[OLD_LOGP] = policy_pass.logp  # of which RLOO keeps sums
         in_reward = self._term.place == "reward"
         if in_reward or ENGINE_LOGP in output:
-            policy = passes[0] if passes else self._forward_pass(output, reference=False, hidden=False)
+            policy_pass = policy_pass or self._forward_pass(output, reference=False, hidden=False)
             if ENGINE_LOGP in output:
-                columns = policy.logp, output[ENGINE_LOGP], response_mask(output)
+                columns = policy_pass.logp, output[ENGINE_LOGP], response_mask(output)
                 self._log_metrics(**mismatch_metrics(*columns, self.accelerator))
             if in_reward:
-                self._charge_advantages(output, policy.logp)
+                self._charge_advantages(output, policy_pass.logp)
         return output
 
     def _keep_reference(self, output: dict[str, Any]) -> None:
@@ -202,9 +205,7 @@ class KLMixin(ForwardCapture):
         """
         mask = response_mask(output)
         per_token = self._term.per_token(policy_logp, output[REFERENCE_LOGP], mask)
-        self._kl_rows[self._mode] += rows_by_prompt(
-            per_token, mask, output["prompt_ids"], output["prompt_mask"]
-        )
+        self._kl_rows[self._mode] += rows_by_prompt(per_token, mask, output)
         kl = self.accelerator.gather(per_token.sum(-1))
         size = self.num_generations if self.model.training else self.num_generations_eval
         scored = self._is_scored.view(-1, size)
@@ -222,14 +223,15 @@ class KLMixin(ForwardCapture):
         """TRL's loss without a KL, and the KL of the micro-batch times beta."""
         with replaced(self, "beta", 0.0), recorded_passes(self, hidden=bool(self._head_layouts)) as passes:
             loss = super()._compute_loss(model, inputs)
-        if not passes:
+        policy_pass = find_policy_pass(passes, model, inputs)
+        if policy_pass is None:
             raise CannotRunError(
                 f"the loss of {type(self).__name__} makes no pass by _get_per_token_logps_and_entropies, from which "
                 "the KL is computed; call it in _compute_loss"
             )
         mask = response_mask(inputs)
         if self._head_layouts and self._term.estimator != "exact" and TOKEN_KL not in inputs:
-            self._keep_exact_kl(passes[0], inputs, mask)  # once for each response
+            self._keep_exact_kl(policy_pass, inputs, mask)  # once for each response
         if self._term.place == "reward":
             return loss
         micro_batches, tokens = self._update_size(inputs)
@@ -237,12 +239,10 @@ class KLMixin(ForwardCapture):
             mask.float(), tokens, self.args.max_completion_length
         )
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.beta != 0):
-            kl = self._micro_batch_kl(passes[0], inputs, mask, token_weights / micro_batches)
+            kl = self._micro_batch_kl(policy_pass, inputs, mask, token_weights / micro_batches)
         trained = (token_weights * kl.per_token).sum().float()
         self._log_metrics(kl=self.accelerator.reduce(trained, reduction="mean").item())
-        self._kl_rows[self._mode] += rows_by_prompt(
-            kl.per_token, mask, inputs["prompt_ids"], inputs["prompt_mask"]
-        )
+        self._kl_rows[self._mode] += rows_by_prompt(kl.per_token, mask, inputs)
         return loss if self.beta == 0 else loss + self.beta * kl.loss
 
     def _update_size(self, inputs: dict[str, Any]) -> tuple[int, float]:

@@ -15,7 +15,7 @@ from kleash.errors import CannotRunError, OptionError
 from kleash.extras import replaced
 from kleash.integrations.trainer.callback import AttachedCallback
 from kleash.integrations.trl.compat import GRPOTrainer, RLOOTrainer
-from kleash.integrations.trl.forward_capture import whole_rows
+from kleash.integrations.trl.forward_capture import run_pass
 from kleash.integrations.trl.kl_mixin import ENGINE_LOGP, OLD_LOGP, REFERENCE_LOGP, KLMixin
 from kleash.models.live_models import base_network
 from kleash.precision import normalised
@@ -84,9 +84,9 @@ class RolloutDump(AttachedCallback):
             batch[ENGINE_LOGP] = _engine_column(batch["completion_ids"], generations)
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             if OLD_LOGP not in batch:
-                batch[OLD_LOGP] = trainer._get_per_token_logps_and_entropies(
-                    trainer.model, *whole_rows(batch), batch_size=trainer.args.per_device_train_batch_size
-                )[0]
+                batch[OLD_LOGP] = run_pass(
+                    trainer, trainer.model, batch, batch_size=trainer.args.per_device_train_batch_size
+                )
             if REFERENCE_LOGP not in batch and isinstance(trainer, KLMixin):
                 batch[REFERENCE_LOGP] = trainer._forward_pass(batch, reference=True, hidden=False).logp
         batch["completion_mask"] = (

@@ -195,7 +195,6 @@ class DistillationMixin(TokenPromptsMixin):
         teacher, network = self._pair.reference, self.teacher_model
         if teacher.stored is not None:
             return teacher.stored.read(items), teacher.head
-        network.eval()
         whole = self.accelerator.unwrap_model(network)
         with torch.no_grad():
             hidden = self._forward_redirection(network, whole, self._hidden_states, whole, inputs)

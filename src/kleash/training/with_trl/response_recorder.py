@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from kleash.errors import CannotRunError
 from kleash.estimators import sampled_kl
-from kleash.integrations.trl.forward_capture import ForwardPass, recorded_passes
+from kleash.integrations.trl.forward_capture import ForwardPass, find_policy_pass, recorded_passes
 from kleash.integrations.trl.kl_mixin import (
     OLD_LOGP,
     POLICY_LOGP,
@@ -178,12 +179,7 @@ class ResponseRecorder:
         with recorded_passes(self.trainer) as passes:
             loss = original(model, inputs, *args, **kwargs)
         mask = response_mask(inputs)
-        # the one that is differentiated, or of this model: the loss of a subclass may run others, or none at all
-        policy_pass = max(
-            (each for each in passes if each.logp.shape == mask.shape),
-            key=lambda each: (each.logp.requires_grad, each.model is model),
-            default=None,
-        )
+        policy_pass = find_policy_pass(passes, model, inputs)
         if RESPONSES in inputs:
             self._responses[self._mode] += self._read(inputs.pop(RESPONSES), inputs, mask, policy_pass)
         step = self.trainer.state.global_step
@@ -251,7 +247,7 @@ class ResponseRecorder:
             )
         )
         arrays = {name: column.detach().double().cpu().numpy() for name, column in columns.items()}
-        hashes = prompt_hashes(inputs["prompt_ids"], inputs["prompt_mask"])
+        hashes = prompt_hashes(inputs)
         ends = (inputs["completion_mask"].sum(-1, keepdim=True) - 1).clamp(min=0)
         last_tokens = inputs["completion_ids"].gather(-1, ends)[:, 0].tolist()
         return [
@@ -266,6 +262,20 @@ class ResponseRecorder:
 
 
 def _text(turns: Any) -> str:
-    """A text, or the contents of messages that are no tool's."""
-    contents = (str(turn.get("content") or "") for turn in turns if turn.get("role") != "tool")
-    return turns if isinstance(turns, str) else "\n".join(contents)
+    """A text, or the contents of messages that are no tool's, with a hash in place of each image."""
+    contents = (turn.get("content") for turn in turns if turn.get("role") != "tool")
+    return turns if isinstance(turns, str) else "\n".join(map(_text_of_content, contents))
+
+
+def _text_of_content(content: Any) -> str:
+    """The text of a message: of its parts, if it has several."""
+    parts = content if isinstance(content, list) else [{"text": content or ""}]
+    return "".join(str(part["text"]) if "text" in part else _name_of_image(part) for part in parts)
+
+
+def _name_of_image(part: Mapping[str, Any]) -> str:
+    """What is called the same wherever the same image is shown: a hash of its pixels."""
+    kind = part["type"]
+    image = part.get(kind)
+    pixels = image.tobytes() if hasattr(image, "tobytes") else repr(image).encode()
+    return f"[{kind} {sha256(pixels).hexdigest()[:8]}]"

@@ -1,0 +1,90 @@
+"""GRPO of a vision-language model whose prompts have one text and different images."""
+
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import CONFIGS, tiny_tokenizer
+from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+)
+from trl_batches import TRL_MARKS, config, moved, texts
+
+import kleash
+from kleash.diagnosis import read_rollouts
+from kleash.records import read_samples, read_steps
+
+pytestmark = TRL_MARKS
+TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endfor %}"
+)
+SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+@pytest.fixture
+def vision(tmp_path):
+    """A folder with a LLaVA that reads images of 8 x 8 pixels."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    images = CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+    more = {"vision_feature_select_strategy": "full", "patch_size": 4, "num_additional_image_tokens": 1}
+    LlavaProcessor(images, tokenizer, chat_template=TEMPLATE, **more).save_pretrained(tmp_path / "vision")
+    torch.manual_seed(0)
+    of_images = CLIPVisionConfig(**SMALL, image_size=8, patch_size=4, projection_dim=8)
+    settings = {"vision_feature_select_strategy": "full", "vision_feature_layer": -1}
+    settings |= {"vision_config": of_images, "text_config": CONFIGS["llama"]()}
+    settings["image_token_index"] = tokenizer.convert_tokens_to_ids("<image>")
+    network = LlavaForConditionalGeneration(LlavaConfig(**settings))
+    with torch.no_grad():
+        network.model.multi_modal_projector.linear_2.weight.mul_(20)
+    network.save_pretrained(tmp_path / "vision")
+    return tmp_path / "vision"
+
+
+def test_images_are_in_kl_rollouts_and_the_names_of_prompts(trl, vision, tmp_path):
+    from datasets import Dataset
+    from PIL import Image
+
+    pixels = np.random.default_rng(0).integers(0, 255, (2, 8, 8, 3), dtype=np.uint8)
+    rows = [
+        {"prompt": [{"role": "user", "content": "sea"}], "image": Image.fromarray(each)} for each in pixels
+    ]
+    trainer = trl.LeashedGRPOTrainer(
+        str(vision),
+        reward_funcs=lambda completions, **_: [len(text[0]["content"]) / 10 for text in completions],
+        args=config(trl.GRPOConfig, tmp_path / "trl"),
+        train_dataset=Dataset.from_list(rows),
+    )
+    moved(trainer.model, 0.2)
+    networks = [deepcopy(each).eval().double() for each in (trainer.model, trainer.ref_model)]
+    generate, batches = trainer._generate_and_score_completions, []
+    trainer._generate_and_score_completions = lambda inputs: batches.append(generate(inputs)) or batches[-1]
+    kleash.attach(trainer, out=tmp_path / "run", rollouts_every=1)
+    trainer.train()
+    (ids, mask), batch = texts(batches[0]), batches[0]
+    logps = []
+    for network in networks:
+        vars(network).pop("forward")  # TRL's, which is bound to the network that was copied
+        with torch.no_grad():
+            logits = network(ids, batch["pixel_values"].double(), mask).logits
+        logps.append(logits[:, batch["prompt_ids"].size(1) - 1 : -1].log_softmax(-1))
+    keep = batch["completion_mask"].bool()
+    kl = torch.where(keep, (logps[0].exp() * (logps[0] - logps[1])).sum(-1), 0.0)
+    first, second = (step.metrics for step in read_steps(tmp_path / "run"))
+    assert first["kl/exact_per_token"] == pytest.approx((kl.sum() / keep.sum()).item(), rel=1e-4)
+    error = kl.sum(-1).reshape(2, 2).mean(1).diff().abs().item() / 2  # of two prompts
+    assert first["kl/exact_per_sequence_error"] == pytest.approx(error, rel=1e-3)
+    assert trainer.state.log_history[0]["kl/per_sequence_error"] == pytest.approx(error, rel=1e-3)
+    drawn = logps[0].gather(-1, batch["completion_ids"].unsqueeze(-1))[..., 0]
+    rollouts = read_rollouts(tmp_path / "run" / "rollouts" / "step-000000-rank-0.jsonl")
+    for rollout, logp, is_counted in zip(rollouts, drawn, keep, strict=True):
+        np.testing.assert_allclose(rollout.trainer, logp[is_counted].numpy(), atol=1e-4)
+    names = [sample.sample.prompt for sample in read_samples(tmp_path / "run")]
+    assert len({*names}) == 2 and all(name.endswith("]sea") for name in names), "the same in both steps"
+    assert second["response/prompts"] == 2
