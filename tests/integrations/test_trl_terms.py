@@ -2,7 +2,6 @@
 
 import itertools
 from copy import deepcopy
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +13,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl_batches import TRL_MARKS, batch, counted, gradients, logged, make, moved, score, whole_logp
 
-from kleash.errors import CannotRunError, OptionError
+from kleash.errors import OptionError
 
 pytestmark = TRL_MARKS
 
@@ -234,59 +233,6 @@ def test_rloo_charges_kl_once(rloo, place):
     assert kl.abs().min() > 1e-3 and ("kleash_reference_hidden" in output) is (place == "loss")
     if place == "reward":
         assert logged(trainer, "kl") == pytest.approx(kl.mean().item(), rel=1e-4)
-
-
-def as_dict(completions, **_):
-    return {at: len(text) for at, text in enumerate(completions)}
-
-
-async def as_dict_later(completions, **_):
-    return as_dict(completions)
-
-
-class AsDict:
-    __name__ = "as_dict"
-
-    async def __call__(self, completions, **_):
-        return as_dict(completions)
-
-
-def as_set(completions, **_):
-    return {float(at) for at, _ in enumerate(completions)}
-
-
-def as_values(completions, **_):
-    return as_dict(completions).values()
-
-
-@pytest.mark.parametrize("kind", ["grpo", "rloo"])
-@pytest.mark.parametrize(
-    "function", [as_dict, as_set, as_dict_later, AsDict(), partial(as_dict_later)],
-    ids=["dict", "set", "async", "async object", "async partial"],
-)  # fmt: skip
-def test_reward_returning_a_dict_is_refused(grpo, rloo, kind, function):
-    """TRL iterates over it: its keys, the places of the responses here, would be the rewards."""
-    made = grpo if kind == "grpo" else rloo
-    trainer = made(reward_funcs=[score, function])
-    what = "set" if function is as_set else "dict"
-    with pytest.raises(CannotRunError, match=rf"the reward as_\w+ returned a {what}"):
-        trainer._generate_and_score_completions([{"prompt": "she counted"}] * 4)
-
-
-@pytest.mark.parametrize("kind", ["grpo", "rloo"])
-def test_ordered_rewards_are_unchanged(grpo, rloo, kind):
-    """Lists, values of a dict, generators, and what is awaited."""
-
-    async def later(completions, **_):
-        return score(completions)
-
-    functions = [score, as_values, later, lambda completions, **_: (None for _ in completions)]
-    trainer = (grpo if kind == "grpo" else rloo)(reward_funcs=functions)
-    texts = ["a", "bb", "abc", "abcd"]
-    given = [{"prompt": "she counted"}] * 4, ["she counted"] * 4, texts, [[1]] * 4
-    found = trainer._calculate_rewards(*given)
-    exact = torch.tensor([score(texts), [1.0, 2.0, 3.0, 4.0], score(texts), [torch.nan] * 4]).T
-    torch.testing.assert_close(found, exact, equal_nan=True)
 
 
 K1_REWARD = {"kl": "k1", "kl_place": "reward"}

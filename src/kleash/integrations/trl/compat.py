@@ -10,7 +10,6 @@ one that is missing is a ``CannotRunError`` that names it.
 | ``_compute_loss`` | adding the KL term to TRL's loss; the entropy of distillation |
 | ``_calculate_rewards`` | which responses have a reward |
 | ``_tokenize_prompts`` | prompts as tokens |
-| ``is_async_callable`` | rewards whose results are checked |
 | ``split_pixel_values_by_grid`` | which images a prompt has |
 | transformers' ``_get_logits_processor`` | the log-probabilities of generation (``RolloutDump``) |
 | ``_metrics`` (not checked: set by the trainer's ``__init__``) | logging |
@@ -48,7 +47,6 @@ require_attributes(
     | {
         "trl.trainer.distillation_trainer:DistillationTrainer._compute_loss": ("inputs",),
         "transformers:GenerationMixin._get_logits_processor": (),
-        "trl.trainer.utils:is_async_callable": ("func",),
         "trl.trainer.utils:use_adapter": ("model", "adapter_name"),
         "trl.trainer.utils:split_pixel_values_by_grid": ("batch",),
         "trl.trainer.utils:add_fused_lm_head": ("model", "temperature", "cast_lm_head_to_fp32"),
@@ -67,7 +65,6 @@ from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
 from trl.trainer.rloo_trainer import RLOOTrainer  # noqa: E402
 from trl.trainer.utils import (  # noqa: E402
     add_fused_lm_head,
-    is_async_callable,
     split_pixel_values_by_grid,
     use_adapter,
 )
@@ -78,7 +75,6 @@ __all__ = [
     "RLOOTrainer",
     "add_fused_lm_head",
     "disable_gradient_checkpointing",
-    "is_async_callable",
     "prepare_deepspeed",
     "prepare_fsdp",
     "split_pixel_values_by_grid",

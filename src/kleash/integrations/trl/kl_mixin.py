@@ -1,7 +1,7 @@
 """The KL term of GRPO and RLOO, added to TRL's own loss."""
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from hashlib import sha256
 from typing import Any, TypeAlias
@@ -11,11 +11,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kleash.arguments import check_reward_order
 from kleash.errors import CannotRunError
 from kleash.estimators import importance_weights
 from kleash.extras import import_extra, replaced
-from kleash.integrations.trl.compat import is_async_callable, split_pixel_values_by_grid
+from kleash.integrations.trl.compat import split_pixel_values_by_grid
 from kleash.integrations.trl.forward_capture import (
     ForwardCapture,
     ForwardPass,
@@ -75,25 +74,6 @@ def response_mask(inputs: Mapping[str, Any]) -> Bool[Tensor, "batch time"]:
     return mask if inputs.get("tool_mask") is None else mask & inputs["tool_mask"].bool()
 
 
-def check_order_of(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A reward function that raises if the result of ``function`` has no order; a reward model as it is.
-
-    TRL would read the keys of a dict as rewards.
-
-    Raises:
-        CannotRunError: when it is called and ``function`` returns a mapping, a set or text.
-    """
-    if isinstance(function, torch.nn.Module):
-        return function
-    if is_async_callable(function):
-
-        async def checked(*args: Any, **kwargs: Any) -> Any:
-            return check_reward_order(name, await function(*args, **kwargs))
-
-        return checked
-    return lambda *args, **kwargs: check_reward_order(name, function(*args, **kwargs))
-
-
 class KLMixin(ForwardCapture):
     """Mixin before one of TRL's trainers: replaces its KL term.
 
@@ -122,10 +102,6 @@ class KLMixin(ForwardCapture):
             OptionError, CannotRunError: if the KL term has another gradient than it names, or cannot be computed.
         """
         super().__init__(*args, **kwargs)
-        self.reward_funcs = [
-            check_order_of(name, function)
-            for name, function in zip(self.reward_func_names, self.reward_funcs, strict=True)
-        ]
         self._kl_rows: dict[str, list[ResponseKL]] = {"train": [], "eval": []}
         self._linear_options = linear_options
         self._loss_type = getattr(self, "loss_type", "rloo")  # GRPO's, the key of its average in LOSS_TYPES
