@@ -30,7 +30,7 @@ SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "nu
 @pytest.fixture
 def vision(tmp_path):
     """A folder with a LLaVA that reads images of 8 x 8 pixels."""
-    tokenizer = tiny_tokenizer()
+    tokenizer = deepcopy(tiny_tokenizer())  # which is shared by all tests
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     images = CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
     more = {"vision_feature_select_strategy": "full", "patch_size": 4, "num_additional_image_tokens": 1}
