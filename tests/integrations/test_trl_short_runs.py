@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import trl_batches
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import tiny_adapter
 from transformers import AutoModelForCausalLM
 from trl_batches import PROMPT, TIME, TRL_MARKS, batch, config, counted, make, moved, score, whole_logp
@@ -147,11 +147,12 @@ def test_configuration_is_passed_by_keyword(trl, folder, tmp_path, more):
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
 def test_given_reference_replaces_trl_reference(made, folder, kind, monkeypatch):
-    own = moved(AutoModelForCausalLM.from_pretrained(folder, attention_dropout=0.5), 0.2).train()
+    bare = moved(AutoModelForCausalLM.from_pretrained(folder, attention_dropout=0.5), 0.2).train()
+    own = get_peft_model(bare, LoraConfig(**LORA, init_lora_weights=False)) if kind == "RLOO" else bare
     trainer = made(kind, {"temperature": 0.7, "max_steps": 1}, reference=own)
     assert trainer.ref_model is own and trainer.beta == trainer.args.beta == 0.3
     inputs = batch(tools=False)
-    monkeypatch.setattr(own, "get_output_embeddings", None)  # the reference's head is not read
+    monkeypatch.setattr(bare, "get_output_embeddings", None)  # the reference's head is not read
     trainer._keep_reference(inputs)
     monkeypatch.undo()
     inputs["old_logps"] = torch.zeros(4)  # which RLOO's loss reads

@@ -137,7 +137,9 @@ class ForwardCapture(MIXIN):
             require_two_networks(network, reference)
             reference.requires_grad_(False)
             in_float32 = getattr(self.args, "cast_lm_head_to_fp32", False)  # an option of GRPO, not of RLOO
-            add_fused_lm_head(reference, temperature=self.temperature, cast_lm_head_to_fp32=in_float32)
+            add_fused_lm_head(
+                base_network(reference), temperature=self.temperature, cast_lm_head_to_fp32=in_float32
+            )
             self.ref_model = prepare_frozen(self, reference)
         elif self.ref_model is None and hasattr(network, "peft_config"):
             require_unchanged_base(
