@@ -261,6 +261,7 @@ def test_stateful_controller_replaces_its_controller_and_restores_a_saved_state(
     saved = PIDBeta(**PID).after(5.0).after(6.0).to_dict()
     for other, beta in (
         (PIDBeta(beta=0.2, target_nats=0.1, per="token"), saved["beta"]),
+        (PIDBeta(beta=0.1, target_nats=0.1, per="token", beta_max=0.12), 0.12),
         (FixedBeta(beta=0.2), 0.2),
     ):
         assert with_state(other, saved) == replace(other, beta=beta), "no levels of another unit"

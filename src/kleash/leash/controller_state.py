@@ -54,7 +54,8 @@ def beta_from_dict(record: Mapping[str, Any]) -> Leash:
 def with_state(leash: Leash, saved: Mapping[str, Any]) -> Leash:
     """The controller with the beta and the measured levels of a saved one; bounds, target and gains are its own.
 
-    A fixed beta is not restored, and neither are levels that were measured in another unit.
+    A beta outside these bounds is the nearest within. A fixed beta is not restored, and neither are levels that were
+    measured in another unit.
 
     Args:
         leash: the controller.
@@ -65,7 +66,10 @@ def with_state(leash: Leash, saved: Mapping[str, Any]) -> Leash:
     settings = leash.to_dict()
     names = STATE_FIELDS if saved.get("per") == leash.per else ("beta",)
     state = {name: saved[name] for name in names if name in saved.keys() & settings}
-    return beta_from_dict(settings | state)
+    beta = min(
+        max(saved.get("beta", leash.beta), leash.beta_min), leash.beta_max
+    )  # NaN stays, and is refused
+    return beta_from_dict(settings | state | {"beta": beta})
 
 
 class StatefulController:
