@@ -197,6 +197,7 @@ def test_options_with_an_effect_are_not():
         "measure --responses r --temperature 0.7 --limit 4",
         "cache --text t --window 9",
         "train ppo --controller pid --target-nats 4 --target-per token --beta-min 0.01 --report-to tensorboard",
+        "train grpo --on-hacking tighten --beta-max 0.1",
     ):
         job = read_words(line.split())
         assert (job.measurement() if line.startswith("cache") else job).without_effect() == ()

@@ -92,7 +92,6 @@ class GroupJob(RewardJob):
 
     def _refusals(self) -> Iterable[Refusal]:
         return (
-            *super()._refusals(),
             Refusal(
                 bool(self.eval_reward) and self.eval_prompts is None,
                 "--eval-reward is of the answers to held-out prompts; give them: --eval-prompts",

@@ -205,6 +205,7 @@ class RewardJob(OnlineJob):
 
     def without_effect(self) -> tuple[str, ...]:
         """A sentence for each option that is set and does nothing in this job."""
+        unused_bounds = ("beta_min", "beta_max") if self.on_hacking != "tighten" else ("beta_min",)
         sentences = (
             (self.beta == 0, "--beta 0 is no KL penalty: the KL is logged and not trained"),
             *(
@@ -212,7 +213,7 @@ class RewardJob(OnlineJob):
                     self.controller == "fixed",
                     f"{flag(name)} does nothing with a fixed beta; --controller moves it",
                 )
-                for name in changed_options(self, ("beta_min", "beta_max"))
+                for name in changed_options(self, unused_bounds)
             ),
             (
                 self.target_nats is None and self.target_per != "sequence",
