@@ -5,14 +5,9 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from tiny_models import CONFIGS, tiny_tokenizer
-from transformers import (
-    CLIPImageProcessor,
-    CLIPVisionConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
-)
+from tiny_models import tiny_tokenizer
+from tiny_towers import save_tower
+from transformers import CLIPImageProcessor, LlavaProcessor
 from trl_batches import TRL_MARKS, config, moved, texts
 
 import kleash
@@ -24,34 +19,27 @@ TEMPLATE = (
     "{% for message in messages %}{% for part in message['content'] %}"
     "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endfor %}"
 )
-SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 @pytest.fixture
 def vision(tmp_path):
-    """A folder with a LLaVA that reads images of 8 x 8 pixels."""
+    """A folder with a LLaVA that reads an image of 28 x 28 pixels as four tokens."""
     tokenizer = deepcopy(tiny_tokenizer())  # which is shared by all tests
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
-    images = CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
-    more = {"vision_feature_select_strategy": "full", "patch_size": 4, "num_additional_image_tokens": 1}
-    LlavaProcessor(images, tokenizer, chat_template=TEMPLATE, **more).save_pretrained(tmp_path / "vision")
-    torch.manual_seed(0)
-    of_images = CLIPVisionConfig(**SMALL, image_size=8, patch_size=4, projection_dim=8)
-    settings = {"vision_feature_select_strategy": "full", "vision_feature_layer": -1}
-    settings |= {"vision_config": of_images, "text_config": CONFIGS["llama"]()}
-    settings["image_token_index"] = tokenizer.convert_tokens_to_ids("<image>")
-    network = LlavaForConditionalGeneration(LlavaConfig(**settings))
-    with torch.no_grad():
-        network.model.multi_modal_projector.linear_2.weight.mul_(20)
-    network.save_pretrained(tmp_path / "vision")
-    return tmp_path / "vision"
+    token, sizes = tokenizer.convert_tokens_to_ids("<image>"), {"image_size": 28, "patch_size": 14}
+    folder = save_tower(tmp_path / "vision", "llava", image_token_index=token, vision_config=sizes)
+    images = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    strategy = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    made = LlavaProcessor(images, tokenizer, patch_size=14, chat_template=TEMPLATE, **strategy)
+    made.save_pretrained(folder)
+    return folder
 
 
 def test_images_are_in_kl_rollouts_and_the_names_of_prompts(trl, vision, tmp_path):
     from datasets import Dataset
     from PIL import Image
 
-    pixels = np.random.default_rng(0).integers(0, 255, (2, 8, 8, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(0).integers(0, 255, (2, 28, 28, 3), dtype=np.uint8)
     rows = [
         {"prompt": [{"role": "user", "content": "sea"}], "image": Image.fromarray(each)} for each in pixels
     ]
@@ -76,7 +64,7 @@ def test_images_are_in_kl_rollouts_and_the_names_of_prompts(trl, vision, tmp_pat
         logps.append(logits[:, batch["prompt_ids"].size(1) - 1 : -1].log_softmax(-1))
     keep = batch["completion_mask"].bool()
     kl = torch.where(keep, (logps[0].exp() * (logps[0] - logps[1])).sum(-1), 0.0)
-    first, second = (step.metrics for step in read_steps(tmp_path / "run"))
+    first = read_steps(tmp_path / "run")[0].metrics
     assert first["kl/exact_per_token"] == pytest.approx((kl.sum() / keep.sum()).item(), rel=1e-4)
     error = kl.sum(-1).reshape(2, 2).mean(1).diff().abs().item() / 2  # of two prompts
     assert first["kl/exact_per_sequence_error"] == pytest.approx(error, rel=1e-3)
@@ -87,4 +75,3 @@ def test_images_are_in_kl_rollouts_and_the_names_of_prompts(trl, vision, tmp_pat
         np.testing.assert_allclose(rollout.trainer, logp[is_counted].numpy(), atol=1e-4)
     names = [sample.sample.prompt for sample in read_samples(tmp_path / "run")]
     assert len({*names}) == 2 and all(name.endswith("]sea") for name in names), "the same in both steps"
-    assert second["response/prompts"] == 2
