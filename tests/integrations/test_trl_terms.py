@@ -319,7 +319,8 @@ def test_errors_are_clustered_by_prompt_over_all_ranks(trl, monkeypatch):
     with_padding = {"prompt_ids": padded[6:], "prompt_mask": prompt_mask[6:]}
     second = rows_by_prompt(token_kl[6:], mask[6:], with_padding)
     logs = {}
-    rank = SimpleNamespace(_log_metrics=lambda **metrics: logs.update(metrics), beta=0.5, _mode="eval")
+    rank = SimpleNamespace(_log_metrics=lambda **metrics: logs.update(metrics), beta=0.5)
+    rank.model = SimpleNamespace(training=False)
     rank._term, rank._kl_rows = SimpleNamespace(place="reward"), {"eval": first}
     monkeypatch.setattr("accelerate.utils.gather_object", lambda rows: [*rows, *second])
     KLMixin._log_kl_rows(rank)

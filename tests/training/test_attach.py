@@ -1,11 +1,12 @@
 """``kleash.attach``: the folder that a trainer of TRL or transformers writes, and what is refused."""
 
+from importlib import import_module
 from statistics import fmean
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
-from trl_batches import TRL_MARKS, make, moved, whole_logp
+from trl_batches import TRL_MARKS, make, moved, score, whole_logp
 
 import kleash
 from kleash.cli import main
@@ -207,6 +208,40 @@ def test_rewards_of_ones_own_are_those_that_trl_logs(trl, folder, tmp_path):
     assert steps[1].metrics["kl/k3"] == pytest.approx(logged[1]["kl"], rel=1e-4) != 0
     prompts = {each.sample.prompt for each in read_samples(tmp_path / "run")}
     assert prompts <= {*trainer.train_dataset["prompt"]}
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+@pytest.mark.parametrize("asked", [{"kl": "k3"}, {"kl": "k1", "kl_place": "reward"}], ids=str)
+def test_a_batch_of_several_generations_has_its_own_log_probabilities_and_rewards(
+    trl, folder, tmp_path, kind, asked
+):
+    """As of dynamic sampling: two rows of each of two generations."""
+    base = getattr(trl.package, f"{kind}Trainer")
+
+    def generate(trainer, inputs):
+        first, second = (base._generate_and_score_completions(trainer, inputs) for _ in range(2))
+        return {name: torch.cat([x[:2], second[name][2:]]) if x.dim() else x for name, x in first.items()}
+
+    theirs = type("Theirs", (base,), {"_generate_and_score_completions": generate})
+    leashed = type("Leashed", (getattr(import_module("kleash.integrations.trl"), f"{kind}Leash"), theirs), {})
+    settings = {"num_iterations": 2} | ({"scale_rewards": "none"} if kind == "GRPO" else {})
+    config = getattr(trl.package, f"{kind}Config")
+    trainer = make(leashed, config, str(folder), tmp_path / "trl", config_of=settings, **asked)
+    moved(trainer.model, 0.2)
+    kleash.attach(trainer, out=tmp_path / "run")
+    batch = trainer._generate_and_score_completions([{"prompt": "the sea was"}] * 4)
+    at, mask = batch["completion_ids"].unsqueeze(-1), batch["completion_mask"].bool()
+    logp, logq = (
+        whole_logp(one, batch, 1.0).gather(-1, at)[..., 0].detach()
+        for one in (trainer.model, trainer.ref_model)
+    )
+    torch.testing.assert_close(batch["old_per_token_logps"][mask], logp[mask])
+    texts = trainer.processing_class.batch_decode(batch["completion_ids"], skip_special_tokens=True)
+    assert [one["response"] for one in batch["kleash_responses"]] == texts
+    assert [one["score"] for one in batch["kleash_responses"]] == pytest.approx(score(texts))
+    charged = [nats for _, nats, _ in trainer._kl_rows["train"]]
+    kl = torch.where(mask, logp - logq, 0.0).sum(-1).tolist()
+    assert charged == pytest.approx(kl if "kl_place" in asked else [], rel=1e-4)
 
 
 def test_reused_responses_show_the_kl_of_their_updates(trl, folder, tmp_path):

@@ -7,6 +7,7 @@ learning rate that transformers logs; without it, only the logged value would be
 
 from typing import Any
 
+from kleash.errors import ModelError
 from kleash.extras import import_extra, require_attributes, warn_if_untested
 
 import_extra("transformers.trainer", "models")
@@ -30,6 +31,7 @@ __all__ = [
     "TrainerCallback",
     "halve_learning_rate",
     "moves_reference",
+    "tokenizer_of",
 ]
 
 
@@ -48,3 +50,11 @@ def halve_learning_rate(trainer: Any) -> None:
         setattr(scheduler, name, [rate / 2 for rate in getattr(scheduler, name, ())])
     for group in trainer.optimizer.param_groups:
         group["lr"] /= 2
+
+
+def tokenizer_of(trainer: Any) -> Any:
+    """The tokenizer of a trainer, which may be a part of its processor; raises ModelError if there is none."""
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    if tokenizer is None:
+        raise ModelError("the trainer has no processing_class; give it the policy's tokenizer")
+    return tokenizer

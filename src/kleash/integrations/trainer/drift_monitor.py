@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
-from kleash.errors import ModelError
 from kleash.extras import import_extra
 from kleash.integrations.trainer.callback import AttachedCallback
-from kleash.integrations.trainer.compat import moves_reference
+from kleash.integrations.trainer.compat import moves_reference, tokenizer_of
 from kleash.leash.controller_base import KL_UNITS
 from kleash.measuring import Drift
 from kleash.measuring.drift import draw_drift, drift_of
@@ -116,7 +115,7 @@ class DriftMonitor(AttachedCallback):
             if len(networks) > 1:
                 require_two_networks(**networks)
             load = self._load if isinstance(self.reference, str) else None
-            pair = in_lockstep(live_pair(networks, _tokenizer(self.trainer), load))
+            pair = in_lockstep(live_pair(networks, tokenizer_of(self.trainer), load))
             if self._parsed_prompts is None:
                 self._parsed_prompts = (
                     read_prompts(self.prompts, pair, limit=self.limit)
@@ -175,11 +174,3 @@ class DriftMonitor(AttachedCallback):
         if self._loaded_pair is None:
             self._loaded_pair = load_beside_live(policy, "reference", self.reference)
         return self._loaded_pair
-
-
-def _tokenizer(trainer: Any) -> Any:
-    """The tokenizer of a trainer, which may be a part of its processor; raises ModelError if there is none."""
-    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-    if tokenizer is None:
-        raise ModelError("the trainer has no processing_class; give it the policy's tokenizer")
-    return tokenizer

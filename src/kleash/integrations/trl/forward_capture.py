@@ -8,11 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kleash.errors import CannotRunError, OptionError
 from kleash.extras import replaced
+from kleash.integrations.trainer.compat import tokenizer_of
 from kleash.integrations.trl.compat import (
     MIXIN,
     add_fused_lm_head,
@@ -39,8 +40,10 @@ class ForwardPass:
     """One forward pass of a model over prompts and responses."""
 
     model: Any
+    completion_ids: Int[Tensor, "batch time"]
+    """The response tokens."""
     logp: Float[Tensor, "batch time"]
-    """Log-probabilities of the response tokens, at the training temperature; 0 at padding."""
+    """Their log-probabilities, at the training temperature; 0 at padding."""
     entropy: Float[Tensor, "batch time"] | None
     """The entropy at the same positions, where TRL computes it."""
     hidden: Float[Tensor, "batch time dim"] | None
@@ -76,11 +79,24 @@ def recorded_passes(trainer: Any, *, hidden: bool = False) -> Iterator[list[Forw
             )
         logp = torch.where(attention_mask[:, -logits_to_keep:].bool(), logp, 0.0)
         of_responses = torch.cat(states)[:, :-1][:, -logits_to_keep:] if states else None
-        passes.append(ForwardPass(model=model, logp=logp, entropy=entropy, hidden=of_responses))
+        responses = input_ids[:, -logits_to_keep:]
+        passes.append(
+            ForwardPass(
+                model=model, completion_ids=responses, logp=logp, entropy=entropy, hidden=of_responses
+            )
+        )
         return logp, entropy, *further_outputs
 
     with replaced(trainer, "_get_per_token_logps_and_entropies", run_and_record):
         yield passes
+
+
+def passes_over(passes: Sequence[ForwardPass], inputs: Mapping[str, Any]) -> list[ForwardPass]:
+    """Those of some passes that are over the responses of a batch.
+
+    A subclass may fill a batch from several generations, and each has passes of its own.
+    """
+    return [each for each in passes if torch.equal(each.completion_ids, inputs["completion_ids"])]
 
 
 def find_policy_pass(
@@ -91,7 +107,7 @@ def find_policy_pass(
     A subclass may run others before, of the reference or of a teacher.
     """
     return max(
-        (each for each in passes if each.logp.shape == inputs["completion_mask"].shape),
+        passes_over(passes, inputs),
         key=lambda each: (each.logp.requires_grad, each.model is model),
         default=None,
     )
@@ -148,7 +164,7 @@ class ForwardCapture(MIXIN):
 
     def _forward_pass(self, output: dict[str, Any], *, reference: bool, hidden: bool) -> ForwardPass:
         """A pass of the policy or the reference over a generated batch, without gradient."""
-        batch_size = getattr(self.args, f"per_device_{self._mode}_batch_size")
+        batch_size = getattr(self.args, f"per_device_{mode_of(self)}_batch_size")
         model, adapter = self.model, nullcontext()
         if reference and self.ref_model is not None:
             model = self.ref_model
@@ -173,7 +189,7 @@ class ForwardCapture(MIXIN):
             CannotRunError: if a model does not come apart into hidden states and a head.
             ModelError: if a head is sharded in a way that is not supported.
         """
-        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        tokenizer = tokenizer_of(self)
         policy_head = read_head_layout(self.accelerator.unwrap_model(self.model), tokenizer, "policy")
         reference_head = (
             policy_head
@@ -181,11 +197,6 @@ class ForwardCapture(MIXIN):
             else read_head_layout(self._reference_network, tokenizer, "reference")
         )
         self._head_layouts = policy_head, reference_head
-
-    @property
-    def _mode(self) -> str:
-        """TRL's key for the metrics of training or evaluation."""
-        return "train" if self.model.training else "eval"
 
     def _heads(self) -> tuple[Head, Head]:
         """The policy's head with its current weights and their gradient, and that of the reference's hidden states."""
@@ -211,11 +222,17 @@ class ForwardCapture(MIXIN):
         self._stored_head = replace(head, weight=weight, bias=bias)
 
 
+def mode_of(trainer: Any) -> str:
+    """TRL's key for what it does, training or evaluation: "train" or "eval"."""
+    return "train" if trainer.model.training else "eval"
+
+
 def run_pass(trainer: Any, model: Any, batch: Mapping[str, Any], *, batch_size: int) -> Tensor:
     """The log-probabilities of a generated batch's responses by TRL's pass of a model, with the prompts' images."""
     images = {name: batch[name] for name in IMAGE_INPUTS if batch.get(name) is not None}
-    run = trainer._get_per_token_logps_and_entropies
-    return run(model, *whole_rows(batch), batch_size=batch_size, **images)[0]
+    return trainer._get_per_token_logps_and_entropies(
+        model, *whole_rows(batch), batch_size=batch_size, **images
+    )[0]
 
 
 def whole_rows(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:

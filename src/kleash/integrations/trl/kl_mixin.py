@@ -19,6 +19,7 @@ from kleash.integrations.trl.forward_capture import (
     ForwardCapture,
     ForwardPass,
     find_policy_pass,
+    mode_of,
     recorded_passes,
     without_head,
 )
@@ -59,13 +60,14 @@ def rows_by_prompt(
 
 def prompt_hashes(inputs: Mapping[str, Any]) -> list[str]:
     """The hash of each prompt of a batch: of its tokens and of its images, of which tokens say the number alone."""
-    prompts = zip(inputs["prompt_ids"].cpu(), inputs["prompt_mask"].bool().cpu(), strict=True)
-    hashes = [hash_tokens(tuple(ids[is_token].tolist())) for ids, is_token in prompts]
-    images = split_pixel_values_by_grid(dict(inputs)).get("pixel_values")
-    if images is None:
-        return hashes
-    pixels = (each.contiguous().cpu().view(torch.uint8).numpy().tobytes() for each in images)
-    return [prompt + sha256(each).hexdigest()[:16] for prompt, each in zip(hashes, pixels, strict=True)]
+    without = torch.empty(len(inputs["prompt_ids"]), 0)
+    images = split_pixel_values_by_grid(dict(inputs)).get("pixel_values", without)
+    rows = zip(inputs["prompt_ids"].cpu(), inputs["prompt_mask"].bool().cpu(), images, strict=True)
+    return [
+        hash_tokens(tuple(ids[is_token].tolist()))
+        + sha256(pixels.contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+        for ids, is_token, pixels in rows
+    ]
 
 
 def response_mask(inputs: Mapping[str, Any]) -> Bool[Tensor, "batch time"]:
@@ -140,17 +142,18 @@ class KLMixin(ForwardCapture):
         with replaced(self, "beta", 0.0), recorded_passes(self) as passes:
             output = super()._generate_and_score_completions(inputs)
         self._keep_reference(output)
-        policy_pass = find_policy_pass(passes, self.model, output)
-        if policy_pass is not None and self._is_off_policy:
-            output[OLD_LOGP] = policy_pass.logp  # of which RLOO keeps sums
-        in_reward = self._term.place == "reward"
-        if in_reward or ENGINE_LOGP in output:
-            policy_pass = policy_pass or self._forward_pass(output, reference=False, hidden=False)
+        if self._term.place == "reward" or self._reuses_responses or ENGINE_LOGP in output:
+            policy_logp = output.get(OLD_LOGP)
+            if policy_logp is None:
+                own_pass = find_policy_pass(passes, self.model, output)
+                policy_logp = (own_pass or self._forward_pass(output, reference=False, hidden=False)).logp
+            if self._reuses_responses:
+                output[OLD_LOGP] = policy_logp  # of which RLOO keeps sums
             if ENGINE_LOGP in output:
-                columns = policy_pass.logp, output[ENGINE_LOGP], response_mask(output)
+                columns = policy_logp, output[ENGINE_LOGP], response_mask(output)
                 self._log_metrics(**mismatch_metrics(*columns, self.accelerator))
-            if in_reward:
-                self._charge_advantages(output, policy_pass.logp)
+            if self._term.place == "reward":
+                self._charge_advantages(output, policy_logp)
         return output
 
     def _keep_reference(self, output: dict[str, Any]) -> None:
@@ -181,7 +184,7 @@ class KLMixin(ForwardCapture):
         """
         mask = response_mask(output)
         per_token = self._term.per_token(policy_logp, output[REFERENCE_LOGP], mask)
-        self._kl_rows[self._mode] += rows_by_prompt(per_token, mask, output)
+        self._kl_rows[mode_of(self)] += rows_by_prompt(per_token, mask, output)
         kl = self.accelerator.gather(per_token.sum(-1))
         size = self.num_generations if self.model.training else self.num_generations_eval
         scored = self._is_scored.view(-1, size)
@@ -218,7 +221,7 @@ class KLMixin(ForwardCapture):
             kl = self._micro_batch_kl(policy_pass, inputs, mask, token_weights / micro_batches)
         trained = (token_weights * kl.per_token).sum().float()
         self._log_metrics(kl=self.accelerator.reduce(trained, reduction="mean").item())
-        self._kl_rows[self._mode] += rows_by_prompt(kl.per_token, mask, inputs)
+        self._kl_rows[mode_of(self)] += rows_by_prompt(kl.per_token, mask, inputs)
         return loss if self.beta == 0 else loss + self.beta * kl.loss
 
     def _update_size(self, inputs: dict[str, Any]) -> tuple[int, float]:
@@ -318,7 +321,7 @@ class KLMixin(ForwardCapture):
 
         Errors are clustered by prompt. A collective.
         """
-        local, self._kl_rows[self._mode] = self._kl_rows[self._mode], []
+        local, self._kl_rows[mode_of(self)] = self._kl_rows[mode_of(self)], []
         rows = import_extra("accelerate.utils", "models").gather_object(local)
         if not rows:
             return
@@ -333,4 +336,4 @@ class KLMixin(ForwardCapture):
     def _log_metrics(self, **metrics: float) -> None:
         """Add values to those that TRL averages and logs."""
         for name, value in metrics.items():
-            self._metrics[self._mode][name].append(value)
+            self._metrics[mode_of(self)][name].append(value)

@@ -1,8 +1,11 @@
 """The responses that TRL's GRPO and RLOO learn from, measured in the passes of the trainer's own loss."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
+from itertools import dropwhile
+from operator import eq
 from typing import Any
 
 import torch
@@ -11,7 +14,14 @@ from torch import Tensor
 
 from kleash.errors import CannotRunError
 from kleash.estimators import sampled_kl
-from kleash.integrations.trl.forward_capture import ForwardPass, find_policy_pass, recorded_passes
+from kleash.integrations.trainer.compat import tokenizer_of
+from kleash.integrations.trl.forward_capture import (
+    ForwardPass,
+    find_policy_pass,
+    mode_of,
+    passes_over,
+    recorded_passes,
+)
 from kleash.integrations.trl.kl_mixin import (
     OLD_LOGP,
     POLICY_LOGP,
@@ -27,9 +37,9 @@ from kleash.training.hacking_monitor import KL_METRICS
 from kleash.training.response_metrics import Response, gather_object, response_metrics, to_samples
 from kleash.training.rewards import require_scored
 
-RESPONSES, BEFORE_LOGP, STEP = "kleash_responses", "kleash_before_logps", "kleash_step"
-"""Entries that are added to a generated batch: fields of each ``Response``, until it is measured; the log-probabilities
-of its tokens then; and the updates of the weights before."""
+RESPONSES, STEP = "kleash_responses", "kleash_step"
+"""Entries that are added to a generated batch: fields of each ``Response``, until it is measured; and the number of the
+updates before."""
 EVALUATION = {
     "reward/score": "eval/reward",
     "reward/score_error": "eval/reward_error",
@@ -70,8 +80,9 @@ class ResponseRecorder:
                 "the trainer's beta is 0, so it loads no reference and no KL is measured; give its configuration a "
                 "beta, attach a monitor with a reference, or train with kleash's LeashedGRPOTrainer"
             )
-        self._rewarded: list[dict[str, Any]] = []
-        """Of each response of this process that was just rewarded, the fields of ``Response`` that are known then."""
+        self._rewarded: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+        """Tokens of a response of this process that was just rewarded -> fields of ``Response`` that are known then, of
+        each such response: a subclass may fill a batch from several generations."""
         self._responses: dict[str, list[Response]] = {"train": [], "eval": []}
         self._update_sums = (0, 0.0, 0)
         """A step whose responses were updated on before, the KL of these updates over its tokens, and their number."""
@@ -122,7 +133,7 @@ class ResponseRecorder:
             )
         )
         scores = torch.where(columns.isnan().all(-1), torch.nan, totals)
-        if self._mode == "train":
+        if mode_of(self.trainer) == "train":
             if self.name_of is not None:
                 require_scored(
                     dict(zip(self.trainer.reward_func_names, columns.numpy().T, strict=True)),
@@ -132,44 +143,55 @@ class ResponseRecorder:
             # of those that have a score; in RLOO, TRL's rewards may contain the KL
             same = groups.nan_to_num(torch.inf).amin(-1) == groups.nan_to_num(-torch.inf).amax(-1)
             self.trainer._metrics["train"]["reward/zero_std_share"].append(same.double().mean().item())
-        self._rewarded = [
-            {
-                "score": scores[row].item(),
-                "parts": dict(zip(self.trainer.reward_func_names, columns[row].tolist(), strict=True)),
-                "prompt": _text(prompt),
-                "response": _text(completion),
-            }
-            for row, (prompt, completion) in enumerate(
-                zip(prompts, completions, strict=True), self.trainer.accelerator.process_index * len(prompts)
+        first = self.trainer.accelerator.process_index * len(prompts)
+        for row, (prompt, completion, ids) in enumerate(
+            zip(prompts, completions, completion_ids_list, strict=True), first
+        ):
+            self._rewarded.setdefault(self._tokens_of(ids), []).append(
+                {
+                    "score": scores[row].item(),
+                    "parts": dict(zip(self.trainer.reward_func_names, columns[row].tolist(), strict=True)),
+                    "prompt": _text(prompt),
+                    "response": _text(completion),
+                }
             )
-        ]
         return rewards
+
+    def _tokens_of(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """The tokens of a response from the last to the first, without padding."""
+        return tuple(dropwhile(partial(eq, tokenizer_of(self.trainer).pad_token_id), map(int, reversed(ids))))
+
+    def _unrewarded(self, output: Mapping[str, Any], row: int) -> dict[str, Any]:
+        """The fields of a response that a subclass rewards in its own way."""
+        texts = self.trainer.processing_class.batch_decode(
+            [output[name][row] for name in ("prompt_ids", "completion_ids")], skip_special_tokens=True
+        )
+        return {
+            "score": math.nan,
+            "parts": dict.fromkeys(self.trainer.reward_func_names, math.nan),
+            "prompt": texts[0],
+            "response": texts[1],
+        }
 
     def _generate_and_score_completions(
         self, original: Callable[..., dict[str, Any]], inputs: Any
     ) -> dict[str, Any]:
-        """TRL's method; its batch gets its entries and, of TRL's own passes, ``BEFORE_LOGP`` and ``REFERENCE_LOGP``."""
-        self._rewarded = []
+        """TRL's method; its batch gets its entries and, of TRL's own passes, ``OLD_LOGP`` and ``REFERENCE_LOGP``."""
+        self._rewarded = {}
         with recorded_passes(self.trainer) as passes:
             output = original(inputs)
-        if len(self._rewarded) != len(
-            output["completion_ids"]
-        ):  # a subclass rewards in its own way, or filters
-            texts = (
-                self.trainer.processing_class.batch_decode(output[name], skip_special_tokens=True)
-                for name in ("prompt_ids", "completion_ids")
-            )
-            self._rewarded = [
-                {"score": float("nan"), "parts": {}, "prompt": prompt, "response": response}
-                for prompt, response in zip(*texts, strict=True)
-            ]
-        output |= {RESPONSES: self._rewarded, STEP: torch.tensor(self.trainer.state.global_step)}
-        if "old_logps" in output:  # RLOO: its passes of policy and reference, of which it keeps sums
-            output[BEFORE_LOGP] = passes[0].logp
-            if not isinstance(self.trainer, KLMixin) and self.trainer.beta != 0:
-                output[REFERENCE_LOGP] = passes[1].logp
-        elif OLD_LOGP in output:
-            output[BEFORE_LOGP] = output[OLD_LOGP]
+        known = [self._rewarded.get(self._tokens_of(ids), []) for ids in output["completion_ids"].tolist()]
+        output |= {
+            RESPONSES: [
+                each.pop(0) if each else self._unrewarded(output, row) for row, each in enumerate(known)
+            ],
+            STEP: torch.tensor(self.trainer.state.global_step),
+        }
+        own = passes_over(passes, output)
+        if "old_logps" in output and own:  # RLOO, which keeps sums of its passes of policy and reference
+            output.setdefault(OLD_LOGP, own[0].logp)
+            if len(own) > 1 and not isinstance(self.trainer, KLMixin):
+                output[REFERENCE_LOGP] = own[1].logp
         return output
 
     def compute_loss(
@@ -181,25 +203,22 @@ class ResponseRecorder:
         mask = response_mask(inputs)
         policy_pass = find_policy_pass(passes, model, inputs)
         if RESPONSES in inputs:
-            self._responses[self._mode] += self._read(inputs.pop(RESPONSES), inputs, mask, policy_pass)
+            self._responses[mode_of(self.trainer)] += self._read(
+                inputs.pop(RESPONSES), inputs, mask, policy_pass
+            )
         step = self.trainer.state.global_step
-        if policy_pass and self._mode == "train" and BEFORE_LOGP in inputs and step > inputs[STEP]:
+        if policy_pass and mode_of(self.trainer) == "train" and OLD_LOGP in inputs and step > inputs[STEP]:
             logp = policy_pass.logp.detach()
-            nats = sampled_kl(inputs[BEFORE_LOGP][mask], logp[mask], "k3").sum().item()
+            nats = sampled_kl(inputs[OLD_LOGP][mask], logp[mask], "k3").sum().item()
             _, before, tokens = self._update_sums if self._update_sums[0] == step else (step, 0.0, 0)
             self._update_sums = (step, before + nats, tokens + int(mask.sum()))
         return loss
 
     def log(self, original: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """TRL's method, with the metrics of the responses since the last log. A collective."""
-        if self._mode == "train" and "loss" in logs:
+        if mode_of(self.trainer) == "train" and "loss" in logs:
             self._add_metrics()
         original(logs, *args, **kwargs)
-
-    @property
-    def _mode(self) -> str:
-        """TRL's key for training or evaluation."""
-        return "train" if self.trainer.model.training else "eval"
 
     def _add_metrics(self) -> None:
         """Add the metrics of all processes to those that TRL logs."""
@@ -275,7 +294,6 @@ def _text_of_content(content: Any) -> str:
 
 def _name_of_image(part: Mapping[str, Any]) -> str:
     """What is called the same wherever the same image is shown: a hash of its pixels."""
-    kind = part["type"]
-    image = part.get(kind)
+    image = part.get(part["type"])
     pixels = image.tobytes() if hasattr(image, "tobytes") else repr(image).encode()
-    return f"[{kind} {sha256(pixels).hexdigest()[:8]}]"
+    return f"[{part['type']} {sha256(pixels).hexdigest()[:8]}]"
