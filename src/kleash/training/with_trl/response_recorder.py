@@ -187,11 +187,13 @@ class ResponseRecorder:
             ],
             STEP: torch.tensor(self.trainer.state.global_step),
         }
-        own = passes_over(passes, output)
-        if "old_logps" in output and own:  # RLOO, which keeps sums of its passes of policy and reference
-            output.setdefault(OLD_LOGP, own[0].logp)
-            if len(own) > 1 and not isinstance(self.trainer, KLMixin):
-                output[REFERENCE_LOGP] = own[1].logp
+        batch_passes = passes_over(passes, output)
+        if (
+            "old_logps" in output and batch_passes
+        ):  # RLOO, which keeps sums of its passes of policy and reference
+            output.setdefault(OLD_LOGP, batch_passes[0].logp)
+            if len(batch_passes) > 1 and not isinstance(self.trainer, KLMixin):
+                output[REFERENCE_LOGP] = batch_passes[1].logp
         return output
 
     def compute_loss(
