@@ -245,7 +245,6 @@ HOT = {"temperature": 2.0, "top_k": -1, "generation_kwargs": {"temperature": 2.0
         ({"kl": "k3"}, {"top_p": 0.9}, "top_p is 0.9, so tokens are drawn from another distribution"),
         ({"kl": "k2"}, {"top_k": 20}, "top_k is 20"),
         ({"kl": "k3"}, {"min_p": 0.05}, "min_p is 0.05"),
-        ({"kl": "k3"}, {"repetition_penalty": 1.2}, "repetition_penalty is 1.2"),
         ({"kl_scope": "sequence"}, {"top_p": 0.9, "loss_type": "dr_grpo"}, "the KL after each token"),
         (K1_REWARD, {"top_k": 5}, "the KL that k1 estimates"),
         ({"kl": "k3"}, {"generation_kwargs": {"typical_p": 0.9}}, r"generation_kwargs\['typical_p'\] is 0.9"),

@@ -212,18 +212,16 @@ def test_rewards_of_ones_own_are_those_that_trl_logs(trl, folder, tmp_path):
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
 @pytest.mark.parametrize("asked", [{"kl": "k3"}, {"kl": "k1", "kl_place": "reward"}], ids=str)
-def test_a_batch_of_several_generations_has_its_own_log_probabilities_and_rewards(
-    trl, folder, tmp_path, kind, asked
-):
+def test_a_batch_of_several_generations_has_its_own_numbers(trl, folder, tmp_path, kind, asked):
     """As of dynamic sampling: two rows of each of two generations."""
-    base = getattr(trl.package, f"{kind}Trainer")
+    base, leash = getattr(trl.package, f"{kind}Trainer"), import_module("kleash.integrations.trl")
 
     def generate(trainer, inputs):
         first, second = (base._generate_and_score_completions(trainer, inputs) for _ in range(2))
         return {name: torch.cat([x[:2], second[name][2:]]) if x.dim() else x for name, x in first.items()}
 
     theirs = type("Theirs", (base,), {"_generate_and_score_completions": generate})
-    leashed = type("Leashed", (getattr(import_module("kleash.integrations.trl"), f"{kind}Leash"), theirs), {})
+    leashed = type("Leashed", (getattr(leash, f"{kind}Leash"), theirs), {})
     settings = {"num_iterations": 2} | ({"scale_rewards": "none"} if kind == "GRPO" else {})
     config = getattr(trl.package, f"{kind}Config")
     trainer = make(leashed, config, str(folder), tmp_path / "trl", config_of=settings, **asked)
@@ -231,17 +229,14 @@ def test_a_batch_of_several_generations_has_its_own_log_probabilities_and_reward
     kleash.attach(trainer, out=tmp_path / "run")
     batch = trainer._generate_and_score_completions([{"prompt": "the sea was"}] * 4)
     at, mask = batch["completion_ids"].unsqueeze(-1), batch["completion_mask"].bool()
-    logp, logq = (
-        whole_logp(one, batch, 1.0).gather(-1, at)[..., 0].detach()
-        for one in (trainer.model, trainer.ref_model)
-    )
+    networks = trainer.model, trainer.ref_model
+    logp, logq = (whole_logp(one, batch, 1.0).gather(-1, at)[..., 0].detach() for one in networks)
     torch.testing.assert_close(batch["old_per_token_logps"][mask], logp[mask])
     texts = trainer.processing_class.batch_decode(batch["completion_ids"], skip_special_tokens=True)
-    assert [one["response"] for one in batch["kleash_responses"]] == texts
-    assert [one["score"] for one in batch["kleash_responses"]] == pytest.approx(score(texts))
-    charged = [nats for _, nats, _ in trainer._kl_rows["train"]]
-    kl = torch.where(mask, logp - logq, 0.0).sum(-1).tolist()
-    assert charged == pytest.approx(kl if "kl_place" in asked else [], rel=1e-4)
+    found = [(one["response"], round(one["score"], 6)) for one in batch["kleash_responses"]]
+    assert found == list(zip(texts, score(texts), strict=True))
+    kl = torch.where(mask, logp - logq, 0.0).sum(-1).tolist() if "kl_place" in asked else []
+    assert [nats for _, nats, _ in trainer._kl_rows["train"]] == pytest.approx(kl, rel=1e-4)
 
 
 def test_reused_responses_show_the_kl_of_their_updates(trl, folder, tmp_path):
