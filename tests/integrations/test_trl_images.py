@@ -15,10 +15,7 @@ from kleash.diagnosis import read_rollouts
 from kleash.records import read_samples, read_steps
 
 pytestmark = TRL_MARKS
-TEMPLATE = (
-    "{% for message in messages %}{% for part in message['content'] %}"
-    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endfor %}"
-)
+TEMPLATE = "{% for part in messages[0]['content'] %}{{ part['text'] or '<image>' }}{% endfor %}"
 
 
 @pytest.fixture
@@ -30,8 +27,8 @@ def vision(tmp_path):
     folder = save_tower(tmp_path / "vision", "llava", image_token_index=token, vision_config=sizes)
     images = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     strategy = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    made = LlavaProcessor(images, tokenizer, patch_size=14, chat_template=TEMPLATE, **strategy)
-    made.save_pretrained(folder)
+    strategy |= {"patch_size": 14, "chat_template": TEMPLATE}
+    LlavaProcessor(images, tokenizer, **strategy).save_pretrained(folder)
     return folder
 
 
@@ -55,8 +52,7 @@ def test_images_are_in_kl_rollouts_and_the_names_of_prompts(trl, vision, tmp_pat
     trainer._generate_and_score_completions = lambda inputs: batches.append(generate(inputs)) or batches[-1]
     kleash.attach(trainer, out=tmp_path / "run", rollouts_every=1)
     trainer.train()
-    (ids, mask), batch = texts(batches[0]), batches[0]
-    logps = []
+    (ids, mask), batch, logps = texts(batches[0]), batches[0], []
     for network in networks:
         vars(network).pop("forward")  # TRL's, which is bound to the network that was copied
         with torch.no_grad():

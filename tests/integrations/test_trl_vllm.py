@@ -161,7 +161,7 @@ def test_kleash_train_takes_vllm_by_set(trl, server, folder, tmp_path):
     (tmp_path / "p.txt").write_text("the sea was\nshe counted\n")
     vllm = ("use_vllm=true", "vllm_mode=server", f"vllm_server_base_url={server}/none")
     small = {"steps": 2, "prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 6}
-    reward = ("kleash.training.example_rewards:heroine", f"{__name__}:spread")
+    reward = ("kleash.training.example_rewards:heroine", "ppo_cases:vowels")
     given = {"policy": str(folder), "prompts": str(tmp_path / "p.txt"), "out": str(tmp_path)}
     job = GRPOJob(**given, **small, reward=reward, learning_rate=1e-2, set=vllm)
     train_online(job, RunLog(tmp_path, job))
@@ -170,8 +170,3 @@ def test_kleash_train_takes_vllm_by_set(trl, server, folder, tmp_path):
     assert len(logged) == 2 and all(0 <= row["mismatch/kl_engine_trainer"] < 1e-9 for row in logged)
     first, second = (step.metrics["kl/exact_per_token"] for step in read_steps(tmp_path))
     assert first == pytest.approx(0, abs=1e-8) and second > 1e-6, "the update reached the engine"
-
-
-def spread(prompts, responses):
-    """A reward that differs between responses."""
-    return [len(set(response)) / 10 for response in responses]

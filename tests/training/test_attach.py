@@ -224,13 +224,13 @@ def test_a_batch_of_several_generations_has_its_own_numbers(trl, folder, tmp_pat
     leashed = type("Leashed", (getattr(leash, f"{kind}Leash"), theirs), {})
     settings = {"num_iterations": 2} | ({"scale_rewards": "none"} if kind == "GRPO" else {})
     config = getattr(trl.package, f"{kind}Config")
-    trainer = make(leashed, config, str(folder), tmp_path / "trl", config_of=settings, **asked)
+    trainer = make(leashed, config, str(folder), tmp_path, config_of=settings, **asked)
     moved(trainer.model, 0.2)
     kleash.attach(trainer, out=tmp_path / "run")
     batch = trainer._generate_and_score_completions([{"prompt": "the sea was"}] * 4)
     at, mask = batch["completion_ids"].unsqueeze(-1), batch["completion_mask"].bool()
-    networks = trainer.model, trainer.ref_model
-    logp, logq = (whole_logp(one, batch, 1.0).gather(-1, at)[..., 0].detach() for one in networks)
+    both = (whole_logp(one, batch, 1.0).detach() for one in (trainer.model, trainer.ref_model))
+    logp, logq = (whole.gather(-1, at)[..., 0] for whole in both)
     torch.testing.assert_close(batch["old_per_token_logps"][mask], logp[mask])
     texts = trainer.processing_class.batch_decode(batch["completion_ids"], skip_special_tokens=True)
     found = [(one["response"], round(one["score"], 6)) for one in batch["kleash_responses"]]

@@ -327,8 +327,7 @@ def test_an_adapter_is_trained_further_without_its_noise(trl, folder, tmp_path, 
     if algorithm == "grpo":
         (tmp_path / "p.txt").write_text("the sea was\nshe counted\n")
         small = {"prompts_per_step": 2, "samples_per_prompt": 3, "max_new_tokens": 8}
-        reward = (f"{__name__}:letters",)
-        job = GRPOJob(**common, **small, prompts=str(tmp_path / "p.txt"), reward=reward)
+        job = GRPOJob(**common, **small, prompts=str(tmp_path / "p.txt"), reward=("ppo_cases:vowels",))
         result, steps = go(trl.train_online, job, tmp_path / "run")
     else:
         (tmp_path / "p.jsonl").write_text(
@@ -343,8 +342,3 @@ def test_an_adapter_is_trained_further_without_its_noise(trl, folder, tmp_path, 
     saved, given = (Path(root) / "adapter_model.safetensors" for root in (result.policy, adapter))
     assert saved.read_bytes() != given.read_bytes()
     assert all(path.read_bytes() == before[path.name] for path in (given, folder / "model.safetensors"))
-
-
-def letters(prompts, responses):
-    """A reward that differs between responses."""
-    return [len(set(response)) / 10 for response in responses]
