@@ -72,7 +72,7 @@ def _token_metrics(responses: Sequence[Response]) -> dict[str, float]:
     """Metrics of responses with tokens: lengths, entropy, and KL as far as it is known, by k3 only if not exactly."""
     clusters = np.unique([response.prompt_hash for response in responses], return_inverse=True)[1]
     lengths = np.array([len(response.tokens["token_logp"]) for response in responses])
-    columns = responses[0].tokens
+    columns = set.intersection(*({*response.tokens} for response in responses))
     return {
         **(_sampled_metrics(responses, clusters, lengths) if "token_logq" in columns else {}),
         **(_exact_metrics(responses, clusters, lengths) if "token_kl" in columns else {}),

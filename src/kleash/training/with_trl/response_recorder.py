@@ -188,11 +188,10 @@ class ResponseRecorder:
             STEP: torch.tensor(self.trainer.state.global_step),
         }
         batch_passes = passes_over(passes, output)
-        if (
-            "old_logps" in output and batch_passes
-        ):  # RLOO, which keeps sums of its passes of policy and reference
-            output.setdefault(OLD_LOGP, batch_passes[0].logp)
-            if len(batch_passes) > 1 and not isinstance(self.trainer, KLMixin):
+        if "old_logps" in output and batch_passes and not isinstance(self.trainer, KLMixin):
+            # TRL's RLOO, which keeps sums of its passes of policy and reference
+            output[OLD_LOGP] = batch_passes[0].logp
+            if len(batch_passes) > 1:
                 output[REFERENCE_LOGP] = batch_passes[1].logp
         return output
 
