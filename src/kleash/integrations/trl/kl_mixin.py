@@ -60,14 +60,13 @@ def rows_by_prompt(
 
 def prompt_hashes(inputs: Mapping[str, Any]) -> list[str]:
     """The hash of each prompt of a batch: of its tokens and of its images, of which tokens say the number alone."""
-    without = torch.empty(len(inputs["prompt_ids"]), 0)
-    images = split_pixel_values_by_grid(dict(inputs)).get("pixel_values", without)
-    rows = zip(inputs["prompt_ids"].cpu(), inputs["prompt_mask"].bool().cpu(), images, strict=True)
-    return [
-        hash_tokens(tuple(ids[is_token].tolist()))
-        + sha256(pixels.contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
-        for ids, is_token, pixels in rows
-    ]
+    prompts = zip(inputs["prompt_ids"].cpu(), inputs["prompt_mask"].bool().cpu(), strict=True)
+    hashes = [hash_tokens(tuple(ids[is_token].tolist())) for ids, is_token in prompts]
+    images = split_pixel_values_by_grid(dict(inputs)).get("pixel_values")
+    if images is None:
+        return hashes
+    pixels = (each.contiguous().cpu().view(torch.uint8).numpy().tobytes() for each in images)
+    return [prompt + sha256(each).hexdigest()[:16] for prompt, each in zip(hashes, pixels, strict=True)]
 
 
 def response_mask(inputs: Mapping[str, Any]) -> Bool[Tensor, "batch time"]:
