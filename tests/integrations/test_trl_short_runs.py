@@ -56,6 +56,20 @@ def test_grpo_runs_and_logs_kl(made, asked, settings):
     assert ("kl/effective_share" in second) is ("num_iterations" in settings)
 
 
+@pytest.mark.parametrize(
+    ("asked", "settings"), [({}, {}), ({"kl_scope": "sequence"}, {"num_iterations": 2}), (K1_REWARD, {})]
+)
+def test_rloo_runs_and_logs_kl(made, asked, settings):
+    trainer = made("RLOO", settings, **asked)
+    trainer.train()
+    first, second = steps(trainer)
+    assert first["kl"] == 0 and second["kl"] != 0
+    if not settings:  # lengths differ, so only a sum over each response gives both
+        assert second["kl"] == pytest.approx(second["kl/per_sequence"], rel=1e-5)
+        length = second["completions/mean_length"]
+        assert second["kl/per_sequence"] == pytest.approx(second["kl/per_token"] * length, rel=1e-4)
+
+
 @pytest.mark.parametrize(("kind", "loss_type"), [("GRPO", "grpo"), ("GRPO", "dapo"), ("RLOO", None)])
 def test_gradient_accumulation_gives_the_same_update(made, folder, kind, loss_type):
     """Rewards are all alike, so that the KL is all there is to the update; its size shows in the gradient's norm."""

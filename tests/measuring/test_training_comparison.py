@@ -78,6 +78,7 @@ def test_differences_are_paired_by_prompt_over_the_shared_second_half(drawn, fol
         own = comparison.runs[0].numbers[metric]
         assert own.value == pytest.approx(means[0].mean(), rel=1e-12)
         assert own.standard_error == pytest.approx(stats.sem(means[0]), rel=1e-9)
+        assert (own.ci95[0] >= 0) is bool(at)  # a KL is never below 0
         unpaired = np.hypot(*(stats.sem(each) for each in means))
         assert number.standard_error < 0.5 * unpaired
     assert [run.numbers["beta"].value for run in comparison.runs] == pytest.approx([0.55, 0.55])

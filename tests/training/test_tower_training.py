@@ -1,5 +1,7 @@
 """Training of models with vision, audio or video parts on text: their exact KL, and what is saved."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -7,8 +9,9 @@ from ppo_cases import ready, rollout_of, write_prompts
 from scipy.special import log_softmax
 from tiny_towers import load_composite, save_tower
 
+from kleash.auditing.targets.packages import quiet
 from kleash.models import load_pair
-from kleash.records import PPOJob
+from kleash.records import GRPOJob, PPOJob
 from kleash.training import train
 
 
@@ -63,3 +66,16 @@ def test_a_trained_tower_is_saved_as_a_whole_composite_model(tmp_path):
     with torch.no_grad():
         hidden = trained.model(input_ids=ids).last_hidden_state
     assert torch.equal(pair.policy.hidden_states(ids), hidden)
+
+
+@pytest.mark.peers("trl")
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+def test_trl_trains_a_tower_with_the_exact_kl(tmp_path):
+    job = tower_job(tmp_path, "gemma3", GRPOJob, samples_per_prompt=2, lora_rank=2, limit=2, kl="exact")
+    with quiet():
+        result = train(job)
+    assert result.metrics["kl/exact_per_token"] > 1e-3
+    names = json.loads((tmp_path / "out" / "policy" / "adapter_config.json").read_text())
+    assert names["base_model_name_or_path"] == str(tmp_path / "policy")
+    pair = load_pair(result.policy, str(tmp_path / "policy"))
+    assert pair.policy.adapter == "policy"

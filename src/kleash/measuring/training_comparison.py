@@ -109,7 +109,12 @@ def _compared(run: _TrainingRun, first: _TrainingRun, steps: range) -> ComparedT
     trainer.
     """
     numbers = {
-        metric: clustered_mean(np.array([*values.values()]), np.arange(len(values)), unit=_unit(metric))
+        metric: clustered_mean(
+            np.array([*values.values()]),
+            np.arange(len(values)),
+            unit=_unit(metric),
+            lower=0.0 if _unit(metric) == "nats" else None,  # no exact KL is below 0
+        )
         for metric in PAIRED
         if (values := run.by_prompt(metric, steps))
     }
