@@ -239,6 +239,24 @@ def test_a_batch_of_several_generations_has_its_own_numbers(trl, folder, tmp_pat
     assert [nats for _, nats, _ in trainer._kl_rows["train"]] == pytest.approx(kl, rel=1e-4)
 
 
+def test_equal_responses_to_two_prompts_have_rewards_of_their_own(trl, folder, tmp_path):
+    """A subclass rewards those to two prompts, and leaves those to the first out."""
+    prompts, texts = ["the sea was", "she counted"], ["a"] * 4
+
+    def generate(trainer, inputs):
+        for prompt in prompts:
+            trainer._calculate_rewards([{"prompt": prompt}] * 4, [prompt] * 4, texts, [[7, 8]] * 4)
+        ids = torch.tensor([trainer.processing_class(prompts[1])["input_ids"]] * 4)
+        return {"prompt_ids": ids, "completion_ids": torch.tensor([[7, 8]] * 4)}
+
+    theirs = type("Theirs", (trl.package.GRPOTrainer,), {"_generate_and_score_completions": generate})
+    rewards = [lambda prompts, **_: [float(len(prompt)) for prompt in prompts]]
+    trainer = make(theirs, trl.package.GRPOConfig, str(folder), tmp_path / "trl", reward_funcs=rewards)
+    kleash.attach(trainer, out=tmp_path / "run")
+    found = trainer._generate_and_score_completions([])["kleash_responses"]
+    assert [(one["prompt"], one["score"]) for one in found] == [(prompts[1], len(prompts[1]))] * 4
+
+
 def test_reused_responses_show_the_kl_of_their_updates(trl, folder, tmp_path):
     """KL(before || after) by k3 of the sampled tokens, from the two networks, in float64."""
     trainer = grpo(trl, folder, tmp_path, num_iterations=2, learning_rate=1e-2)

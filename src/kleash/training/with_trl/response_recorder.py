@@ -161,17 +161,25 @@ class ResponseRecorder:
         """The tokens of a response from the last to the first, without padding."""
         return tuple(dropwhile(partial(eq, tokenizer_of(self.trainer).pad_token_id), map(int, reversed(ids))))
 
-    def _unrewarded(self, output: Mapping[str, Any], row: int) -> dict[str, Any]:
-        """The fields of a response that a subclass rewards in its own way."""
-        texts = self.trainer.processing_class.batch_decode(
-            [output[name][row] for name in ("prompt_ids", "completion_ids")], skip_special_tokens=True
+    def _fields_of(self, output: Mapping[str, Any], row: int, *, is_whole: bool) -> dict[str, Any]:
+        """The fields of a response that are known when it is rewarded; NaN if a subclass rewards in its own way.
+
+        Equal responses come in their order if the batch ``is_whole``, with all that were rewarded. Otherwise a subclass
+        has left some out, and its prompt says which of them one is.
+        """
+        ids = output["completion_ids"][row].tolist()
+        equal = self._rewarded.get(self._tokens_of(ids), [])
+        if equal and is_whole:
+            return equal.pop(0)
+        prompt, response = self.trainer.processing_class.batch_decode(
+            [output["prompt_ids"][row], ids], skip_special_tokens=True
         )
-        return {
-            "score": math.nan,
-            "parts": dict.fromkeys(self.trainer.reward_func_names, math.nan),
-            "prompt": texts[0],
-            "response": texts[1],
-        }
+        if not equal:
+            nan = dict.fromkeys(self.trainer.reward_func_names, math.nan)
+            return {"score": math.nan, "parts": nan, "prompt": prompt, "response": response}
+        found = max(equal, key=lambda each: (each["prompt"] == prompt, each["prompt"] in prompt))
+        equal.remove(found)
+        return found
 
     def _generate_and_score_completions(
         self, original: Callable[..., dict[str, Any]], inputs: Any
@@ -180,11 +188,10 @@ class ResponseRecorder:
         self._rewarded = {}
         with recorded_passes(self.trainer) as passes:
             output = original(inputs)
-        known = [self._rewarded.get(self._tokens_of(ids), []) for ids in output["completion_ids"].tolist()]
+        rows = range(len(output["completion_ids"]))
+        is_whole = sum(map(len, self._rewarded.values())) == len(rows)
         output |= {
-            RESPONSES: [
-                each.pop(0) if each else self._unrewarded(output, row) for row, each in enumerate(known)
-            ],
+            RESPONSES: [self._fields_of(output, row, is_whole=is_whole) for row in rows],
             STEP: torch.tensor(self.trainer.state.global_step),
         }
         batch_passes = passes_over(passes, output)
