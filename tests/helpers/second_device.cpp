@@ -127,6 +127,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& to) {
 at::Scalar item(const at::Tensor& self) { return seen_by_cpu(self).item(); }
 
 const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat>) {
+  if (self.sizes() == size) return self;  // strides stay
   auto* tensor = self.unsafeGetTensorImpl();
   tensor->set_sizes_contiguous(size);
   const size_t needed = (tensor->storage_offset() + tensor->numel()) * tensor->dtype().itemsize();
