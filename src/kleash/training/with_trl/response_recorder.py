@@ -177,9 +177,9 @@ class ResponseRecorder:
         if not equal:
             nan = dict.fromkeys(self.trainer.reward_func_names, math.nan)
             return {"score": math.nan, "parts": nan, "prompt": prompt, "response": response}
-        found = max(equal, key=lambda each: (each["prompt"] == prompt, each["prompt"] in prompt))
-        equal.remove(found)
-        return found
+        likeliest = max(equal, key=lambda each: (each["prompt"] == prompt, each["prompt"] in prompt))
+        equal.remove(likeliest)
+        return likeliest
 
     def _generate_and_score_completions(
         self, original: Callable[..., dict[str, Any]], inputs: Any
