@@ -107,6 +107,7 @@ def test_ctrl_c_keeps_checkpoint_and_prints_resume_command(
     assert "running or interrupted" in report and not (tmp_path / "run" / "training.json").exists()
 
 
+@pytest.mark.peers("trl")
 def test_each_algorithm_has_its_trainer() -> None:
     assert TRAINERS.keys() == ALGORITHMS.keys()
     assert all(callable(resolve_name(f"kleash.training.{path}")) for path in TRAINERS.values())
