@@ -99,19 +99,16 @@ def summary_cards(
 
 def run_warnings(history: Sequence[StepRecord]) -> tuple[str, ...]:
     """The warnings about the standard errors of the last step that has any."""
-    return step_warnings(
-        next((step.metrics for step in reversed(history) if "response/prompts" in step.metrics), {})
-    )
+    with_errors = (step.metrics for step in reversed(history) if "response/prompts" in step.metrics)
+    return step_warnings(next(with_errors, {}))
 
 
 def step_warnings(metrics: Mapping[str, float]) -> tuple[str, ...]:
     """The warnings about the standard errors of a step, which are clustered by its prompts."""
     if "response/prompts" not in metrics:
         return ()
-    return tuple(
-        f"the errors of a step are over its prompts: {warning}"
-        for warning in few_clusters(int(metrics["response/prompts"]))
-    )
+    warnings = few_clusters(int(metrics["response/prompts"]))
+    return tuple(f"the errors of a step are over its prompts: {warning}" for warning in warnings)
 
 
 def target_nats(header: RunHeader) -> float | None:
