@@ -5,6 +5,7 @@ from statistics import fmean
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
 from trl_batches import TRL_MARKS, make, moved, score, whole_logp
 
@@ -119,6 +120,19 @@ def test_plain_grpo_is_steered_by_k3(trl, folder, tmp_path, caplog):
     assert "the target is 0.00100." in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert first.metrics["kl/k3_per_sequence"] > 1e-3
     assert second.metrics["beta"] > first.metrics["beta"] == 0.3
+
+
+@pytest.mark.parametrize("leashed", [False, True])
+@pytest.mark.parametrize("disabled", [False, True])
+def test_dropout_is_told_once_where_the_kl_is_measured_with_it(
+    trl, folder, tmp_path, recwarn, leashed, disabled
+):
+    said: list[str] = []
+    asked = {"peft_config": LoraConfig(lora_dropout=0.3, task_type="CAUSAL_LM"), "said": said}
+    trainer = grpo(trl, folder, tmp_path, leashed=leashed, more=asked, disable_dropout=disabled)
+    kleash.attach(trainer, out=tmp_path / "run")
+    said += [str(warning.message) for warning in recwarn]
+    assert sum("trained with dropout (Dropout.p is 0.3)" in each for each in said) == (not disabled)
 
 
 @pytest.mark.parametrize("controller", ["fixed", FixedBeta(beta=0.3)])

@@ -106,6 +106,19 @@ def require_language_model(network: Any, role: str) -> None:
         )
 
 
+def dropouts_of(network: Any) -> list[tuple[torch.nn.Module, str]]:
+    """Modules of a network, each with the name of an attribute that is a probability of dropout above 0."""
+    return [
+        (module, name)
+        for module in network.modules()
+        for name, value in vars(module).items()
+        # attention dropout is an attribute
+        if isinstance(value, float)
+        and value > 0
+        and (isinstance(module, torch.nn.Dropout) or "dropout" in name)
+    ]
+
+
 def require_two_networks(policy: Any, reference: Any) -> None:
     """Check that policy and reference, or teacher, are not one network in memory.
 

@@ -19,7 +19,7 @@ from kleash.linear import Head
 from kleash.models import Loading, Model, Pair, StoredReference, load_beside, load_pair
 from kleash.models.adapters import attach_adapter, check_adapter, find_rule
 from kleash.models.compat import find_backbone
-from kleash.models.live_models import current_head, require_plain_head
+from kleash.models.live_models import current_head, dropouts_of, require_plain_head
 from kleash.models.model_building import read_context_length
 from kleash.registry import look_up, options_given
 from kleash.training.library_fields import LORA, set_fields
@@ -212,11 +212,9 @@ def disable_dropout(network: Any) -> Any:
     from a reference with equal weights. Adapters have noise of their own there, too: ranks, blocks or layers that are
     dropped (LoHa, LoKr, BOFT), samples (PVeRA). The configuration that is saved is not changed.
     """
+    for module, name in dropouts_of(network):
+        setattr(module, name, 0.0)
     for module in network.modules():
-        for name, value in list(vars(module).items()):
-            # attention dropout is an attribute
-            if isinstance(value, float) and (isinstance(module, torch.nn.Dropout) or "dropout" in name):
-                setattr(module, name, 0.0)
         if hasattr(module, "get_base_layer"):
             module.register_forward_pre_hook(_put_at_rest)
     return network

@@ -1,5 +1,6 @@
 """Hidden states of TRL's own forward passes, and the heads of policy and reference."""
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
@@ -26,7 +27,13 @@ from kleash.linear import Head
 from kleash.models import at_rest, live_model
 from kleash.models.adapters import require_unchanged_base
 from kleash.models.compat import find_backbone
-from kleash.models.live_models import base_network, current_head, require_plain_head, require_two_networks
+from kleash.models.live_models import (
+    base_network,
+    current_head,
+    dropouts_of,
+    require_plain_head,
+    require_two_networks,
+)
 
 IMAGE_INPUTS = (
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
@@ -220,6 +227,17 @@ class ForwardCapture(MIXIN):
         head = current_head(self._reference_network, self._head_layouts[1], requires_grad=False)
         weight, bias = (None if x is None else x.clone() for x in (head.weight, head.bias))
         self._stored_head = replace(head, weight=weight, bias=bias)
+
+
+def warn_of_dropout(trainer: Any) -> None:
+    """Warn where TRL's passes of the policy have dropout: they measure another network than the one that generates."""
+    for module, name in dropouts_of(trainer.model)[:1]:
+        warnings.warn(
+            f"the policy is trained with dropout ({type(module).__name__}.{name} is {getattr(module, name)}), and "
+            "generates without: its KL is measured too large, and above 0 for the reference itself; give the "
+            "configuration disable_dropout=True, or the model or adapter a dropout of 0",
+            stacklevel=4,
+        )
 
 
 def mode_of(trainer: Any) -> str:

@@ -21,6 +21,7 @@ from kleash.integrations.trl.forward_capture import (
     find_policy_pass,
     mode_of,
     recorded_passes,
+    warn_of_dropout,
     without_head,
 )
 from kleash.integrations.trl.mismatch_metrics import mismatch_metrics
@@ -120,6 +121,7 @@ class KLMixin(ForwardCapture):
         require_unscaled_reward(self._term, self)
         if kl == "exact":
             self.measure_exact_kl()
+        warn_of_dropout(self)
         if self.beta == 0:
             warnings.warn(
                 "beta is 0, TRL's default, so the KL is logged and not trained, at the cost of the reference in memory "

@@ -21,6 +21,7 @@ from kleash.integrations.trl.forward_capture import (
     mode_of,
     passes_over,
     recorded_passes,
+    warn_of_dropout,
 )
 from kleash.integrations.trl.kl_mixin import (
     OLD_LOGP,
@@ -75,11 +76,13 @@ class ResponseRecorder:
                 trainer.measure_exact_kl()
             except CannotRunError as error:
                 self.is_exact, self.note = False, f"the exact KL is not measured: {error}"
-        elif trainer.beta == 0:
-            self.note = (
-                "the trainer's beta is 0, so it loads no reference and no KL is measured; give its configuration a "
-                "beta, attach a monitor with a reference, or train with kleash's LeashedGRPOTrainer"
-            )
+        else:
+            warn_of_dropout(trainer)
+            if trainer.beta == 0:
+                self.note = (
+                    "the trainer's beta is 0, so it loads no reference and no KL is measured; give its configuration "
+                    "a beta, attach a monitor with a reference, or train with kleash's LeashedGRPOTrainer"
+                )
         self._rewarded: dict[tuple[int, ...], list[dict[str, Any]]] = {}
         """Tokens of a response of this process that was just rewarded -> fields of ``Response`` that are known then, of
         each such response: a subclass may fill a batch from several generations."""
