@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from accelerate.state import AcceleratorState
 from ppo_cases import tiny_job
 
 from kleash.training import ppo, train
@@ -73,7 +72,6 @@ def two_ranks(folder: Path, out: Path, **more: Any) -> list[int]:
         ranks.append(fork)
         if fork == 0:
             try:
-                AcceleratorState._reset_state(True)
                 place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
                 os.environ |= {name: str(value) for name, value in {**place, "MASTER_PORT": port}.items()}
                 os.environ["MASTER_ADDR"] = "127.0.0.1"

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from ppo_cases import ready, rollout_of, tiny_job
 from transformers import AutoModelForCausalLM
 
@@ -279,6 +281,17 @@ def test_bfloat16_policy_is_trained_in_float32_and_starts_at_kl_0(folder, rank):
     if not rank:
         assert {weight.dtype for weight in run.networks.reference.network.parameters()} == {torch.bfloat16}
     assert 0 < metrics["kl/update"] < 1.0
+
+
+@pytest.mark.parametrize("launched", ["bf16", None])
+def test_precision_is_the_launchers_and_not_that_of_a_trainer_before(folder, monkeypatch, launched):
+    AcceleratorState._reset_state()
+    Accelerator(mixed_precision="no" if launched else "bf16", cpu=True)
+    if launched:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    run = ready(tiny_job(folder))[0]
+    with run.autocast():
+        assert torch.is_autocast_enabled("cpu") == bool(launched)
 
 
 @pytest.mark.parametrize(
