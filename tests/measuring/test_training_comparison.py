@@ -104,6 +104,8 @@ def test_command_prints_writes_a_page_and_its_json_has_every_number(folders, tmp
     assert main(["compare", *map(str, folders), "--out", str(page), "--format", "csv"]) == 0
     rows = capsys.readouterr().out.splitlines()
     assert sum(row.startswith("second,first,") for row in rows) == 2
+    targets = [(row.split(",")[0], row.split(",")[7]) for row in rows if ",kl/target," in row]
+    assert targets == [("first", "nats per sequence"), ("second", "nats per token")]
 
 
 def test_runs_of_one_trainer_of_others_say_its_defaults_and_which_has_no_kl(tmp_path, capsys):

@@ -220,7 +220,7 @@ def _train(job: TrainJob) -> int:
     steps = (
         None
         if job.quiet or launched_rank() != 0
-        else Steps(job.steps, target_per=getattr(job, "target_per", "sequence"))
+        else Steps(job.steps, target_per=getattr(job, "target_per", TrainingResult.target_per))
     )
     if steps is not None:
         for sentence in job.without_effect():

@@ -13,7 +13,7 @@ from kleash.cli.terminal import Terminal, remark, say
 from kleash.estimate import Estimate
 from kleash.measuring.progress import ProgressReporter
 from kleash.reports.formatting import format_duration
-from kleash.store import StepRecord
+from kleash.store import StepRecord, TrainingResult
 from kleash.store.metrics import METRICS, number_of, per_what
 from kleash.store.summary import counted, with_error
 
@@ -176,7 +176,7 @@ class Steps:
         console: Console | None = None,
         clock: Callable[[], float] = monotonic,
         *,
-        target_per: str = "sequence",
+        target_per: str = TrainingResult.target_per,
     ) -> None:
         """Prepare to show ``steps`` steps on a console; None for standard error.
 

@@ -132,7 +132,7 @@ def _compared(run: _TrainingRun, first: _TrainingRun, steps: range) -> ComparedT
         folder=str(run.folder),
         algorithm=str(settings.get("algorithm", "")),
         steps=run.history[-1].step,
-        target_per=str(settings.get("target_per", "sequence")),
+        target_per=str(settings.get("target_per", TrainingResult.target_per)),
         numbers=numbers,
         settings={
             option: f"{settings.get(option, DEFAULT)} for {first_settings.get(option, DEFAULT)}"

@@ -48,6 +48,7 @@ def write_training_report(folder: Path) -> Path:
         )
     events = [(record.step, event) for record in history for event in record.events]
     sampled = read_samples(folder)
+    per = str(header.settings.get("target_per", TrainingResult.target_per))
     return write_page(
         folder / "report.html",
         "training.html",
@@ -61,14 +62,12 @@ def write_training_report(folder: Path) -> Path:
         alerts=[(record.step, alert) for record in history for alert in record.alerts],
         events=events[-MAX_EVENTS:],
         events_left_out=max(0, len(events) - MAX_EVENTS),
-        charts=run_charts(
-            history, target=target_nats(header), per=str(header.settings.get("target_per", "sequence"))
-        ),
+        charts=run_charts(history, target=target_nats(header), per=per),
         samples=[
             (step, [each.sample for each in sampled if each.step == step][:MAX_SAMPLES])
             for step in thin_steps(sorted({each.step for each in sampled}), MAX_SAMPLE_STEPS)
         ],
-        metrics=metrics_table(history, per=str(header.settings.get("target_per", "sequence"))),
+        metrics=metrics_table(history, per=per),
         command=None if "trainer" in header.settings else rerun_command(header, history),
     )
 
@@ -126,10 +125,9 @@ def format_metric(metrics: Mapping[str, float], name: str) -> str:
 
 
 def metrics_table(
-    history: Sequence[StepRecord], *, per: str = "sequence"
+    history: Sequence[StepRecord], *, per: str = TrainingResult.target_per
 ) -> list[tuple[str, str, str, str, str]]:
     """Name, first value, last value, unit and meaning of each metric; a target is ``per`` "sequence" or "token"."""
-    names = dict.fromkeys(name for record in history for name in record.metrics)
     first, last = history[0].metrics, history[-1].metrics
     return [
         (
@@ -139,7 +137,7 @@ def metrics_table(
             metric_of(name).unit + per_what(name, per),
             metric_of(name).meaning,
         )
-        for name in sorted(names)
+        for name in sorted({name for record in history for name in record.metrics})
     ]
 
 

@@ -7,6 +7,7 @@ from kleash.estimate import Estimate
 from kleash.store.measurement import Counts, Gate
 from kleash.store.statistics import KL_POLICY_REFERENCE
 from kleash.store.summary import MeasuredResult
+from kleash.store.training_folder import TrainingResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +98,7 @@ class ComparedTraining:
     algorithm: str
     steps: int
     """Steps that it has taken."""
-    target_per: str = "sequence"
+    target_per: str = TrainingResult.target_per
     """What the KL of ``kl/target`` is of: a "sequence" or a "token"."""
     numbers: Mapping[str, Estimate]
     """Metric -> mean over the compared steps: of ``PAIRED`` over prompts, with an error; of ``SHOWN`` over steps."""

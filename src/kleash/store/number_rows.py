@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from kleash.estimate import Estimate
 from kleash.store.comparison import ComparedTraining, Comparison, TrainingComparison
 from kleash.store.measurement import Measurement
+from kleash.store.metrics import per_what
 from kleash.store.rollout_results import Diagnosis, MismatchRecord
 from kleash.store.sweep import Sweep, SweepCandidate
 
@@ -27,7 +28,7 @@ class NumberRow:
     """NaN if it is not known."""
     ci95: tuple[float, float] | None = None
     unit: str = "none"
-    """"nats", "probability", "bytes", "bits", "tokens" or "none"."""
+    """"nats", "probability", "bytes", "bits", "tokens" or "none"; of a target also " per sequence" or " per token"."""
     tokens: int | None = None
     """Tokens that the number is an average over."""
     clusters: int | None = None
@@ -114,7 +115,10 @@ def _of_comparison(comparison: Comparison | TrainingComparison) -> Iterator[Numb
     """The numbers of each run, then the differences."""
     for run in comparison.runs:
         if isinstance(run, ComparedTraining):
-            yield from (_row(run.name, name, number) for name, number in run.numbers.items())
+            yield from (
+                _row(run.name, name, replace(number, unit=number.unit + per_what(name, run.target_per)))
+                for name, number in run.numbers.items()
+            )
             continue
         for name, number in run.numbers.items():
             yield _row(run.name, name, number, tokens=run.counts.tokens, clusters=run.counts.clusters)

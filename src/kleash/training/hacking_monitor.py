@@ -11,7 +11,7 @@ from statistics import NormalDist, fmean, median
 from typing import NamedTuple
 
 from kleash.leash import PIDBeta
-from kleash.store import HackingAlert, StepRecord
+from kleash.store import HackingAlert, StepRecord, TrainingResult
 
 CHARACTERS_IN_A_WORD = 20
 """Average length of words above which a text is taken to be written without spaces."""
@@ -47,7 +47,7 @@ class HackingMonitor:
 
     target_nats: float | None = None
     """The target KL, if there is one."""
-    target_per: str = "sequence"
+    target_per: str = TrainingResult.target_per
     """"sequence" or "token"."""
     steps: int = 3
     """Steps in which a value must be seen, or over which it is averaged."""

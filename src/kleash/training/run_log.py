@@ -16,7 +16,7 @@ from kleash.jobs import TrainJob
 from kleash.registry import options_given
 from kleash.reports.trackers import Tracker, open_trackers
 from kleash.reports.training import step_warnings
-from kleash.store import HackingAlert, Sample, StepRecord, TrainingFolder, read_steps
+from kleash.store import HackingAlert, Sample, StepRecord, TrainingFolder, TrainingResult, read_steps
 from kleash.store.file_hashes import require_unchanged_files
 from kleash.store.metrics import spelt, with_errors
 from kleash.store.steps import STEPS, append_step, keep_steps, means_by_prompt, read_prompt_means
@@ -44,7 +44,7 @@ class LogOptions:
 
     target_nats: float | None = None
     """The KL that a controller steers to."""
-    target_per: str = "sequence"
+    target_per: str = TrainingResult.target_per
     """"sequence" or "token"."""
     beta_max: float = math.inf
     """The largest beta."""
@@ -117,7 +117,7 @@ class RunLog:
         self.monitor = replace(
             monitor if monitor is not None else HackingMonitor(),
             target_nats=getattr(job, "target_nats", None),
-            target_per=getattr(job, "target_per", "sequence"),
+            target_per=getattr(job, "target_per", TrainingResult.target_per),
         )
         self.history: list[StepRecord] = []
         """The steps so far."""
