@@ -151,7 +151,10 @@ def same_training(alone, shared):
 
 
 def exact_loss(ranks, make, kind, inputs, rows, sharding=None):
-    """The mean over the ranks of the loss of a trainer, twice accumulated, and its gradient; None for whole models."""
+    """The mean over the ranks of the loss of a trainer, twice accumulated, its gradient, and the effective share.
+
+    ``sharding`` is None for whole models.
+    """
     network, reference = ranks.network(f"{kind}-policy"), ranks.network(f"{kind}-reference")
     model = network if sharding is None else ranks.wrapped(network, **sharding)
     total = torch.zeros(())
@@ -161,7 +164,8 @@ def exact_loss(ranks, make, kind, inputs, rows, sharding=None):
             ranks.folder / "run",
             reference=reference if sharding is None else ranks.sharded(f"{kind}-reference", **sharding),
             processing_class=ranks.tokenizer("llama-policy"),
-            config_of={"gradient_accumulation_steps": 2},
+            config_of={"gradient_accumulation_steps": 2, "num_iterations": 2},
+            kl_scope="sequence",
         )
         mine = {name: x[rows] if x.dim() else x for name, x in inputs.items()}
         mine["kleash_reference_hidden"] = trainer._forward_pass(mine, reference=True, hidden=True).hidden
@@ -169,10 +173,11 @@ def exact_loss(ranks, make, kind, inputs, rows, sharding=None):
             loss = trainer._compute_loss(model, mine)
             total += loss.detach()
             loss.backward() if sharding is None else ranks.backward(model, loss, step == 1)
+    share = trainer._metrics["train"]["kl/effective_share"][0]
     if sharding is None:
-        return float(total), [x.grad for x in network.parameters()]
+        return float(total), [x.grad for x in network.parameters()], share
     dist.all_reduce(total)
-    return float(total) / 2, [ranks.gradient(x) for x in network.parameters()]
+    return float(total) / 2, [ranks.gradient(x) for x in network.parameters()], share
 
 
 def exact_loss_of_trl_equals_that_of_one_process(ranks):
@@ -186,15 +191,18 @@ def exact_loss_of_trl_equals_that_of_one_process(ranks):
         inputs = batch(tools=False)
         inputs["advantages"].zero_()  # leaves the KL term alone
         inputs["old_logps"] = torch.zeros(4)
+        spread = torch.rand(inputs["completion_mask"].shape, generator=torch.Generator().manual_seed(0))
+        inputs["old_per_token_logps"] = -5.3 - spread
         inputs["completion_mask"][2:] *= int(not is_empty)
         inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
         classes = getattr(ours, f"Leashed{algorithm}Trainer"), getattr(trl, f"{algorithm}Config")
         made = partial(exact_loss, ranks, partial(make, *classes), kind, inputs)
-        loss, gradients = told(partial(made, slice(None)))
+        loss, gradients, share = told(partial(made, slice(None)))
         assert loss > 0.01 and any(x.abs().max() > 1e-3 for x in gradients)
         for sharding in shardings:
-            sharded_loss, sharded = made(slice(2 * ranks.rank, 2 * ranks.rank + 2), sharding)
+            sharded_loss, sharded, shared_share = made(slice(2 * ranks.rank, 2 * ranks.rank + 2), sharding)
             assert abs(sharded_loss - loss) < 1e-6 * loss, (loss, sharded_loss)
+            assert abs(shared_share - share) < 1e-5 and share < 0.99, (share, shared_share)
             for x, y in zip(gradients, sharded, strict=True):
                 assert (x - y).abs().max() < 1e-6 * max(1.0, float(x.abs().max())), (algorithm, kind)
 

@@ -293,14 +293,24 @@ def rollout(prompts, trainer):
 
 
 @pytest.mark.filterwarnings("ignore:.*rollout_func.*")
-@pytest.mark.parametrize("scored", ["all", "all but one"])
-def test_kl_in_reward_is_sum_of_k1_over_policy_tokens(made, scored):
+@pytest.mark.parametrize("scored", ["all", "all but one", "each token"])
+def test_kl_in_reward_is_sum_of_k1_over_policy_tokens(trl, made, monkeypatch, scored):
+    """Also where a subclass has advantages of each token, as TRL's loss takes them."""
+
     def reward(completions, **_):
         found = score(completions)
-        return found if scored == "all" else [None, *found[1:]]
+        return [None, *found[1:]] if scored == "all but one" else found
 
+    by_token = torch.arange(TIME) / 10 if scored == "each token" else None
+
+    def generate(trainer, inputs):
+        output = trl.GRPOTrainer._generate_and_score_completions(trainer, inputs)
+        return output | {"advantages": output["advantages"].unsqueeze(1) + by_token}
+
+    theirs = type("Theirs", (trl.GRPOTrainer,), {"_generate_and_score_completions": generate})
+    monkeypatch.setattr(trl, "Leashed", type("Leashed", (trl.GRPOLeash, theirs), {}), raising=False)
     settings = {"scale_rewards": "none", "temperature": 0.7}
-    asked = {"kl": "k1", "kl_place": "reward"}
+    asked = {"kl": "k1", "kl_place": "reward"} | ({} if by_token is None else {"trainer": "Leashed"})
     trainer = made("GRPO", settings, reward_funcs=[reward], rollout_func=rollout, **asked)
     moved(trainer.model, 0.2)
     trainer.beta = 0.7  # as a controller sets it
@@ -313,9 +323,12 @@ def test_kl_in_reward_is_sum_of_k1_over_policy_tokens(made, scored):
     kl = (u * torch.tensor([1, 1, 0, 0, 1, 1, 1])).sum(-1)
     texts = trainer.processing_class.batch_decode(output["completion_ids"], skip_special_tokens=True)
     rewards = torch.tensor(score(texts)) - 0.7 * kl
-    if scored != "all":
+    if scored == "all but one":
         rewards[0] = torch.nan
-    expected = rewards.reshape(2, 2) - rewards.reshape(2, 2).nanmean(1, keepdim=True)
-    torch.testing.assert_close(output["advantages"], expected.flatten().nan_to_num(0), rtol=1e-4, atol=1e-5)
+    expected = (
+        (rewards.reshape(2, 2) - rewards.reshape(2, 2).nanmean(1, keepdim=True)).flatten().nan_to_num(0)
+    )
+    expected = expected if by_token is None else expected.unsqueeze(1) + by_token
+    torch.testing.assert_close(output["advantages"], expected, rtol=1e-4, atol=1e-5)
     assert trl_batches.logged(trainer, "kl") == pytest.approx(kl.mean().item(), rel=1e-4)
     assert trl_batches.logged(trainer, "kl/per_token") == pytest.approx(kl.sum().item() / 20, rel=1e-4)

@@ -160,7 +160,8 @@ def test_sequence_scope_off_policy_uses_prefix_ratios(grpo, loss_type, kl):
     found, value = both(trainer, inputs)
     assert value == pytest.approx(0.3 * (weights * cost).sum().item(), rel=1e-3)
     assert_close(found, gradients(0.3 * (weights * surrogate).sum(), trainer.model))
-    assert 0 < logged(trainer, "kl/effective_share") < 1
+    share = rho[mask].sum() ** 2 / (rho[mask] ** 2).sum() / mask.sum()
+    assert logged(trainer, "kl/effective_share") == pytest.approx(share.item(), rel=1e-4) and share < 0.99
 
 
 @pytest.mark.parametrize("kl, scope", [("k2", "token"), *itertools.product(("exact", "k1", "k3"), SCOPES)])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kleash.errors import CannotRunError
 from kleash.estimators import importance_weights
+from kleash.estimators.weights import effective_sample_size
 from kleash.extras import import_extra, replaced
 from kleash.integrations.trl.compat import split_pixel_values_by_grid
 from kleash.integrations.trl.forward_capture import (
@@ -197,7 +198,8 @@ class KLMixin(ForwardCapture):
             corrected=self._loss_type == "rloo",
         )
         own_excess = excess.split(len(mask))[self.accelerator.process_index]
-        output["advantages"] = output["advantages"] - self.beta * own_excess
+        columns = [1] * (output["advantages"].dim() - 1)  # one, where a subclass has advantages of each token
+        output["advantages"] = output["advantages"] - self.beta * own_excess.view(-1, *columns)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """TRL's loss without a KL, and the KL of the micro-batch times beta."""
@@ -260,10 +262,11 @@ class KLMixin(ForwardCapture):
             behaviour = inputs.get(OLD_LOGP, policy_pass.logp.detach())
             if ENGINE_LOGP in inputs:
                 behaviour = torch.where(inputs[ENGINE_LOGP].isnan(), behaviour, inputs[ENGINE_LOGP])
-            weights = importance_weights(
+            ratios = importance_weights(
                 policy_pass.logp, behaviour, mask, level=self._term.ratio, cap=self._term.cap
-            )
-            ratios, share = weights.values, weights.effective_sample_size / mask.sum().clamp(min=1)
+            ).values
+            of_all_ranks = self.accelerator.gather(self.accelerator.pad_across_processes(ratios, dim=1))
+            share = effective_sample_size(of_all_ranks.log()) / self.accelerator.reduce(mask.sum(), "sum")
             self._log_metrics(**{"kl/effective_share": float(share)})
         if self._term.estimator == "exact":
             return self._exact_kl(policy_pass, inputs, mask, token_weights, ratios)
