@@ -6,6 +6,7 @@ from statistics import fmean
 import pytest
 import torch
 from peft import LoraConfig
+from tiny_models import metaspace_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
 from trl_batches import TRL_MARKS, make, moved, score, whole_logp
 
@@ -114,8 +115,13 @@ def test_plain_grpo_is_steered_by_k3(trl, folder, tmp_path, caplog):
     assert len(read_samples(tmp_path / "none")) == 8, "what was refused has left nothing attached"
     trainer = grpo(trl, folder, tmp_path, leashed=False)
     moved(trainer.model, 0.1)
-    kleash.attach(trainer, target_nats=1e-3, per="sequence", out=tmp_path / "run")
+    steep = PIDBeta(beta=0.3, target_nats=1e-3, proportional=3.0)
+    kleash.attach(trainer, controller=steep, monitor=monitor(folder), out=tmp_path / "run")
     trainer.train()
+    described = kleash.compare([tmp_path / "none", tmp_path / "run"]).runs[1].settings
+    asked = {"proportional": 3.0, "monitor_max_new_tokens": 4, "monitor_reference": folder}
+    assert {name: f"{value} for the default" for name, value in asked.items()}.items() <= described.items()
+    assert described["controller"] == "pid for fixed", "as kleash train calls them"
     first, second = read_steps(tmp_path / "run")
     assert "the target is 0.00100." in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert first.metrics["kl/k3_per_sequence"] > 1e-3
@@ -255,20 +261,26 @@ def test_a_batch_of_several_generations_has_its_own_numbers(trl, folder, tmp_pat
 
 def test_equal_responses_to_two_prompts_have_rewards_of_their_own(trl, folder, tmp_path):
     """A subclass rewards those to two prompts, and leaves those to the first out."""
-    prompts, texts = ["the sea was", "she counted"], ["a"] * 4
+    prompts, texts = ["The", "The sea"], ["was"] * 4
 
     def generate(trainer, inputs):
         for prompt in prompts:
-            trainer._calculate_rewards([{"prompt": prompt}] * 4, [prompt] * 4, texts, [[7, 8]] * 4)
+            trainer._calculate_rewards([{"prompt": prompt}] * 4, [prompt] * 4, texts, [[2]] * 4)
         ids = torch.tensor([trainer.processing_class(prompts[1])["input_ids"]] * 4)
-        return {"prompt_ids": ids, "completion_ids": torch.tensor([[7, 8]] * 4)}
+        return {"prompt_ids": ids, "completion_ids": torch.tensor([[2]] * 4)}
 
     theirs = type("Theirs", (trl.package.GRPOTrainer,), {"_generate_and_score_completions": generate})
     rewards = [lambda prompts, **_: [float(len(prompt)) for prompt in prompts]]
     trainer = make(theirs, trl.package.GRPOConfig, str(folder), tmp_path / "trl", reward_funcs=rewards)
+    trainer.processing_class = metaspace_tokenizer()
     kleash.attach(trainer, out=tmp_path / "run")
     found = trainer._generate_and_score_completions([])["kleash_responses"]
-    assert [(one["prompt"], one["score"]) for one in found] == [(prompts[1], len(prompts[1]))] * 4
+    expected = {
+        "prompt": prompts[1],
+        "response": " was",
+        "score": len(prompts[1]),
+    }  # which is decoded as "was"
+    assert [{name: one[name] for name in expected} for one in found] == [expected] * 4
 
 
 def test_reused_responses_show_the_kl_of_their_updates(trl, folder, tmp_path):
@@ -493,6 +505,7 @@ def test_controller_of_a_beta_that_prices_no_kl_is_refused(folder, tmp_path, kin
         ({"controller": "dual"}, OptionError, "the controller dual steers to a target; give target_nats"),
         ({"controller": PIDBeta(beta=0.1, target_nats=1.0), "target_nats": 2.0}, OptionError, "of its own"),
         ({"reference": "shipped:reference"}, OptionError, "is what a monitor of prompts compares with"),
+        ({"monitor": PROMPTS}, OptionError, "Trainer has no reference, .*give reference=, the folder"),
     ],
 )
 def test_invalid_options_are_refused_before_anything_is_attached(folder, tmp_path, asked, error, reason):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kleash.errors import OptionError
 from kleash.jobs.options import checked_option
 from kleash.jobs.train import TrainJob
-from kleash.leash import CONTROLLERS, Leash, PIDBeta
+from kleash.leash import CONTROLLERS, FixedBeta, Leash, PIDBeta
 from kleash.registry import look_up
 from kleash.training.job_schedule import controller_of
 from kleash.training.run_log import LogOptions
@@ -117,7 +117,7 @@ def attach(
         beta_max=getattr(leash, "beta_max", LogOptions.beta_max),
         on_hacking=on_hacking,
         report_to=tuple(report_to),
-        described=_settings(trainer, algorithm, leash),
+        described=_settings(trainer, algorithm, leash, drift_monitor),
     )
     if rollouts_every is not None:
         from kleash.integrations.trl.rollout_dump import RolloutDump
@@ -170,8 +170,7 @@ def _check(trainer: Any, on_hacking: str, report_to: Sequence[str]) -> None:
 
 def _algorithm(trainer: Any) -> str:
     """The name of what the trainer trains by: of its class, or of the one of TRL that it comes from."""
-    of_trl = (base for base in type(trainer).__mro__ if base.__module__.startswith("trl."))
-    kind = next(of_trl, type(trainer))
+    kind = next((each for each in type(trainer).__mro__ if each.__module__.startswith("trl.")), type(trainer))
     return kind.__name__.removesuffix("Trainer").lower() or "trainer"
 
 
@@ -239,24 +238,39 @@ def _keep_best(args: Any) -> None:
         args.metric_for_best_model, args.greater_is_better = "eval_reward", True
 
 
-def _settings(trainer: Any, algorithm: str, leash: Leash | None) -> Mapping[str, Any]:
-    """The settings of the run: its models, its controller, and the arguments that are not the default."""
+def _settings(
+    trainer: Any, algorithm: str, leash: Leash | None, monitor: "DriftMonitor | None"
+) -> Mapping[str, Any]:
+    """The settings of the run: its models, and what is not the default of trainer, controller and monitor."""
     network = trainer.accelerator.unwrap_model(trainer.model)
     return {
-        **{
-            field.name: value
-            for field in fields(trainer.args)
-            if isinstance(value := getattr(trainer.args, field.name), bool | int | float | str)
-            and value != field.default
-            and not field.name.startswith(NOT_DESCRIBED)
-            and not field.name.endswith("token")
-        },
+        **_changed_fields(trainer.args),
+        **({} if leash is None else _changed_fields(leash)),
+        **({} if monitor is None else _changed_fields(monitor.sampling, prefix="monitor_")),
+        **(
+            {"monitor_reference": monitor.reference}
+            if monitor is not None and isinstance(monitor.reference, str)
+            else {}
+        ),
         "algorithm": algorithm,
         "trainer": type(trainer).__name__,
         "policy": str(
             getattr(getattr(network, "config", None), "_name_or_path", "") or type(network).__name__
         ),
-        "controller": "fixed" if leash is None else type(leash).__name__,
+        "controller": FixedBeta.kind if leash is None else leash.kind,
         "target_nats": None if leash is None else leash.target_nats,
         "target_per": "sequence" if leash is None else leash.per,
+    }
+
+
+def _changed_fields(record: Any, *, prefix: str = "") -> dict[str, Any]:
+    """The fields of a record that are numbers or texts, say something about a run, and are not the default."""
+    return {
+        f"{prefix}{field.name}": value
+        for field in fields(record)
+        if isinstance(value := getattr(record, field.name), bool | int | float | str)
+        and value != field.default
+        and field.name != "per"  # which is the run's target_per
+        and not field.name.startswith(NOT_DESCRIBED)
+        and not field.name.endswith("token")
     }

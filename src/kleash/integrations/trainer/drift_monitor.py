@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
+from kleash.errors import OptionError
 from kleash.extras import import_extra
 from kleash.integrations.trainer.callback import AttachedCallback
 from kleash.integrations.trainer.compat import moves_reference, tokenizer_of
@@ -88,6 +89,15 @@ class DriftMonitor(AttachedCallback):
         self._loaded_pair: Pair | None = None
         self._parsed_prompts: list[Prompt] | None = None
 
+    def attach(self, trainer: Any) -> "DriftMonitor":
+        """Add this callback to the trainer; returns itself.
+
+        Raises:
+            OptionError: if it is attached already, there is no reference, or it is the policy's own network.
+        """
+        self._networks(trainer)
+        return super().attach(trainer)
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Measure before the first step, unless training resumes."""
         super().on_train_begin(args, state, control, **more)
@@ -110,10 +120,8 @@ class DriftMonitor(AttachedCallback):
         self.require_trainer()
         if self.reference is None and moves_reference(self.trainer):
             self.reference = self.trainer.accelerator.unwrap_model(self.trainer.ref_model).config.name_or_path
-        networks = self._networks()
+        networks = self._networks(self.trainer)
         with at_rest(*networks.values()):
-            if len(networks) > 1:
-                require_two_networks(**networks)
             load = self._load if isinstance(self.reference, str) else None
             pair = in_lockstep(live_pair(networks, tokenizer_of(self.trainer), load))
             if self._parsed_prompts is None:
@@ -159,15 +167,26 @@ class DriftMonitor(AttachedCallback):
             LOG.warning(self.stopped)
             control.should_training_stop = True
 
-    def _networks(self) -> dict[str, Any]:
-        """The networks in memory by role: the policy, and the reference if it is a network of its own."""
-        reference = getattr(self.trainer, "ref_model", None) if self.reference is None else self.reference
-        networks = {"policy": self.trainer.model, "reference": reference}
-        return {
-            role: self.trainer.accelerator.unwrap_model(network)
-            for role, network in networks.items()
+    def _networks(self, trainer: Any) -> dict[str, Any]:
+        """The networks in memory by role: the policy, and the reference if it is a network of its own.
+
+        Raises:
+            OptionError: if there is no reference, or it is the policy's own network.
+        """
+        reference = getattr(trainer, "ref_model", None) if self.reference is None else self.reference
+        networks = {
+            role: trainer.accelerator.unwrap_model(network)
+            for role, network in (("policy", trainer.model), ("reference", reference))
             if not isinstance(network, str | None)
         }
+        if len(networks) > 1:
+            require_two_networks(**networks)
+        if reference is None and not hasattr(networks["policy"], "get_base_model"):
+            raise OptionError(
+                f"{type(trainer).__name__} has no reference, and its policy no adapter whose base could be one; give "
+                "reference=, the folder or hub id that training started from or a model in memory"
+            )
+        return networks
 
     def _load(self, policy: Model) -> Pair:
         """The policy beside the reference of that name, which is loaded once."""

@@ -33,6 +33,7 @@ from kleash.integrations.trl.kl_mixin import (
     response_mask,
 )
 from kleash.registry import options_given
+from kleash.sources.sequences import text_after
 from kleash.store import Sample
 from kleash.training.hacking_monitor import KL_METRICS
 from kleash.training.response_metrics import Response, gather_object, response_metrics, to_samples
@@ -155,7 +156,7 @@ class ResponseRecorder:
                     "score": scores[row].item(),
                     "parts": dict(zip(self.trainer.reward_func_names, columns[row].tolist(), strict=True)),
                     "prompt": _text(prompt),
-                    "response": _text(completion),
+                    **({} if isinstance(completion, str) else {"response": _text(completion)}),
                 }
             )
         return rewards
@@ -172,17 +173,17 @@ class ResponseRecorder:
         """
         ids = output["completion_ids"][row].tolist()
         equal = self._rewarded.get(self._tokens_of(ids), [])
+        tokenizer, prompt_ids = tokenizer_of(self.trainer), output["prompt_ids"][row].tolist()
+        response = {"response": text_after(tokenizer, prompt_ids, ids, skip_special_tokens=True)}
         if equal and is_whole:
-            return equal.pop(0)
-        prompt, response = self.trainer.processing_class.batch_decode(
-            [output["prompt_ids"][row], ids], skip_special_tokens=True
-        )
+            return response | equal.pop(0)
+        prompt = tokenizer.decode(prompt_ids, skip_special_tokens=True)
         if not equal:
             nan = dict.fromkeys(self.trainer.reward_func_names, math.nan)
-            return {"score": math.nan, "parts": nan, "prompt": prompt, "response": response}
+            return response | {"score": math.nan, "parts": nan, "prompt": prompt}
         likeliest = max(equal, key=lambda each: (each["prompt"] == prompt, each["prompt"] in prompt))
         equal.remove(likeliest)
-        return likeliest
+        return response | likeliest
 
     def _generate_and_score_completions(
         self, original: Callable[..., dict[str, Any]], inputs: Any
