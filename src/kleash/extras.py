@@ -40,6 +40,12 @@ def import_extra(module: str, extra: str) -> ModuleType:
         raise MissingExtraError(f"{package} is not installed; run: pip install 'kleash[{extra}]'") from error
 
 
+def hub_errors() -> tuple[type[Exception], ...]:
+    """The errors of the hub's client: of a network that fails, which in httpx are no OSErrors, and of answers."""
+    http_error, *_ = import_extra("huggingface_hub.errors", "models").HfHubHTTPError.__bases__
+    return http_error, ConnectionError
+
+
 @contextmanager
 def suppress_library_output() -> Generator[None]:
     """Context without log messages, progress bars and warnings of transformers and other libraries."""

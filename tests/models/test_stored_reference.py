@@ -164,7 +164,7 @@ def from_hub(folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     class Api:
         def model_info(self, name: str, revision: str | None) -> Any:
             if says["commit"] is None:
-                raise OSError("offline")
+                return unreachable.model_info(name, revision=revision)
             says["asked"] = name, revision
             return type("Info", (), {"sha": says["commit"]})
 
@@ -174,6 +174,8 @@ def from_hub(folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             return f"/hub/snapshots/{says['local']}"
         raise OSError("not here")
 
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    unreachable = huggingface_hub.HfApi(endpoint="http://127.0.0.1:9")
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", nothing_here)
     return stored, says

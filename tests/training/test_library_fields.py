@@ -290,6 +290,7 @@ def test_what_trl_refuses_is_one_sentence(steps: Any) -> None:
         ("lr_scheduler_type=zigzag", "transformers", "not a valid SchedulerType"),
         ("lr_scheduler_type=cosine_with_min_lr", "transformers", "One of min_lr"),  # not before training
         ("scale_rewards=no", "TRL", "Invalid value for scale_rewards"),  # at the first batch
+        ("push_to_hub=true", "huggingface_hub", "offline mode is enabled"),
         ("lora.init_lora_weights=loftq", "PEFT", "loftq_config"),
         ("lora.trainable_token_indices=[9999]", "PEFT", "out of bounds"),  # where the adapter is made
     ):

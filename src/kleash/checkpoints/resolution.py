@@ -22,7 +22,7 @@ from kleash.checkpoints.files import (
 )
 from kleash.checkpoints.gguf_files import HUB_FILE, GGUFFiles, list_part_names, open_gguf
 from kleash.errors import ModelError, summarise_error
-from kleash.extras import import_extra, suppress_library_output
+from kleash.extras import hub_errors, import_extra, suppress_library_output
 from kleash.jobs.option_groups import is_endpoint, is_gguf, shown_endpoint
 from kleash.shipped import shipped_folder
 from kleash.store.file_hashes import hash_files, watch_files
@@ -314,10 +314,10 @@ def resolve_commit(name: str, revision: str | None) -> str:
     hub = import_extra("huggingface_hub", "models")
     try:
         return str(hub.HfApi().model_info(name, revision=revision).sha)
-    except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
+    except (OSError, ValueError, *hub_errors()) as error:
         try:
             return Path(hub.snapshot_download(name, revision=revision, local_files_only=True)).name
-        except (OSError, ValueError, hub.errors.HfHubHTTPError):
+        except (OSError, ValueError, *hub_errors()):
             raise ModelError(
                 f"the hub does not say which commit {name} is at ({summarise_error(error)}); give the whole commit as "
                 "its revision"
@@ -376,7 +376,7 @@ def _fetch(name: str, revision: str | None, gguf_names: Sequence[str] = ()) -> t
                     ignore_patterns=None if gguf_names else IGNORED_FILES,
                 )
             )
-    except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
+    except (OSError, ValueError, *hub_errors()) as error:
         version = f" at revision {revision}" if revision else ""
         raise ModelError(
             f"{name} is not a folder here, and the hub did not give it out{version}: {summarise_error(error)}"

@@ -11,7 +11,7 @@ from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from kleash.errors import KleashError, OptionError, summarise_error
-from kleash.extras import import_extra
+from kleash.extras import hub_errors, import_extra
 from kleash.jobs import TrainJob
 from kleash.jobs.options import TYPE_NAMES, flag
 from kleash.registry import look_up
@@ -20,7 +20,10 @@ CONFIGURATIONS: Mapping[str, str] = MappingProxyType(
     {"grpo": "GRPOConfig", "rloo": "RLOOConfig", "dpo": "DPOConfig", "distill": "DistillationConfig"}
 )
 """Algorithm -> the configuration class of TRL's trainer."""
-LIBRARIES = {"trl": "TRL", "peft": "PEFT", "transformers": "transformers", "accelerate": "Accelerate"}
+LIBRARIES = {
+    **{"trl": "TRL", "peft": "PEFT", "transformers": "transformers", "accelerate": "Accelerate"},
+    "huggingface_hub": "huggingface_hub",
+}
 """Package that has the fields, or reads them -> its name."""
 LORA = "lora."
 """Prefix of the fields of PEFT's LoraConfig."""
@@ -170,7 +173,7 @@ def refused_fields(job: TrainJob) -> Generator[None]:
     """
     try:
         yield
-    except (ValueError, TypeError, ImportError, LookupError, AttributeError) as error:
+    except (ValueError, TypeError, ImportError, LookupError, AttributeError, *hub_errors()) as error:
         packages = [
             str(frame.f_globals.get("__name__")).partition(".")[0]
             for frame, _ in traceback.walk_tb(error.__traceback__)
