@@ -21,7 +21,10 @@ CONFIGURATIONS: Mapping[str, str] = MappingProxyType(
 )
 """Algorithm -> the configuration class of TRL's trainer."""
 LIBRARIES = {
-    **{"trl": "TRL", "peft": "PEFT", "transformers": "transformers", "accelerate": "Accelerate"},
+    "trl": "TRL",
+    "peft": "PEFT",
+    "transformers": "transformers",
+    "accelerate": "Accelerate",
     "huggingface_hub": "huggingface_hub",
 }
 """Package that has the fields, or reads them -> its name."""
