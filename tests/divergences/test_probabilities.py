@@ -63,6 +63,19 @@ def test_kl_gaussian_of_close_pairs_is_accurate_in_float32():
         assert kl_gaussian(*equal, *equal) == kl_gaussian(*equal, 0.1, -100.1) == 0
 
 
+def test_kl_gaussian_of_one_float64_argument_is_in_float64():
+    for wide in range(4):
+        given = [
+            torch.tensor([0.3 + n], dtype=torch.float64 if n == wide else torch.float32) for n in range(4)
+        ]
+        mean_p, log_variance_p, mean_q, log_variance_q = (x.double().item() for x in given)
+        distance = (mean_p - mean_q) ** 2 * np.exp(-log_variance_q)
+        expected = (
+            np.exp(log_variance_p - log_variance_q) - 1 + log_variance_q - log_variance_p + distance
+        ) / 2
+        assert kl_gaussian(*given).item() == pytest.approx(expected, rel=1e-13)
+
+
 def test_kl_gaussian_broadcasts_or_raises(unhooked):
     assert kl_gaussian(torch.zeros(5, 3), torch.zeros(3), torch.ones(3)).tolist() == pytest.approx([1.5] * 5)
     with pytest.raises(ShapeError, match=r"of shapes \(2,\), \(3,\), \(\), \(\) do not broadcast"):

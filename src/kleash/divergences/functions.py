@@ -1,5 +1,6 @@
 """Exact divergences of two whole distributions, summed over the vocabulary; entropies; KL of Gaussians."""
 
+from functools import reduce
 from math import inf, isinf
 
 import torch
@@ -401,12 +402,9 @@ def kl_gaussian(
     >>> kleash.kl_gaussian(mean, log_variance)  # from the standard normal
     tensor(0.5000)
     """
-    mean_p, log_variance_p = promote_pair(mean_p, log_variance_p)
-    mean_q, log_variance_q = (
-        at_least_float32(x) if isinstance(x, Tensor) else mean_p.new_tensor(x)
-        for x in (mean_q, log_variance_q)
-    )
-    parameters = mean_p, log_variance_p, mean_q, log_variance_q
+    given = mean_p, log_variance_p, mean_q, log_variance_q
+    wider = reduce(torch.promote_types, (x.dtype for x in given if isinstance(x, Tensor)), torch.float32)
+    parameters = [x.to(wider) if isinstance(x, Tensor) else mean_p.new_tensor(x, dtype=wider) for x in given]
     try:
         torch.broadcast_shapes(*(x.shape for x in parameters))
     except RuntimeError as error:
@@ -414,5 +412,6 @@ def kl_gaussian(
         raise ShapeError(f"means and log-variances of shapes {shapes} do not broadcast") from error
     if all(x.ndim == 0 for x in parameters):
         raise ShapeError("means and log-variances have no axis to sum over; give at least one dimension")
+    mean_p, log_variance_p, mean_q, log_variance_q = parameters
     distance = (mean_p - mean_q) * torch.exp(-log_variance_q / 2)
     return ((phi(log_variance_q - log_variance_p) + distance.square()) / 2).sum(-1)
