@@ -108,19 +108,20 @@ class RewardFunction:
 
 
 def reward_values(
-    spec: str, function: DialogueReward, dialogues: Sequence[Dialogue]
+    spec: str, function: DialogueReward, dialogues: Sequence[Dialogue], weight: float = 1.0
 ) -> Float64[np.ndarray, " responses"]:
-    """Call a reward; returns a number for each response, NaN where it returns None (it does not apply).
+    """Call a reward; returns a number for each response, without the weight, NaN where it is None (does not apply).
 
     Args:
         spec: the option that names the reward, for errors.
         function: the reward; returns a sequence, an iterator, an array or a tensor of one dimension.
         dialogues: prompts and responses.
+        weight: what it is multiplied by in the sum of the rewards.
 
     Raises:
         CannotRunError: if the reward raises, or returns anything but numbers.
         ShapeError: if there is not one number for each response.
-        NonFiniteError: if a number is NaN or infinite, or its square is in float32.
+        NonFiniteError: if a number is NaN or infinite, or its square is in float32, with or without the weight.
     """
     try:
         returned = function(dialogues)
@@ -148,14 +149,15 @@ def reward_values(
             f"the reward {spec} returned numbers of shape {values.shape} for {len(dialogues)} responses; it must "
             "return one each"
         )
-    with np.errstate(over="ignore"):
-        squares = np.square(values).astype(np.float32)  # advantages are scaled by their mean
+    with np.errstate(over="ignore"):  # advantages are scaled by the mean of squares
+        squares = np.square(values * max(1.0, abs(weight))).astype(np.float32)
     is_wrong = ~np.isfinite(squares) & np.array([value is not None for value in returned], dtype=bool)
     if is_wrong.any():
         first = np.flatnonzero(is_wrong)[0]
         raise NonFiniteError(
-            f"the reward {spec} is {values[first]} for {dialogues[first].name} and {is_wrong.sum()} of {len(values)} "
-            "responses in all; it must be a finite number with a square below 3e38 (float32)"
+            f"the reward {spec} is {values[first]}{'' if weight == 1 else f' times {weight:g}'} for "
+            f"{dialogues[first].name} and {is_wrong.sum()} of {len(values)} responses in all; it must be a finite "
+            "number with a square below 3e38 (float32)"
         )
     return values
 
@@ -250,7 +252,8 @@ class Rewards:
     def of_dialogues(self, dialogues: Sequence[Dialogue]) -> RewardScores:
         """The rewards of dialogues; raises as ``of`` does."""
         parts = {
-            reward.name: reward_values(reward.spec, reward.function, dialogues) for reward in self.rewards
+            reward.name: reward_values(reward.spec, reward.function, dialogues, reward.weight)
+            for reward in self.rewards
         }
         require_scored(parts, [each.name for each in dialogues])
         weighted = (reward.weight * np.nan_to_num(parts[reward.name], nan=0.0) for reward in self.rewards)

@@ -214,7 +214,7 @@ def _reward_function(
                 columns[PROMPT_COLUMN], completions, completion_ids, strict=True
             )
         ]
-        return reward_values(reward.spec, reward.function, dialogues).tolist()
+        return reward_values(reward.spec, reward.function, dialogues, reward.weight).tolist()
 
     function.__name__ = reward.name
     return function
