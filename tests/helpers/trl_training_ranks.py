@@ -151,10 +151,7 @@ def same_training(alone, shared):
 
 
 def exact_loss(ranks, make, kind, inputs, rows, sharding=None):
-    """The mean over the ranks of the loss of a trainer, twice accumulated, its gradient, and the effective share.
-
-    ``sharding`` is None for whole models.
-    """
+    """Loss of a trainer, mean over the ranks, twice accumulated; gradient; effective share. None for whole models."""
     network, reference = ranks.network(f"{kind}-policy"), ranks.network(f"{kind}-reference")
     model = network if sharding is None else ranks.wrapped(network, **sharding)
     total = torch.zeros(())
@@ -191,8 +188,7 @@ def exact_loss_of_trl_equals_that_of_one_process(ranks):
         inputs = batch(tools=False)
         inputs["advantages"].zero_()  # leaves the KL term alone
         inputs["old_logps"] = torch.zeros(4)
-        spread = torch.rand(inputs["completion_mask"].shape, generator=torch.Generator().manual_seed(0))
-        inputs["old_per_token_logps"] = -5.3 - spread
+        inputs["old_per_token_logps"] = -5.3 - torch.rand(4, 7, generator=torch.Generator().manual_seed(0))
         inputs["completion_mask"][2:] *= int(not is_empty)
         inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
         classes = getattr(ours, f"Leashed{algorithm}Trainer"), getattr(trl, f"{algorithm}Config")

@@ -34,8 +34,5 @@ def test_the_bound_is_the_integral(n):
 
     integral = quad(density_times_its_log, 0, 1, limit=500, points=[1 - 5 / n])[0]
     assert best_of_n_bound(n) == pytest.approx(integral, abs=1e-7)
-
-
-def test_no_draw_has_no_best():
     with pytest.raises(OptionError, match="n is 0"):
         best_of_n_bound(0)

@@ -137,7 +137,4 @@ def test_beta_reason_names_the_filtered_kl():
     before = PIDBeta(beta=0.05, target_nats=8.0).after(12.0, standard_error=3.0)
     found = beta_reason(before, before.after(6.0, standard_error=2.0), 6.0)
     assert "KL 6 (filtered 8.96)" in found and "is above its target of 8" in found and "comes down" in found
-
-
-def test_a_fixed_beta_has_no_reason_to_change():
     assert beta_reason(FixedBeta(beta=0.1), FixedBeta(beta=0.1), 9.0) is None

@@ -50,17 +50,14 @@ def test_controllers_overshoot_little_and_settle(kind, gain, lag, off):
     assert all(0.9 < sum(kls) / len(kls) < 1.1 for kls in settled)
 
 
-def test_the_published_horizon_is_too_slow_for_hundreds_of_updates():
+def test_the_published_horizon_is_too_slow_for_hundreds_of_updates_and_a_fixed_beta_for_any():
     published = start(ZieglerBeta, 10.0, horizon=10_000)
     assert follow(published, 0.3, 0, sequences=64)[199] < 0.2
     assert follow(start(ZieglerBeta, 10.0), 0.3, 0)[199] > 0.9
+    assert follow(FixedBeta(beta=RIGHT * 10), 0.3, 0)[-1] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("kind", [PIDBeta, DualBeta, ZieglerBeta])
 def test_a_controller_without_its_proportional_term_overshoots(kind):
     plain, damped = (follow(start(kind, 0.1, **gains), 0.05, 3) for gains in ({"proportional": 0.0}, {}))
     assert overshoot(plain, 0.1) > 1.5 * overshoot(damped, 0.1)
-
-
-def test_the_kl_of_a_fixed_beta_does_not_reach_the_target():
-    assert follow(FixedBeta(beta=RIGHT * 10), 0.3, 0)[-1] == pytest.approx(0.1)

@@ -39,23 +39,17 @@ def test_correct_algorithms_follow_the_gradient_of_the_objective(name):
     assert error < 1e-12 and cosine == pytest.approx(1)
 
 
-def test_group_centring_is_unbiased_after_correction():
+def test_group_centring_is_unbiased_after_correction_and_makes_a_kl_in_the_loss_count_more():
     centred = update("GRPO, group mean, k1 in the reward")
     assert apart(centred * GROUP / (GROUP - 1), TRUTH)[0] < 1e-12
-
-
-def test_centring_makes_a_kl_in_the_loss_count_more():
-    """The reward loses 1/G of its gradient and the loss nothing: beta acts G/(G - 1) times."""
+    # the reward loses 1/G of its gradient and the loss nothing: beta acts G/(G - 1) times
     found = update("GRPO, group mean, exact KL in the loss")
     torch.testing.assert_close(found, analytic_gradient((GROUP - 1) / GROUP, BETA), rtol=1e-12, atol=1e-15)
 
 
-def test_backpropagated_k1_has_no_effect():
+def test_backpropagated_k1_has_no_effect_and_the_exact_kl_and_kl_loss_have_one_gradient():
     without_kl = analytic_gradient(1.0, 0.0)
     torch.testing.assert_close(update("k1 backpropagated"), without_kl, rtol=1e-12, atol=1e-15)
-
-
-def test_the_exact_kl_and_kl_loss_have_one_gradient():
     both = (update(f"{kind} in the loss, token scope") for kind in ("exact KL", "kl_loss"))
     torch.testing.assert_close(*both, rtol=1e-12, atol=1e-15)
 

@@ -275,12 +275,11 @@ def test_equal_responses_to_two_prompts_have_rewards_of_their_own(trl, folder, t
     trainer.processing_class = metaspace_tokenizer()
     kleash.attach(trainer, out=tmp_path / "run")
     found = trainer._generate_and_score_completions([])["kleash_responses"]
-    expected = {
-        "prompt": prompts[1],
-        "response": " was",
-        "score": len(prompts[1]),
-    }  # which is decoded as "was"
-    assert [{name: one[name] for name in expected} for one in found] == [expected] * 4
+    texts = [" was"] * 4  # which the tokenizer decodes as "was"
+    assert [one["prompt"] for one in found] == [prompts[1]] * 4 and [
+        one["response"] for one in found
+    ] == texts
+    assert [one["score"] for one in found] == [len(prompts[1])] * 4
 
 
 def test_reused_responses_show_the_kl_of_their_updates(trl, folder, tmp_path):

@@ -121,15 +121,11 @@ def test_expected_update_is_gradient_of_reward_minus_beta_kl(kl_name, place, sco
         torch.testing.assert_close(found, k1, rtol=0, atol=1e-12)
 
 
-def test_token_scope_ignores_effect_on_later_kl():
+def test_token_scope_ignores_effect_on_later_kl_and_gae_lambda_below_1_biases_the_update():
     """By how much, in this world; docs/explanation/ppo.md says so."""
     world = World()
     found, right = world.expected(job_of("exact", "loss", "token")), world.right
     assert ((found - right).norm() / right.norm()).item() == pytest.approx(TOKEN_SCOPE_ERROR, abs=0.001)
-
-
-def test_gae_lambda_below_1_biases_the_update():
-    world = World()
     found = world.expected(job_of("exact", "loss", "sequence", gae_lambda=0.95))
     assert ((found - world.right).norm() / world.right.norm()).item() == pytest.approx(0.179, abs=0.001)
 

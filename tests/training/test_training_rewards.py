@@ -129,6 +129,7 @@ def test_rewards_are_added_with_weights() -> None:
 @pytest.mark.parametrize(
     ("spec", "error", "said"),
     [
+        ("none", OptionError, "say what is rewarded"),
         ("my_rewards:lenght", UnknownNameError, "my_rewards has no 'lenght'; did you mean length"),
         ("no_such_file:f", UnknownNameError, "there is no module no_such_file, neither"),
         ("my_rewards:calls", OptionError, "my_rewards:calls is of type list, which cannot be called"),
@@ -142,13 +143,8 @@ def test_rewards_are_added_with_weights() -> None:
 )  # fmt: skip
 def test_unloadable_reward_is_refused(spec: str, error: type[KleashError], said: str) -> None:
     with pytest.raises(error) as caught:
-        load_rewards([spec])
+        load_rewards([spec] if spec != "none" else [])
     assert said in str(caught.value)
-
-
-def test_empty_reward_list_is_refused() -> None:
-    with pytest.raises(OptionError, match="say what is rewarded"):
-        load_rewards([])
 
 
 @pytest.mark.parametrize(
@@ -162,6 +158,7 @@ def test_empty_reward_list_is_refused() -> None:
         ("nan", NonFiniteError, "is nan for response 1 and 2 of 3 responses in all; it must be a finite number"),
         ("huge", NonFiniteError, "huge is 1e+25 for response 1 and 2 of 3 responses"),
         ("-1e25*my_rewards:length", NonFiniteError, "length is 3.0 times -1e+25 for response 0 and 2 of 3"),
+        ("interrupts", KeyboardInterrupt, ""),
         ("words", CannotRunError, "my_rewards:words raises ValueError: could not convert string to float"),
         ("as_dict", CannotRunError,
             "my_rewards:as_dict returned a dict; it must return a sequence of numbers"),
@@ -173,7 +170,7 @@ def test_empty_reward_list_is_refused() -> None:
             "the reward sometimes returned None for response 0 and 2 of 3 responses"),
     ],
 )  # fmt: skip
-def test_invalid_reward_results_name_the_reward(name: str, error: type[KleashError], said: str) -> None:
+def test_invalid_reward_results_name_the_reward(name: str, error: type[BaseException], said: str) -> None:
     with pytest.raises(error) as caught:
         totals(name if "*" in name else f"my_rewards:{name}")
     assert said in str(caught.value)
@@ -187,11 +184,6 @@ def test_none_means_reward_does_not_apply() -> None:
     assert np.isnan(found.parts["sometimes"]).tolist() == [True, False, True]
     with pytest.raises(CannotRunError, match="each of the rewards sometimes, otherwise returned None for"):
         load_rewards(specs[:2]).of_texts(["p"] * 3, ["abc", "", "é!"])
-
-
-def test_ctrl_c_in_a_reward_interrupts() -> None:
-    with pytest.raises(KeyboardInterrupt):
-        totals("my_rewards:interrupts")
 
 
 def sequence(text: str, prompt: str = "The sea", **more: Any) -> TokenSequence:

@@ -89,8 +89,12 @@ class Progress(ProgressReporter):
         self._total, self._start_time = sequences, self._clock()
         self._begin_counts()
         if self._draws:
-            total = None if sequences is None else 1.0
-            self._bar.reset(self._task, total=total, description=self._activity, state="")
+            self._bar.reset(
+                self._task,
+                total=None if sequences is None else 1.0,
+                description=self._activity,
+                state="",
+            )
         elif sequences is not None:
             say(self._console, f"{self._activity}: {counted(sequences, 'sequence')} to do", style="dim")
         self._last_line_time = self._start_time

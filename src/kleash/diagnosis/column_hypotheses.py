@@ -106,9 +106,14 @@ def noise_hypotheses(table: TokenTable, limit: float, everywhere_is: str = "weig
     if min(above := _share_above(table, table.difference, limit), 1 - above) > LEAST_RARE_SIGN:
         every = f"every token differs, by {np.median(size):.2g} nats in the median"
         for residual, unit in shapes[: 3 if slope > STEEPEST else 2]:
-            fields = {"residual": residual, "unit": unit}
             yield _of_differences(
-                table, everywhere_is, every, everywhere(limit / math.sqrt(DISTINCT)), 4.0, **fields
+                table,
+                everywhere_is,
+                every,
+                everywhere(limit / math.sqrt(DISTINCT)),
+                4.0,
+                residual=residual,
+                unit=unit,
             )
         yield from _contexts(table, fault)
 
@@ -237,8 +242,9 @@ def prediction_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesi
             "tokens"
         )
         ones = np.ones(len(table.trainer))
-        fields = {"residual": -table.trainer, "unit": ones, "lowest": 0 * ones}
-        yield _of_differences(table, "column", what, free(), 2.0, **fields)
+        yield _of_differences(
+            table, "column", what, free(), 2.0, residual=-table.trainer, unit=ones, lowest=0 * ones
+        )
     yield from _of_side(table, "engine", limit)
     yield from _of_side(table, "trainer", limit)
 
@@ -249,8 +255,14 @@ def _of_side(table: TokenTable, name: str, limit: float) -> Iterator[Hypothesis]
     column, other = (table.trainer, table.engine)[::sign]
     for base, nats in BASES.items():
         what = f"the {name}'s values are logarithms {base}: times {nats:.4g} they equal the other side's"
-        fields = {"residual": sign * (nats * column - other)}
-        yield _of_differences(table, "column", what, rounding(limit, MISTAKES), 1.0, **fields)
+        yield _of_differences(
+            table,
+            "column",
+            what,
+            rounding(limit, MISTAKES),
+            1.0,
+            residual=sign * (nats * column - other),
+        )
     in_run = table.placeholder_runs(column) & (np.abs(table.difference) > FLAGGED_NATS)
     if in_run.any() and not in_run.all():
         yield _placeholders(table, name, column, in_run, limit)
@@ -298,8 +310,9 @@ def _of_one_sign(table: TokenTable, name: str, limit: float) -> Iterator[Hypothe
                 what = f"the {name}'s values may be those of the likeliest tokens: they are the larger ones"
             for residual, _ in _shapes(table, values, group=is_lower)[:2]:
                 lowest = np.where(is_lower, LOWEST, sign * (residual - values) - limit * table.unit)
-                fields = {"residual": sign * residual, "lowest": lowest}
-                yield _of_differences(table, cause, what, free(), ONE_SIGN_PENALTY, **fields)
+                yield _of_differences(
+                    table, cause, what, free(), ONE_SIGN_PENALTY, residual=sign * residual, lowest=lowest
+                )
 
 
 def _lower_ids(table: TokenTable, sign: int, limit: float) -> np.ndarray:

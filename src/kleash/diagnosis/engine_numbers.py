@@ -48,8 +48,14 @@ def measure_mismatch(
     kl, noise_floor = measured.kl_engine_trainer, _noise_floor_of_decimals(columns)
     gate = None
     if at_most is not None:
-        counts = {"clusters": kl.clusters, "tokens": measured.tokens}
-        gate = gate_of_number("kl_engine_trainer", kl, at_most=at_most, noise_floor=noise_floor, **counts)
+        gate = gate_of_number(
+            "kl_engine_trainer",
+            kl,
+            at_most=at_most,
+            noise_floor=noise_floor,
+            clusters=kl.clusters,
+            tokens=measured.tokens,
+        )
     by_file = read.kl_by_file()
     require_unchanged_files()
     numbers = {field.name: getattr(measured, field.name) for field in fields(Mismatch)}

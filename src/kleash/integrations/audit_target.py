@@ -18,8 +18,13 @@ def weighted_kl_loss(
     token_logp: Tensor, token_logq: Tensor, behaviour_logp: Tensor, mask: Tensor, *, estimator: str = "k3"
 ) -> Tensor:
     """``kl_loss`` with the token weights of off-policy training, from ``importance_weights``."""
-    weights = importance_weights(token_logp, behaviour_logp, mask).values
-    return kl_loss(token_logp, token_logq, mask, estimator=estimator, weights=weights)
+    return kl_loss(
+        token_logp,
+        token_logq,
+        mask,
+        estimator=estimator,
+        weights=importance_weights(token_logp, behaviour_logp, mask).values,
+    )
 
 
 KLEASH = Target(

@@ -54,5 +54,9 @@ def in_float64(pair: HeadPair) -> HeadPair:
 def with_tensors(model: HeadInputs, convert: Callable[[Tensor], Tensor]) -> HeadInputs:
     """The model with each of its tensors converted."""
     weight, bias = (None if x is None else convert(x) for x in (model.head.weight, model.head.bias))
-    head = replace(model.head, weight=weight, bias=bias)
-    return replace(model, hidden=convert(model.hidden), head=head, dtype=torch.float64)
+    return replace(
+        model,
+        hidden=convert(model.hidden),
+        head=replace(model.head, weight=weight, bias=bias),
+        dtype=torch.float64,
+    )

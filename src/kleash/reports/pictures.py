@@ -43,9 +43,11 @@ def write_picture(path: Path, result: Measurement | Sweep) -> Path:
     content = BytesIO()
     kind = path.suffix.lower().removeprefix(".")
     with matplotlib_style("kleash") as make_figure:
-        metadata = {"Date": None} if kind == "svg" else {"Software": None}
         picture_figure(make_figure, result).savefig(
-            content, format=kind, dpi=DOTS_PER_INCH, metadata=metadata
+            content,
+            format=kind,
+            dpi=DOTS_PER_INCH,
+            metadata={"Date": None} if kind == "svg" else {"Software": None},
         )
     write_atomically(path, content.getvalue())
     return path

@@ -208,8 +208,10 @@ def _rows(batches: Iterator[Any], label: str) -> Iterator[SourceRecord]:
     """The rows of Arrow batches as records."""
     rows = (row for batch in batches for row in batch.to_pylist())
     for number, row in enumerate(rows, start=1):
-        fields = {name: _drop_null_keys(value) for name, value in row.items()}
-        yield SourceRecord(location=f"{label}, row {number}", fields=fields)
+        yield SourceRecord(
+            location=f"{label}, row {number}",
+            fields={name: _drop_null_keys(value) for name, value in row.items()},
+        )
 
 
 def _drop_null_keys(value: Any) -> Any:

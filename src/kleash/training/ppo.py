@@ -140,8 +140,9 @@ def one_step(
     }
     advice, events = Advice(), [event for event in (next_leash.event, stopped) if event is not None]
     if run_log is not None:
-        reason = beta_reason(leash, next_leash, kl)
-        advice = run_log.step(step, metrics, to_samples(responses), events, reason)
+        advice = run_log.step(
+            step, metrics, to_samples(responses), events, beta_reason=beta_reason(leash, next_leash, kl)
+        )
     after = replace(progress, step=step, leash=next_leash.to_dict(), metrics=metrics)
     return apply_advice(after, of_first_process(advice), job)
 
@@ -401,8 +402,14 @@ def kl_of_update(run: "Run", rollout: Rollout, head_before: Head) -> Float[Tenso
 
 def gather_responses(rollout: Rollout, returns: Tensor) -> list[Response]:
     """The responses of all processes, in the order of the step. A collective."""
-    names = ("token_logp", "token_logq", "token_kl", "entropy", "values")
-    columns = {name: getattr(rollout, name) for name in names} | {"returns": returns}
+    columns = {
+        "token_logp": rollout.token_logp,
+        "token_logq": rollout.token_logq,
+        "token_kl": rollout.token_kl,
+        "entropy": rollout.entropy,
+        "values": rollout.values,
+        "returns": returns,
+    }
     arrays = {name: x.cpu().double().numpy() for name, x in columns.items()}
     return gather_object(
         [

@@ -122,8 +122,11 @@ class Endpoint:
             TokenizerMismatchError: if a token has another text than here.
             NonFiniteError: if a response token has no finite log-probability.
         """
-        token_ids = (*sequence.prompt_ids, *sequence.response_ids)
-        query = replace(self.probe, token_ids=token_ids, scored=len(sequence.response_ids))
+        query = replace(
+            self.probe,
+            token_ids=(*sequence.prompt_ids, *sequence.response_ids),
+            scored=len(sequence.response_ids),
+        )
         answer = ask(self.client, self.dialect, query, sequence.name)
         self.check_texts(answer.texts)
         if np.isneginf(answer.token_logp).any():
