@@ -402,9 +402,9 @@ def kl_gaussian(
     >>> kleash.kl_gaussian(mean, log_variance)  # from the standard normal
     tensor(0.5000)
     """
-    given = mean_p, log_variance_p, mean_q, log_variance_q
-    wider = reduce(torch.promote_types, (x.dtype for x in given if isinstance(x, Tensor)), torch.float32)
-    parameters = [x.to(wider) if isinstance(x, Tensor) else mean_p.new_tensor(x, dtype=wider) for x in given]
+    sides = mean_p, log_variance_p, mean_q, log_variance_q
+    wider = reduce(torch.promote_types, (x.dtype for x in sides if isinstance(x, Tensor)), torch.float32)
+    parameters = [x.to(wider) if isinstance(x, Tensor) else mean_p.new_tensor(x, dtype=wider) for x in sides]
     try:
         torch.broadcast_shapes(*(x.shape for x in parameters))
     except RuntimeError as error:

@@ -91,8 +91,8 @@ def attach(
         The callback that writes the folder; its ``result_of_run`` is the result once training has ended.
 
     Raises:
-        OptionError, UnknownNameError: if an option is invalid, the trainer's beta is no price of a KL, or its teacher
-            is the policy itself.
+        OptionError, UnknownNameError: if an option is invalid, the trainer's beta is no price of a KL, its teacher is
+            the policy itself, or a monitor has no reference.
     """
     from kleash.integrations.trainer.compat import moves_reference
     from kleash.training.step_logger import FolderLog
