@@ -41,7 +41,8 @@ def import_extra(module: str, extra: str) -> ModuleType:
 
 
 def hub_errors() -> tuple[type[Exception], ...]:
-    """The errors of the hub's client: of a network that fails, which in httpx are no OSErrors, and of answers."""
+    """The errors of the hub's client: of answers, and of a network that fails, which in httpx are no OSErrors."""
+    # the base is of the client that its version takes: httpx, or httpx2
     http_error, *_ = import_extra("huggingface_hub.errors", "models").HfHubHTTPError.__bases__
     return http_error, ConnectionError
 

@@ -266,8 +266,10 @@ class KLMixin(ForwardCapture):
                 policy_pass.logp, behaviour, mask, level=self._term.ratio, cap=self._term.cap
             ).values
             of_all_ranks = self.accelerator.gather(self.accelerator.pad_across_processes(ratios, dim=1))
-            share = effective_sample_size(of_all_ranks.log()) / self.accelerator.reduce(mask.sum(), "sum")
-            self._log_metrics(**{"kl/effective_share": float(share)})
+            tokens = self.accelerator.reduce(mask.sum(), "sum")
+            if tokens:
+                share = effective_sample_size(of_all_ranks.log()) / tokens
+                self._log_metrics(**{"kl/effective_share": float(share)})
         if self._term.estimator == "exact":
             return self._exact_kl(policy_pass, inputs, mask, token_weights, ratios)
         per_token = self._term.per_token(
