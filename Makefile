@@ -2,6 +2,7 @@
 # make test         every check: format, lint, types, import contract, tests
 # make docs         the site of docs/, in build/docs: pages with warnings or broken links are errors
 # make test-oldest  the tests with Python 3.10 and every dependency at its lower bound (4 GB are fetched where torch has CUDA)
+# make test-older-trl  what works with older versions of TRL, with TRL=1.8.0
 # The first makes .venv with what measuring needs, the second adds what the checks need (verl, Ray, pyrefly ...: 2 GB
 # more); the third has .venv-oldest to itself.
 
@@ -11,7 +12,7 @@ BIN := .venv/bin
 OLDEST := .venv-oldest/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo docs test test-oldest clean
+.PHONY: demo docs test test-oldest test-older-trl clean
 
 demo: .venv/.made-demo
 	$(BIN)/kleash measure
@@ -24,6 +25,16 @@ docs: .venv/.made-docs
 
 test-oldest: .venv-oldest/.made
 	$(OLDEST)/python -m pytest -q -n 2 -m 'not compiler and not browser'
+
+TRL ?= 1.8.0
+# these read what a leashed trainer or attach does; left out is what compares with TRL's own KL, which has changed
+OLDER_TRL_TESTS := tests/training/test_attach.py tests/integrations/test_trainer_callbacks.py \
+	$(patsubst %,tests/integrations/test_trl_%.py,short_runs terms images rollout_dump)
+
+test-older-trl: .venv/.made
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target .venv/trl-$(TRL) trl==$(TRL)
+	PYTHONPATH=.venv/trl-$(TRL) $(BIN)/python -m pytest -q -W 'ignore:trl:UserWarning' $(OLDER_TRL_TESTS) \
+		-k 'not reproduces_trl_loss and not luspo-k1'
 
 # torch comes first and alone: the version that the constraints name exists as a CPU build
 # wherever the index carries one, and the other packages then find it installed.

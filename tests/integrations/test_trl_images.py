@@ -54,7 +54,7 @@ def test_images_are_in_kl_rollouts_and_the_names_of_prompts(trl, vision, tmp_pat
     trainer.train()
     (ids, mask), batch, logps = texts(batches[0]), batches[0], []
     for network in networks:
-        vars(network).pop("forward")  # TRL's, which is bound to the network that was copied
+        vars(network).pop("forward", None)  # TRL's, which is bound to the network that was copied
         with torch.no_grad():
             logits = network(ids, batch["pixel_values"].double(), mask).logits
         logps.append(logits[:, batch["prompt_ids"].size(1) - 1 : -1].log_softmax(-1))

@@ -1,7 +1,7 @@
 """TRL beyond its documented interface: the versions known, and every private method and attribute that is used.
 
-Known: TRL 1.16; another version is a warning. Importing this module checks methods, functions and their arguments;
-one that is missing is a ``CannotRunError`` that names it.
+Known: TRL 1.8 to 1.13, and 1.16; one beyond is a warning. Importing this module checks methods, functions and their
+arguments; one that is missing is a ``CannotRunError`` that names it, as of TRL 1.14.
 
 | of TRL | used for |
 |---|---|
@@ -14,7 +14,7 @@ one that is missing is a ``CannotRunError`` that names it.
 | transformers' ``_get_logits_processor`` | the log-probabilities of generation (``RolloutDump``) |
 | ``_metrics`` (not checked: set by the trainer's ``__init__``) | logging |
 | ``use_adapter``, ``add_fused_lm_head``, ``disable_gradient_checkpointing`` | passes of the reference |
-| the forward that ``add_fused_lm_head`` makes (not checked) | a pass without the head |
+| the forward that ``add_fused_lm_head`` makes (not checked; not in TRL 1.13) | a pass without the head |
 | Accelerate's ``_original_forward`` of a network (not checked) | reading a head under ``bf16=True`` |
 | ``prepare_fsdp``, ``prepare_deepspeed`` | sharding the reference as the policy |
 """
@@ -30,7 +30,7 @@ MIXIN: Any = object
 FORWARD_PASS_ARGUMENTS = ("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size")
 
 import_extra("trl", "trl")
-warn_if_untested("trl", at_least="1.16", below="1.17")
+warn_if_untested("trl", at_least="1.8", below="1.17")
 require_attributes(
     "trl",
     {
@@ -45,11 +45,9 @@ require_attributes(
         }.items()
     }
     | {
-        "trl.trainer.distillation_trainer:DistillationTrainer._compute_loss": ("inputs",),
         "transformers:GenerationMixin._get_logits_processor": (),
         "trl.trainer.utils:use_adapter": ("model", "adapter_name"),
         "trl.trainer.utils:split_pixel_values_by_grid": ("batch",),
-        "trl.trainer.utils:add_fused_lm_head": ("model", "temperature", "cast_lm_head_to_fp32"),
         "trl.models.utils:disable_gradient_checkpointing": (),
         "trl.models.utils:prepare_fsdp": ("model", "accelerator"),
         "trl.models.utils:prepare_deepspeed": ("model", "accelerator"),
@@ -61,13 +59,13 @@ from trl.models.utils import (  # noqa: E402 (after the check)
     prepare_deepspeed,
     prepare_fsdp,
 )
+from trl.trainer import utils  # noqa: E402
 from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
 from trl.trainer.rloo_trainer import RLOOTrainer  # noqa: E402
-from trl.trainer.utils import (  # noqa: E402
-    add_fused_lm_head,
-    split_pixel_values_by_grid,
-    use_adapter,
-)
+from trl.trainer.utils import split_pixel_values_by_grid, use_adapter  # noqa: E402
+
+add_fused_lm_head: Any = getattr(utils, "add_fused_lm_head", None)
+"""None where TRL's passes have the logits of the network's own head."""
 
 __all__ = [
     "MIXIN",

@@ -159,10 +159,13 @@ class ForwardCapture(MIXIN):
         if reference is not None:
             require_two_networks(network, reference)
             reference.requires_grad_(False)
-            in_float32 = getattr(self.args, "cast_lm_head_to_fp32", False)  # an option of GRPO, not of RLOO
-            add_fused_lm_head(
-                base_network(reference), temperature=self.temperature, cast_lm_head_to_fp32=in_float32
-            )
+            if add_fused_lm_head is not None:
+                in_float32 = getattr(
+                    self.args, "cast_lm_head_to_fp32", False
+                )  # an option of GRPO, not of RLOO
+                add_fused_lm_head(
+                    base_network(reference), temperature=self.temperature, cast_lm_head_to_fp32=in_float32
+                )
             self.ref_model = prepare_frozen(self, reference)
         elif self.ref_model is None and hasattr(network, "peft_config"):
             require_unchanged_base(
@@ -278,7 +281,12 @@ def without_autocast(network: Any) -> AbstractContextManager[Any]:
 
 
 def without_head(network: Any) -> AbstractContextManager[Any]:
-    """Context in which TRL's pass of a network ends at its final hidden states, and gives log-probabilities of 0."""
+    """Context in which TRL's pass of a network ends at its final hidden states, and gives log-probabilities of 0.
+
+    Where TRL has no fused head, the pass stays as it is.
+    """
+    if add_fused_lm_head is None:
+        return nullcontext()
 
     def forward(*args: Any, labels: Tensor, fused_lm_head: bool, **inputs: Any) -> SimpleNamespace:
         states = find_backbone(network)(*args, use_cache=False, **inputs).last_hidden_state

@@ -19,7 +19,7 @@ from kleash.divergences import (
 )
 from kleash.divergences.functions import cross_entropy_of_rows
 from kleash.errors import ModelError
-from kleash.extras import import_extra
+from kleash.extras import import_extra, require_attributes
 from kleash.integrations.trl.forward_capture import prepare_frozen, whole_rows
 from kleash.jobs import DistillJob
 from kleash.linear import (
@@ -270,6 +270,9 @@ def train_distill(job: DistillJob, run_log: RunLog | None) -> TrainingResult:
         NonFiniteError: if a loss is NaN or infinite.
         CannotRunError, MissingExtraError: if an option is unsupported here or a dependency is missing.
     """
+    require_attributes(
+        "trl", {"trl.trainer.distillation_trainer:DistillationTrainer._compute_loss": ("inputs",)}
+    )
     stored = None if job.teacher_cache is None else StoredReference(Path(job.teacher_cache))
     try:
         networks = load_networks(job, job.teacher_name, device=job.device, role="teacher", stored=stored)

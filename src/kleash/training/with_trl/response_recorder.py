@@ -280,11 +280,13 @@ class ResponseRecorder:
         arrays = {name: column.detach().double().cpu().numpy() for name, column in columns.items()}
         hashes = prompt_hashes(inputs)
         ends = (inputs["completion_mask"].sum(-1, keepdim=True) - 1).clamp(min=0)
+        one_end = (tokenizer_of(self.trainer).eos_token_id,)  # the only one that TRL before 1.14 knows
+        end_tokens = getattr(self.trainer, "eos_token_ids", one_end)
         last_tokens = inputs["completion_ids"].gather(-1, ends)[:, 0].tolist()
         return [
             Response(
                 prompt_hash=hashes[row],
-                is_truncated=last_tokens[row] not in self.trainer.eos_token_ids,
+                is_truncated=last_tokens[row] not in end_tokens,
                 tokens={name: array[row][is_counted] for name, array in arrays.items()},
                 **known_before,
             )

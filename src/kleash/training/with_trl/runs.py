@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kleash.errors import OptionError
-from kleash.extras import import_extra, suppress_library_output
+from kleash.extras import import_extra, suppress_library_output, warn_if_untested
 from kleash.jobs import TrainJob
 from kleash.models.pair_loading import resolve_device, resolve_dtype
 from kleash.sandbox.process import sandboxed_templates
@@ -20,6 +20,8 @@ from kleash.store.training_folder import CHECKPOINTS, DAMAGED, POLICY, checkpoin
 from kleash.training.networks import Networks
 from kleash.training.run_log import RunLog
 from kleash.training.step_logger import StepLogger
+
+warn_if_untested("trl", at_least="1.16", below="1.17")
 
 PROMPT_COLUMN = "kleash_prompt"
 """Column of the data set with the index of the prompt."""
