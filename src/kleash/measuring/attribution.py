@@ -165,6 +165,7 @@ def _score_missing(
                     folder.write_shard(shard.index, result.tokens, result.sequences)
 
 
+@watching_files()
 def attribute(
     job: SweepJob,
     out: Path,
@@ -192,28 +193,27 @@ def attribute(
         RunFolderError: if the source is another than was measured, a finished pass is damaged, or one cannot be
             written.
     """
-    with watching_files():
-        measure_job = job.measure_job(candidate.number, out)
-        if hash_source(measure_job) != digest:
-            raise RunFolderError(
-                f"{measure_job.source[1]} was written to after it was measured into {measure_job.out}; sweep it again "
-                "into another --out"
-            )
-        models = load_swap_models(job, out, candidate, run)
-        passes, names = plan_passes(models.groups)
-        tokens = sum(len(sequence.response_ids) for sequence in models.sequences)
-        reporter.note(
-            f"attribution of {candidate.name}: {len(passes)} passes of {tokens:,} tokens in "
-            f"{len(models.sequences):,} of {len(run.tokens):,} sequences"
+    measure_job = job.measure_job(candidate.number, out)
+    if hash_source(measure_job) != digest:
+        raise RunFolderError(
+            f"{measure_job.source[1]} was written to after it was measured into {measure_job.out}; sweep it again "
+            "into another --out"
         )
-        header = header_of(models.job, models.pair, digest)
-        header = replace(header, settings={**header.settings, "attribute_tokens": job.attribute_tokens})
-        root = out / "attribution" / Path(candidate.folder).name / f"{job.attribute_tokens}-tokens"
-        with threads_for_scoring(models.pair, local_world_size()):
-            sums = run_passes(passes, models, root, header, reporter)
-        return tuple(
-            attribution_of(models, candidate.number, grouping, sums, names) for grouping in job.attribute
-        )
+    models = load_swap_models(job, out, candidate, run)
+    passes, names = plan_passes(models.groups)
+    tokens = sum(len(sequence.response_ids) for sequence in models.sequences)
+    reporter.note(
+        f"attribution of {candidate.name}: {len(passes)} passes of {tokens:,} tokens in "
+        f"{len(models.sequences):,} of {len(run.tokens):,} sequences"
+    )
+    header = header_of(models.job, models.pair, digest)
+    header = replace(header, settings={**header.settings, "attribute_tokens": job.attribute_tokens})
+    root = out / "attribution" / Path(candidate.folder).name / f"{job.attribute_tokens}-tokens"
+    with threads_for_scoring(models.pair, local_world_size()):
+        sums = run_passes(passes, models, root, header, reporter)
+    return tuple(
+        attribution_of(models, candidate.number, grouping, sums, names) for grouping in job.attribute
+    )
 
 
 def load_swap_models(job: SweepJob, out: Path, candidate: SweepCandidate, run: SequenceSums) -> SwapModels:

@@ -187,6 +187,7 @@ class SequenceTerms(NamedTuple):
     weight: Floats
 
 
+@np.errstate(invalid="ignore", over="ignore")  # an infinite weight is reported as a warning
 def sequence_terms(
     tokens: Mapping[str, NDArray[np.generic]], exact: Floats, weighting: Weighting
 ) -> SequenceTerms:
@@ -210,12 +211,10 @@ def sequence_terms(
             through[begin:end] = weights_of(rows, weighting, level="prefix")
             before[begin + 1 : end] = through[begin : end - 1]
             weights[index] = through[end - 1]
-        with np.errstate(invalid="ignore", over="ignore"):  # an infinite weight is reported as a warning
-            log_ratios, exact = through * log_ratios, before * exact
-    with np.errstate(invalid="ignore", over="ignore"):
-        return SequenceTerms(
-            log_ratio=np.add.reduceat(log_ratios, starts),
-            exact=np.add.reduceat(exact, starts),
-            largest=largest,
-            weight=weights,
-        )
+        log_ratios, exact = through * log_ratios, before * exact
+    return SequenceTerms(
+        log_ratio=np.add.reduceat(log_ratios, starts),
+        exact=np.add.reduceat(exact, starts),
+        largest=largest,
+        weight=weights,
+    )

@@ -256,11 +256,11 @@ def _perplexity_differences(minuend: Floats, subtrahend: Floats) -> dict[str, Es
     return differences
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def _perplexity_sums(values: Floats, tokens: Floats) -> Floats:
     """The linear terms of a perplexity, from sums of negative log-probabilities and numbers of tokens by cluster."""
     mean = values.sum() / tokens.sum()
-    with np.errstate(over="ignore", invalid="ignore"):
-        return np.exp(mean) * (values - mean * tokens + tokens)
+    return np.exp(mean) * (values - mean * tokens + tokens)
 
 
 def _compared(run: _Run, name: str, at_most: float | None = None, limited: str | None = None) -> ComparedRun:

@@ -278,10 +278,10 @@ def make_probe(network: Any, tokens: tuple[int, ...] = ()) -> Int[Tensor, "rows 
     return torch.tensor([(ids * 2)[: rows * length]], device=embedding.device).view(rows, length)
 
 
+@torch.inference_mode()
 def probe_logits(network: Any, probe: Int[Tensor, "rows time"]) -> Tensor:
     """The network's logits for the probe, with its adapters enabled or disabled as they are."""
-    with torch.inference_mode():
-        return network(input_ids=probe, use_cache=False).logits
+    return network(input_ids=probe, use_cache=False).logits
 
 
 def check_acts_by_weights(

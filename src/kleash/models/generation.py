@@ -80,8 +80,7 @@ def generate(
     longest = max(lengths, default=0) + sampling.max_new_tokens
     max_sequences = max(1, CACHED_TOKENS_PER_BATCH_TOKEN * batch_tokens // longest)
     for batch in batch_by_length(lengths, batch_tokens, max_sequences=max_sequences):
-        with suppress_library_output():
-            _generate_batch(model, [responses[index] for index in batch], sampling, on_tokens)
+        _generate_batch(model, [responses[index] for index in batch], sampling, on_tokens)
     return [response.as_sequence(model.tokenizer) for response in responses]
 
 
@@ -130,27 +129,28 @@ class _Response:
         )
 
 
+@suppress_library_output()
+@torch.inference_mode()
 def _generate_batch(
     model: Model, responses: list[_Response], sampling: Sampling, drawn: Callable[[int, float], object]
 ) -> None:
     """Generate one batch of responses until all have ended."""
-    with torch.inference_mode():
-        decoder = IncrementalDecoder(model, [response.prompt.token_ids for response in responses])
-        hidden = decoder.start()
-        while True:
-            tokens, logp = _draw(model, hidden, responses, sampling)
-            active = [response for response in responses if response.finish_reason is None]
-            for response, token, token_logp in zip(responses, tokens.tolist(), logp.tolist(), strict=True):
-                if response.finish_reason is None:
-                    response.append(token, token_logp, model.eos_token_ids)
-            drawn(len(active), sum(response.last_share for response in active))
-            active_rows = [row for row, response in enumerate(responses) if response.finish_reason is None]
-            if not active_rows:
-                return
-            if len(active_rows) <= MAX_ACTIVE_FRACTION * len(responses):
-                responses, tokens = [responses[row] for row in active_rows], tokens[active_rows]
-                decoder.select_rows(active_rows)
-            hidden = decoder.step(tokens)
+    decoder = IncrementalDecoder(model, [response.prompt.token_ids for response in responses])
+    hidden = decoder.start()
+    while True:
+        tokens, logp = _draw(model, hidden, responses, sampling)
+        active = [response for response in responses if response.finish_reason is None]
+        for response, token, token_logp in zip(responses, tokens.tolist(), logp.tolist(), strict=True):
+            if response.finish_reason is None:
+                response.append(token, token_logp, model.eos_token_ids)
+        drawn(len(active), sum(response.last_share for response in active))
+        active_rows = [row for row, response in enumerate(responses) if response.finish_reason is None]
+        if not active_rows:
+            return
+        if len(active_rows) <= MAX_ACTIVE_FRACTION * len(responses):
+            responses, tokens = [responses[row] for row in active_rows], tokens[active_rows]
+            decoder.select_rows(active_rows)
+        hidden = decoder.step(tokens)
 
 
 def _draw(

@@ -43,6 +43,7 @@ class ExtractedHead:
     """Longest batch in which padding changes no number; None for no limit."""
 
 
+@torch.no_grad()  # DTensors take no inference mode
 def extract_head(
     network: Any, backbone: Any, probe: Int[Tensor, "batch time"], subject: str
 ) -> ExtractedHead:
@@ -62,24 +63,23 @@ def extract_head(
     Raises:
         ModelError: if later tokens change the logits of earlier ones, so that the model is not causal.
     """
-    with torch.no_grad():  # DTensors take no inference mode
-        other_probe = probe.clone()
-        other_probe[:, -1] = probe[:, 0]
-        both = torch.cat([probe, other_probe])
-        network_logits, after = network(input_ids=both, use_cache=False).logits.chunk(2)
-        _check_causal(network, network_logits, after, subject)
-        max_padded_length = find_max_padded_length(network, probe, network_logits)
-        vocab_size = network_logits.shape[-1]
-        head = Head(weight=None)
-        plain_head = _plain_head(network, vocab_size)
-        if plain_head is not None and backbone is not network:
-            hidden = backbone(input_ids=both, use_cache=False).last_hidden_state[: len(probe)]
-            agreeing = (
-                each
-                for each in candidate_heads(network.config, plain_head)
-                if logit_discrepancy(network_logits, hidden, each) <= 1
-            )
-            head = next(agreeing, head)
+    other_probe = probe.clone()
+    other_probe[:, -1] = probe[:, 0]
+    both = torch.cat([probe, other_probe])
+    network_logits, after = network(input_ids=both, use_cache=False).logits.chunk(2)
+    _check_causal(network, network_logits, after, subject)
+    max_padded_length = find_max_padded_length(network, probe, network_logits)
+    vocab_size = network_logits.shape[-1]
+    head = Head(weight=None)
+    plain_head = _plain_head(network, vocab_size)
+    if plain_head is not None and backbone is not network:
+        hidden = backbone(input_ids=both, use_cache=False).last_hidden_state[: len(probe)]
+        agreeing = (
+            each
+            for each in candidate_heads(network.config, plain_head)
+            if logit_discrepancy(network_logits, hidden, each) <= 1
+        )
+        head = next(agreeing, head)
     note = (
         f"{subject} ({type(network).__name__}) does not come apart into hidden states and a head that gives its "
         "own logits, so it is measured through its logits, which is slower and rounds them as the model does"

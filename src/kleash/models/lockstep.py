@@ -77,24 +77,24 @@ class Lockstep:
     def _gather(self, number: int) -> list[int]:
         return all_gather_numbers(self.storage.group, self.storage.device, [number])[0]
 
+    @torch.inference_mode()
     def _make_without_tokens(self, role: str, name: str) -> None:
         """Take part in a call of other ranks."""
         policy, reference = self.pair.policy, self.pair.reference
         model = policy if role == "policy" else reference
-        with torch.inference_mode():
-            if name == "pass":
-                with model.activate_adapter():
-                    one_token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
-                    model.backbone(input_ids=one_token, use_cache=False)
-            elif name == "logp":
-                log_probabilities(_no_tokens(model), model.head, temperature=self.temperature)
+        if name == "pass":
+            with model.activate_adapter():
+                one_token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+                model.backbone(input_ids=one_token, use_cache=False)
+        elif name == "logp":
+            log_probabilities(_no_tokens(model), model.head, temperature=self.temperature)
+        else:
+            inputs = (_no_tokens(model), model.head, _no_tokens(reference), reference.head)
+            token_ids = torch.zeros(0, dtype=torch.long, device=policy.device)
+            if name == "statistics_and_top":
+                token_statistics_and_top(*inputs, token_ids, top=1, temperature=self.temperature)
             else:
-                inputs = (_no_tokens(model), model.head, _no_tokens(reference), reference.head)
-                token_ids = torch.zeros(0, dtype=torch.long, device=policy.device)
-                if name == "statistics_and_top":
-                    token_statistics_and_top(*inputs, token_ids, top=1, temperature=self.temperature)
-                else:
-                    token_statistics(*inputs, token_ids, temperature=self.temperature)
+                token_statistics(*inputs, token_ids, temperature=self.temperature)
 
 
 def _no_tokens(model: Model) -> Tensor:

@@ -115,6 +115,7 @@ def score(
     return columns
 
 
+@suppress_library_output()
 def read_hidden_states(model: Model, batch: Sequence[TokenSequence]) -> Float[Tensor, "tokens dim"]:
     """The final hidden states at the scored positions of a batch, of a model's network or its stored states.
 
@@ -125,9 +126,8 @@ def read_hidden_states(model: Model, batch: Sequence[TokenSequence]) -> Float[Te
     """
     texts = [(*sequence.prompt_ids, *sequence.response_ids)[:-1] for sequence in batch]
     starts = [len(sequence.prompt_ids) - 1 for sequence in batch]
-    with suppress_library_output():
-        is_loaded = model.stored is None
-        hidden = torch.cat(model.states_from(texts, starts)) if is_loaded else model.stored.read(batch)
+    is_loaded = model.stored is None
+    hidden = torch.cat(model.states_from(texts, starts)) if is_loaded else model.stored.read(batch)
     _check_finite(model.role, hidden.isfinite().all(-1).cpu().numpy(), batch, "hidden states")
     return hidden
 
@@ -180,6 +180,7 @@ def columns_of_sequences(sequences: Sequence[TokenSequence], counts: list[int]) 
     }
 
 
+@torch.inference_mode()
 def _columns_of_models(
     pair: Pair,
     batch: list[TokenSequence],
@@ -196,14 +197,13 @@ def _columns_of_models(
     columns: dict[str, np.ndarray] = {}
     if policy.turns is not None:  # until all ranks that store weights compare the two models
         policy.turns.wait_for(policy.role, "statistics_and_top" if top else "statistics")
-    with torch.inference_mode():
-        if top:
-            statistics, *top_of_models = _statistics_and_top(inputs, tokens, top, temperature, options)
-            for role, top_tokens in zip(("policy", "reference"), top_of_models, strict=True):
-                columns[f"top_token_id_{role}"] = _to_numpy(top_tokens.token_ids)
-                columns[f"top_probability_{role}"] = _to_numpy(top_tokens.probability)
-        else:
-            statistics = token_statistics(*inputs, tokens, temperature=temperature, options=options)
+    if top:
+        statistics, *top_of_models = _statistics_and_top(inputs, tokens, top, temperature, options)
+        for role, top_tokens in zip(("policy", "reference"), top_of_models, strict=True):
+            columns[f"top_token_id_{role}"] = _to_numpy(top_tokens.token_ids)
+            columns[f"top_probability_{role}"] = _to_numpy(top_tokens.probability)
+    else:
+        statistics = token_statistics(*inputs, tokens, temperature=temperature, options=options)
     columns |= {name: _to_numpy(getattr(statistics, field)) for name, field in STATISTICS.items()}
     if policy.padding is not None and reference.padding is not None:
         columns |= padding_columns((policy.padding, reference.padding), inputs, columns, tokens, temperature)
@@ -254,19 +254,16 @@ def _acceptance(
         return (columns["top1_policy"] == columns["top1_reference"]).astype(np.float32)
     limits = {"top_k": sampler.top_k, "top_p": sampler.top_p, "min_p": sampler.min_p}
     parts: list[Tensor] = []
-    with torch.inference_mode():
-        for start in range(0, len(hidden_p), TOP_TOKENS_AT_ONCE):
-            some = slice(start, start + TOP_TOKENS_AT_ONCE)
-            logps: list[Tensor] = []
-            for model, hidden, head in (
-                (pair.policy, hidden_p[some], head_p),
-                (pair.reference, hidden_q[some], head_q),
-            ):
-                model.wait_for("logp")
-                logps.append(
-                    truncate(log_probabilities(hidden, head, temperature=temperature), **limits).logp
-                )
-            parts.append(torch.minimum(*logps).exp().sum(-1))
+    for start in range(0, len(hidden_p), TOP_TOKENS_AT_ONCE):
+        some = slice(start, start + TOP_TOKENS_AT_ONCE)
+        logps: list[Tensor] = []
+        for model, hidden, head in (
+            (pair.policy, hidden_p[some], head_p),
+            (pair.reference, hidden_q[some], head_q),
+        ):
+            model.wait_for("logp")
+            logps.append(truncate(log_probabilities(hidden, head, temperature=temperature), **limits).logp)
+        parts.append(torch.minimum(*logps).exp().sum(-1))
     return _to_numpy(torch.cat(parts))
 
 

@@ -81,10 +81,10 @@ class Statistic:
         return function(*(tokens[name].astype(np.float64) for name in self.columns))
 
 
+@np.errstate(invalid="ignore")
 def log_ratio(logp: Floats, logq: Floats) -> Floats:
     """log p - log q of the observed tokens; 0 where both models give the token probability 0."""
-    with np.errstate(invalid="ignore"):
-        return np.where(logp == logq, 0.0, logp - logq)
+    return np.where(logp == logq, 0.0, logp - logq)
 
 
 def _agreement(top1_policy: Floats, top1_reference: Floats) -> Floats:

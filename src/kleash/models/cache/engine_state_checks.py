@@ -81,18 +81,18 @@ def final_norm(model: Model, token_ids: Sequence[int]) -> Norm:
     module = next(norms, None)
     weight = None if module is None else next(module.parameters(), None)
 
+    @torch.inference_mode()
     def norm(states: Tensor) -> Tensor:
-        with torch.inference_mode():
-            states = states if weight is None else states.to(weight.device, weight.dtype)
-            return states if module is None else module(states)
+        states = states if weight is None else states.to(weight.device, weight.dtype)
+        return states if module is None else module(states)
 
     return norm
 
 
+@suppress_library_output()
 def final_states(model: Model, token_ids: Sequence[int]) -> Float[Tensor, "tokens dim"]:
     """The final hidden states of a model for the input tokens of one sequence."""
-    with suppress_library_output():
-        return model.states_from([list(token_ids)], [0])[0]
+    return model.states_from([list(token_ids)], [0])[0]
 
 
 def check_rounding(
@@ -126,6 +126,7 @@ def check_rounding(
     return float(errors.median())
 
 
+@torch.inference_mode()
 def check_token_logps(
     logps: Float[np.ndarray, " response"] | None,
     model: Model,
@@ -151,8 +152,7 @@ def check_token_logps(
     if logps is None or np.isnan(logps).all():
         return 0.0
     tokens = torch.tensor(sequence.response_ids, device=hidden.device)
-    with torch.inference_mode():
-        ours = token_statistics(hidden, model.head, hidden, model.head, tokens).token_logp
+    ours = token_statistics(hidden, model.head, hidden, model.head, tokens).token_logp
     differences = np.abs(ours.double().cpu().numpy() - logps)
     largest, tolerance = float(np.nanmax(differences)), LOGP_TOLERANCES[model.dtype]
     if largest > tolerance or np.nanmedian(differences) > TYPICAL_SHARE * tolerance:
