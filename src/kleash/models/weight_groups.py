@@ -53,11 +53,6 @@ def weight_groups(policy: Model, reference: Model, grouping: str) -> tuple[Weigh
     """
     _check_alike(policy, reference)
     layers = _layer_list(policy)
-    if _layer_list(reference) != layers:
-        raise ModelError(
-            f"the decoder layers are {layers} in the policy and {_layer_list(reference)} in the reference; weights are "
-            "swapped between models of one architecture"
-        )
     parts_by_name: dict[str, dict[str, None]] = {}
     for path in _parts(policy.network, reference.network):
         name = _group_name(path, policy, reference, layers, grouping)
@@ -95,17 +90,11 @@ def swapped_weights(policy: Model, reference: Model, groups: Iterable[WeightGrou
 
 
 def _check_alike(policy: Model, reference: Model) -> None:
-    """Check that the networks have one class and dtype, and are two.
+    """Check that the networks have one dtype, and are two.
 
     Raises:
         ModelError: if not.
     """
-    classes = [type(model.network).__name__ for model in (policy, reference)]
-    if type(policy.network) is not type(reference.network):
-        raise ModelError(
-            f"the policy is a {classes[0]} and the reference a {classes[1]}; weights are swapped between models of one "
-            "architecture"
-        )
     if policy.network is reference.network:
         raise ModelError("policy and reference share one network; load each by itself to swap their weights")
     if policy.dtype != reference.dtype:
