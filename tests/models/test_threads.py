@@ -26,8 +26,8 @@ def test_small_models_use_one_thread(tmp_path, monkeypatch):
     name = str(save_tiny(tmp_path / "tiny"))
 
     def count() -> tuple[int, bool]:
-        with threads_for([name, name], device="cpu") as note:
-            return torch.get_num_threads(), note is not None
+        with threads_for([name, name], device="cpu") as notes:
+            return torch.get_num_threads(), bool(notes)
 
     assert count() == (1, True)
     monkeypatch.setenv("MKL_NUM_THREADS", "2")

@@ -125,9 +125,8 @@ def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> 
     with resumable(folder, how), folder_lock(folder, ADVICE_IF_LOCKED):
         for path in (folder, folder / TOKENIZER):
             remove_leftovers(path)
-        with threads_for_scoring(pair) as threads:
-            if threads is not None:
-                reporter.note(threads)
+        with threads_for_scoring(pair) as notes:
+            reporter.note_all(notes)
             return _cache(job, pair, folder, digest, reporter, saved)
 
 

@@ -220,9 +220,7 @@ def opened_run(job: MeasureJob, reporter: ProgressReporter, pair: Pair | None = 
             on_wait=lambda: reporter.note(f"waiting for a process that has the lock of {folder.root}"),
         )
         if workers is None:
-            threads = stack.enter_context(threads_for_scoring(pair, local_world_size()))
-            if threads is not None:
-                reporter.note(threads)
+            reporter.note_all(stack.enter_context(threads_for_scoring(pair, local_world_size())))
         if is_resumable:
             stack.enter_context(resumable(folder.root))
         yield OpenRun(

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -19,8 +19,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Environment variables that set torch's number of threads; if one is set, the number is not changed."""
 
 
-@contextmanager
-def threads_for(names: Sequence[str], *, device: str = "auto") -> Iterator[str | None]:
+def threads_for(names: Sequence[str], *, device: str = "auto") -> AbstractContextManager[tuple[str, ...]]:
     """Context with one torch thread if all these models are small and run on a CPU; restores the number on exit.
 
     With two threads, every operation of a small model waits for the slower thread; with another busy process on the
@@ -30,8 +29,8 @@ def threads_for(names: Sequence[str], *, device: str = "auto") -> Iterator[str |
         names: paths or hub ids of the models.
         device: of the job.
 
-    Yields:
-        A note for the user if the number was changed; None otherwise.
+    Returns:
+        The context, which gives a note for the user if it changes the number; none otherwise.
 
     Raises:
         ModelError: if there is no such model.
@@ -41,12 +40,10 @@ def threads_for(names: Sequence[str], *, device: str = "auto") -> Iterator[str |
     tensors = ((*each.tensors.values(), *each.adapter_tensors.values()) for each in checkpoints)
     sizes = (sum(tensor.num_bytes for tensor in stored) for stored in tensors)
     is_small = resolve_device(device, None).type == "cpu" and all(size <= SMALL_BYTES for size in sizes)
-    with _at_most_threads(1 if is_small else torch.get_num_threads()) as note:
-        yield note
+    return _at_most_threads(1 if is_small else torch.get_num_threads())
 
 
-@contextmanager
-def threads_for_scoring(pair: Pair, processes: int = 1) -> Iterator[str | None]:
+def threads_for_scoring(pair: Pair, processes: int = 1) -> AbstractContextManager[tuple[str, ...]]:
     """Context with one torch thread if both models are tiny and on a CPU, and else an equal share of the threads.
 
     With two threads beside other busy processes, the shipped pair took 5 times the processor time and 4.5 times the
@@ -56,8 +53,8 @@ def threads_for_scoring(pair: Pair, processes: int = 1) -> Iterator[str | None]:
         pair: the two models.
         processes: how many processes score on this machine.
 
-    Yields:
-        A note for the user if the number was changed; None otherwise.
+    Returns:
+        The context, which gives a note for the user if it changes the number; none otherwise.
     """
     models = (pair.policy, pair.reference)
     threads = torch.get_num_threads()
@@ -65,22 +62,21 @@ def threads_for_scoring(pair: Pair, processes: int = 1) -> Iterator[str | None]:
         # of a model behind a server, whose parameters are unknown, nothing is computed here
         sizes = ((model.parameters or 0) * model.dtype.itemsize for model in models)
         threads = 1 if all(size <= TINY_BYTES for size in sizes) else max(1, threads // processes)
-    with _at_most_threads(threads) as note:
-        yield note
+    return _at_most_threads(threads)
 
 
 @contextmanager
-def _at_most_threads(number: int) -> Iterator[str | None]:
+def _at_most_threads(number: int) -> Iterator[tuple[str, ...]]:
     """Context with at most ``number`` torch threads, unless the environment sets them, and a note for the user."""
     before = torch.get_num_threads()
     if number >= before or any(os.environ.get(name) for name in THREAD_VARIABLES):
-        yield None
+        yield ()
         return
     torch.set_num_threads(number)
     try:
         yield (
             f"{number} CPU thread{'s' if number > 1 else ''}, which suits small models and several processes (set "
-            f"{THREAD_VARIABLES[0]} to choose another number)"
+            f"{THREAD_VARIABLES[0]} to choose another number)",
         )
     finally:
         torch.set_num_threads(before)

@@ -59,7 +59,7 @@ def train(job: TrainJob, display: Display | None = None) -> TrainingResult:
         raise OptionError(f"nothing trains a {type(job).__name__}; give a job of {', '.join(TRAINERS)}")
     trainer = refused_fields(job)(resolve_name(f"kleash.training.{TRAINERS[job.algorithm]}"))
     job = replace(job, out=job.out if job.out is not None else default_out())
-    with watching_files(), threads_for([*models_of(job).values()], device=job.device) as note:
+    with watching_files(), threads_for([*models_of(job).values()], device=job.device) as notes:
         if launched_rank() != 0:
             return trainer(job, None)
         set_fields(job)  # whose errors come before the folder is made
@@ -69,7 +69,7 @@ def train(job: TrainJob, display: Display | None = None) -> TrainingResult:
             folder.writing(header_of(job), resume=job.resume),
             closing(RunLog(folder.root, job, display=display)) as run_log,
         ):
-            if note is not None:
+            for note in notes:
                 run_log.display.note(note)
             try:
                 return finish(folder, run_log, trainer(job, run_log))
