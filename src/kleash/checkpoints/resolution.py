@@ -163,6 +163,11 @@ class Checkpoint:
         """The tensors of the adapter's file; none without an adapter."""
         return SafetensorsFiles([] if self.adapter is None else [self.adapter / ADAPTER_WEIGHTS])
 
+    @property
+    def all_tensors(self) -> tuple[StoredTensor, ...]:
+        """The tensors of the weights, and those of an adapter."""
+        return (*self.tensors.values(), *self.adapter_tensors.values())
+
     def fingerprint(self, *, of_generation: bool = False) -> str:
         """Hash of every byte of weights, configuration, tokenizer and adapter: "sha256:" and 32 hex digits.
 

@@ -128,8 +128,7 @@ def _limits(checkpoints: Mapping[str, Checkpoint], job: MeasureJob | CacheJob | 
 
 def _model_row(checkpoint: Checkpoint, dtype: torch.dtype | str) -> tuple[str, ...]:
     """A row of the table of models: weights are counted where they are not packed."""
-    adapter = [] if checkpoint.adapter is None else list(checkpoint.adapter_tensors.values())
-    tensors = [*checkpoint.tensors.values(), *adapter]
+    tensors = checkpoint.all_tensors
     kinds = dict.fromkeys(tensor.kind for tensor in tensors)
     stored, weights = sum(tensor.num_bytes for tensor in tensors), sum(tensor.elements for tensor in tensors)
     is_dense = all(kind in DENSE_TYPES for kind in kinds)

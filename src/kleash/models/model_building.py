@@ -217,12 +217,11 @@ def describe_weights(checkpoint: Checkpoint, loaded: LoadedNetwork) -> StoredWei
         checkpoint: with the adapter, if any.
         loaded: its network.
     """
-    stored = checkpoint.tensors.values()
-    tensors = (*stored, *checkpoint.adapter_tensors.values())
+    tensors = checkpoint.all_tensors
     elements = sum(tensor.elements for tensor in tensors)
     num_bytes = sum(tensor.num_bytes for tensor in tensors)
     if checkpoint.gguf:
-        matrices = [tensor for tensor in stored if len(tensor.shape) > 1]
+        matrices = [tensor for tensor in checkpoint.tensors.values() if len(tensor.shape) > 1]
         modules = {tensor.name.rpartition(".")[0]: tensor.kind for tensor in matrices}
     else:
         modules = _types_of_modules(checkpoint, loaded.packed)

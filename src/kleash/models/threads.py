@@ -36,9 +36,7 @@ def threads_for(names: Sequence[str], *, device: str = "auto") -> AbstractContex
         ModelError: if there is no such model.
         CannotRunError: if the device is not available.
     """
-    checkpoints = map(find_checkpoint, names)
-    tensors = ((*each.tensors.values(), *each.adapter_tensors.values()) for each in checkpoints)
-    sizes = (sum(tensor.num_bytes for tensor in stored) for stored in tensors)
+    sizes = (sum(tensor.num_bytes for tensor in find_checkpoint(name).all_tensors) for name in names)
     is_small = resolve_device(device, None).type == "cpu" and all(size <= SMALL_BYTES for size in sizes)
     return _at_most_threads(1 if is_small else torch.get_num_threads())
 
