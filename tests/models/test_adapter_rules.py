@@ -12,10 +12,9 @@ from tiny_models import edit_json, save_tiny
 from transformers import AutoModelForCausalLM
 
 from kleash.errors import ModelError
+from kleash.models import Loading, load_pair, load_reference, shared_base
 from kleash.models import adapters as rules
-from kleash.models import load_pair, load_reference, shared_base
 from kleash.models.heads import head_logits
-from kleash.models.pair_loading import Loading
 from kleash.precision import bitwise_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's, of merging, biases and what transformers renamed

@@ -83,8 +83,8 @@ class SeedOption(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadingOptions(Options):
-    """How models are loaded and run."""
+class DeviceOptions(Options):
+    """Where a model runs, and whether its own code may."""
 
     device: str = "auto"
     """cpu, cuda, cuda:1, mps …; auto is the first GPU if there is one."""
@@ -92,12 +92,31 @@ class LoadingOptions(Options):
     """float32, bfloat16, float16 or float64; auto is float32 on a CPU, elsewhere that of the checkpoint."""
     trust_remote_code: bool = False
     """Run the Python code that comes with a model. It can do anything that you can do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadingOptions(DeviceOptions):
+    """How models are loaded and run."""
+
     batch_tokens: Count = 4096
     """Tokens that go through a model at once, padding counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoringOptions(LoadingOptions, OutputOptions, ReadOptions):
+class Loading(DeviceOptions):
+    """How policy and reference are loaded, alike."""
+
+    device_map: str | None = None
+    """Spread a model over several devices as transformers does: auto, balanced, sequential. For "measure" with
+    torchrun also over its processes: fsdp (each stores a part of every weight) or tensor (each computes a part of
+    every layer)."""
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer that reads the source where a model is a GGUF file or behind a server; that of
+    the other model if not given. Both must have the same tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoringOptions(Loading, LoadingOptions, OutputOptions, ReadOptions):
     """What is read, for jobs that score sequences without training."""
 
     reference: str = SHIPPED_REFERENCE
@@ -106,19 +125,12 @@ class ScoringOptions(LoadingOptions, OutputOptions, ReadOptions):
     server."""
     revision_reference: str | None = None
     """Branch, tag or commit of the reference on the hub."""
-    tokenizer: str | None = None
-    """Folder or hub id of the tokenizer that reads the source where a model is a GGUF file or behind a server; that of
-    the other model if not given. Both must have the same tokens."""
     text: str | None = None
     """Source: JSONL, a JSON array, CSV, Parquet or Arrow with "text", or plain text with a blank line between
     documents, perhaps compressed (.gz, .zst); a data set's folder or user/name on the hub; - is standard input. The
     models read it."""
     responses: str | None = None
     """Source with prompts and responses that were already generated, in any of these formats but plain text."""
-    device_map: str | None = None
-    """Spread a model over several devices as transformers does: auto, balanced, sequential. For "measure" with
-    torchrun also over its processes: fsdp (each stores a part of every weight) or tensor (each computes a part of
-    every layer)."""
     window: Count | None = None
     """Tokens that a model reads at once, for --text; 2048, or what the models can read, if not given."""
     stride: Count | None = None

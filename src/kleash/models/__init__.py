@@ -1,6 +1,6 @@
 """Language models for comparison: loading pairs, reading sources, generation, scoring, reference caches."""
 
-from kleash.jobs.option_groups import Sampling
+from kleash.jobs.option_groups import Loading, Sampling
 from kleash.models.cache.reference_cache import ReferenceCache
 from kleash.models.cache.stored_reference import StoredReference
 from kleash.models.generation import generate
@@ -8,7 +8,7 @@ from kleash.models.keyed_draws import draw
 from kleash.models.live_models import at_rest, live_model
 from kleash.models.lockstep import in_lockstep, turns_of
 from kleash.models.pair import Model, Pair
-from kleash.models.pair_loading import Loading, load_beside, load_pair, load_reference, pair_models
+from kleash.models.pair_loading import load_beside, load_pair, load_reference, pair_models
 from kleash.models.scoring import score
 from kleash.models.tokenizers import TokenizerMismatchError
 from kleash.sources.documents import read_text

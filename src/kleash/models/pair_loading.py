@@ -1,7 +1,7 @@
 """Loading policy and reference, and checking that they can be compared."""
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ import torch
 from kleash.checkpoints.resolution import Checkpoint, find_checkpoint
 from kleash.errors import CannotRunError, OptionError, summarise_error
 from kleash.extras import suppress_library_output
-from kleash.jobs.option_groups import ScoringOptions
+from kleash.jobs.option_groups import Loading
 from kleash.models.cache.stored_reference import StoredReference
 from kleash.models.compat import without_zero3_loading
 from kleash.models.heads import truncate_head
@@ -27,23 +27,6 @@ DTYPES = {
 }
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", *PARALLEL_MAPS)
 """Device maps of transformers and those over ranks; any other value of ``device_map`` is the name of a device."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loading:
-    """Options of loading that apply to policy and reference alike; a job that loads two models has them, too."""
-
-    dtype: str = "auto"
-    """"float32", "bfloat16", "float16" or "float64"; "auto" is float32 on a CPU and the checkpoint's dtype on an
-    accelerator."""
-    device: str = "auto"
-    """"auto" is the first GPU, or else the CPU."""
-    device_map: str | None = None
-    """How transformers spreads a model over devices; then ``device`` stays "auto"."""
-    trust_remote_code: bool = False
-    """Whether Python code of the checkpoint may run."""
-    tokenizer: str | None = None
-    """Folder or hub id of the tokenizer that reads text for GGUF files; None for the other model's."""
 
 
 # The arguments are the options of the same names of a measurement.
@@ -96,7 +79,7 @@ def load_pair(
     return load_checkpoints(checkpoints, loading)
 
 
-def load_checkpoints(checkpoints: Mapping[str, Checkpoint], loading: Loading | ScoringOptions) -> Pair:
+def load_checkpoints(checkpoints: Mapping[str, Checkpoint], loading: Loading) -> Pair:
     """Load the models of checkpoints as a pair; a single one is both policy and reference.
 
     Args:
@@ -117,7 +100,7 @@ def load_checkpoints(checkpoints: Mapping[str, Checkpoint], loading: Loading | S
 
 
 def _load_models(
-    checkpoints: Mapping[str, Checkpoint], loading: Loading | ScoringOptions, stored_tokenizer: Any = None
+    checkpoints: Mapping[str, Checkpoint], loading: Loading, stored_tokenizer: Any = None
 ) -> tuple[dict[str, Model], list[str]]:
     """Load the model of each role, with its tokenizer; also return notes for the user.
 
@@ -256,21 +239,13 @@ def resolve_device(device: str, device_map: str | None) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype | str:
-    """The dtype called ``name``; for "auto", float32 on a CPU and "auto" (the checkpoint's dtype) elsewhere.
-
-    Raises:
-        OptionError: if there is none.
-    """
+    """The dtype of ``--dtype``; for "auto", float32 on a CPU and "auto" (the checkpoint's dtype) elsewhere."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
-    if name not in DTYPES:
-        raise OptionError(f"no dtype is called {name!r}; there are auto, {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
-def load_reference(
-    name: str, revision: str | None, loading: Loading | ScoringOptions, *, role: str = "reference"
-) -> Pair:
+def load_reference(name: str, revision: str | None, loading: Loading, *, role: str = "reference") -> Pair:
     """Load one model as both policy and reference, for reading a source with it.
 
     Args:
@@ -292,7 +267,7 @@ def load_beside(
     *,
     revision_policy: str | None = None,
     revision_reference: str | None = None,
-    loading: Loading | ScoringOptions,
+    loading: Loading,
 ) -> Pair:
     """Load a policy and pair it with a reference that is read from its cache: a given one, or whichever it is (None).
 

@@ -73,8 +73,10 @@ def _at_most_threads(number: int) -> Iterator[tuple[str, ...]]:
     torch.set_num_threads(number)
     try:
         yield (
-            f"{number} CPU thread{'s' if number > 1 else ''}, which suits small models and several processes (set "
-            f"{THREAD_VARIABLES[0]} to choose another number)",
+            (
+                f"{number} CPU thread{'s' if number > 1 else ''}, which suits small models and several processes (set "
+                f"{THREAD_VARIABLES[0]} to choose another number)"
+            ),
         )
     finally:
         torch.set_num_threads(before)

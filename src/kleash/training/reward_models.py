@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from kleash.checkpoints.resolution import find_checkpoint
 from kleash.errors import CannotRunError, ModelError
 from kleash.extras import import_extra, suppress_library_output
+from kleash.models import Loading
 from kleash.models.filling import loading
 from kleash.models.network_loading import Candidate, load_as
 from kleash.models.pair_loading import resolve_device, resolve_dtype
@@ -65,7 +66,8 @@ def load_reward_model(
     checkpoint = find_checkpoint(name, role="reward model")
     if checkpoint.adapter is not None:
         raise ModelError(f"{checkpoint} is an adapter; merge it into its base, and save that")
-    resolved_device = resolve_device(device, None)
+    options = Loading(device=device, dtype=dtype)
+    resolved_device = resolve_device(options.device, None)
     with suppress_library_output():
         tokenizer = load_tokenizer(checkpoint, False)
         check_stored_types(checkpoint, None)
@@ -73,7 +75,7 @@ def load_reward_model(
             config = transformers.AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
         classifier = Candidate(transformers.AutoModelForSequenceClassification.from_config, config, {})
         loaded = load_as(
-            classifier, checkpoint, None, NO_CLASSIFIER, resolve_dtype(dtype, resolved_device), None
+            classifier, checkpoint, None, NO_CLASSIFIER, resolve_dtype(options.dtype, resolved_device), None
         )
     network = loaded.network
     for note in loaded.notes:  # such as tensors that are not used: a head's bias, in another architecture
