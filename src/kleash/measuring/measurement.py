@@ -11,7 +11,7 @@ import numpy as np
 
 from kleash.engines import Engine
 from kleash.engines.endpoints import ServedModel
-from kleash.errors import RunFolderError, SourceError
+from kleash.errors import RunFolderError
 from kleash.measuring.cluster_sums import (
     KL,
     TOKENS,
@@ -114,13 +114,10 @@ def make_measurement(
         seconds: the time since the start.
 
     Raises:
-        SourceError: if no token was scored.
         RunFolderError: if tokens/ has another number of tokens than sequences/.
     """
     on_text = run.job.source[0] == "text"
     counts = count_sequences(run.folder, on_text=on_text)
-    if counts.record.tokens == 0:
-        raise SourceError(f"no token of {run.job.source[1]} was scored; give longer texts or responses")
     models = {model.role: model.record() for model in (run.pair.policy, run.pair.reference)}
     declared = source.declared[: counts.record.sequences]
     estimand = estimand_of(

@@ -66,12 +66,11 @@ def first_sequences(job: MeasureJob, pair: Pair, folder: RunFolder) -> Iterator[
         count = sum(len(part["prompt_id"]) for part in folder.parts("sequences", ["prompt_id"]))
         yield from islice(source_sequences(job, pair), count)
         return
+    # each prompt has a token that is scored again, so that no more of them are reached
     limit = MAX_NOISE_TOKENS if job.limit is None else min(job.limit, MAX_NOISE_TOKENS)
     prompts = read_prompts(path, pair, limit=limit, reading=job)
     for part in folder.parts("tokens", ["prompt_id", "sample_id", "token_id"]):
         for begin, end in sequence_spans(part["prompt_id"], part["sample_id"]):
-            if part["prompt_id"][begin] >= len(prompts):
-                return
             prompt = prompts[int(part["prompt_id"][begin])]
             yield TokenSequence(
                 prompt_id=prompt.prompt_id,

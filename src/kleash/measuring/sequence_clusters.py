@@ -17,14 +17,13 @@ Ids = NDArray[np.int64]
 def sequence_starts(prompt: NDArray[Any], sample: NDArray[Any]) -> Ids:
     """The row of the token table at which each sequence begins.
 
-    The table has a row for each scored position; the rows of a sequence are consecutive.
+    The table has a row for each scored position, and at least one: every source without a token is refused. The rows of
+    a sequence are consecutive.
 
     Args:
         prompt: the column ``prompt_id``.
         sample: the column ``sample_id``.
     """
-    if not len(prompt):
-        return np.zeros(0, dtype=np.int64)
     changes = (prompt[1:] != prompt[:-1]) | (sample[1:] != sample[:-1])
     return np.concatenate([[0], np.flatnonzero(changes) + 1]).astype(np.int64)
 
@@ -32,7 +31,7 @@ def sequence_starts(prompt: NDArray[Any], sample: NDArray[Any]) -> Ids:
 def sequence_spans(prompt: NDArray[Any], sample: NDArray[Any]) -> list[tuple[int, int]]:
     """The first row of each sequence and the row after its last; arguments as for ``sequence_starts``."""
     starts = sequence_starts(prompt, sample).tolist()
-    return list(zip(starts, [*starts[1:], len(prompt)], strict=True)) if starts else []
+    return list(zip(starts, [*starts[1:], len(prompt)], strict=True))
 
 
 def hashes_as_ints(hashes: Iterable[str]) -> Ids:
@@ -144,10 +143,7 @@ class SequenceSums(NamedTuple):
 
     @classmethod
     def concatenate(cls, shards: Sequence["SequenceSums"]) -> "SequenceSums":
-        """The rows of several shards, in their order; no rows if there is no shard."""
-        if not shards:
-            ids, numbers = np.zeros(0, dtype=np.int64), np.zeros(0)
-            return cls(ids, ids, ids, numbers, numbers)
+        """The rows of shards, of which there is at least one, in their order."""
         return cls(*map(np.concatenate, zip(*shards, strict=True)))
 
 
@@ -161,7 +157,7 @@ def sequence_rows(tokens: Mapping[str, Any], kl: NDArray[Any]) -> dict[str, NDAr
     prompt, sample = (np.asarray(tokens[name]) for name in ("prompt_id", "sample_id"))
     starts, kl = sequence_starts(prompt, sample), kl.astype(np.float64)
     return {
-        "kl": np.add.reduceat(kl, starts) if len(starts) else kl,
+        "kl": np.add.reduceat(kl, starts),
         "prompt_id": prompt[starts],
         "sample_id": sample[starts],
         "tokens": np.diff([*starts, len(kl)]),
