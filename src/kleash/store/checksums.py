@@ -247,9 +247,15 @@ def _parsed_lines(path: Path, content: bytes) -> list[ChecksumLine]:
     return lines
 
 
-def record_removal(root: Path, path: Path) -> None:
-    """Record that a file is about to be removed, so that it is not reported as missing."""
-    _append(root, json.dumps({"file": path.relative_to(root).as_posix(), "removed": True}))
+def remove_checked(root: Path, path: Path) -> None:
+    """Take a file of the folder ``root`` away, if it is there, and record it before: it is not reported as missing.
+
+    Raises:
+        RunFolderError: if it cannot be taken away.
+    """
+    if path.exists():
+        _append(root, json.dumps({"file": path.relative_to(root).as_posix(), "removed": True}))
+        remove_file(path)
 
 
 def require_sha256(path: Path, sha256: str, what: str, advice: str = COPY) -> None:

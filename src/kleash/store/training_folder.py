@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from kleash.errors import RunFolderError
-from kleash.store.atomic import remove_file, require_utf8
-from kleash.store.checksums import CHECKSUMS, Checksums, record_removal, write_checked
+from kleash.store.atomic import require_utf8
+from kleash.store.checksums import CHECKSUMS, Checksums, remove_checked, write_checked
 from kleash.store.job_folder import JobFolder
 from kleash.store.steps import STEPS, StepRecord, read_steps
 from kleash.store.summary import MeasuredResult
@@ -123,10 +123,7 @@ class TrainingFolder(JobFolder):
         Raises:
             RunFolderError: if it cannot be taken away.
         """
-        path = self.root / RESULT
-        if path.exists():
-            record_removal(self.root, path)
-            remove_file(path)
+        remove_checked(self.root, self.root / RESULT)
 
     def result(self) -> TrainingResult | None:
         """The result of the run; None while it has not finished.
