@@ -15,13 +15,14 @@ from difflib import get_close_matches
 from pathlib import Path
 from symtable import SymbolTable, symtable
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
 from kleash.auditing.targets.packages import quiet
 from kleash.dotted import get_attribute
 from kleash.errors import CannotRunError, KleashError, MissingExtraError, OptionError, UnknownNameError
+from kleash.extras import replaced
 
 STRING_ANNOTATIONS = "from __future__ import annotations\n"
 """Before a statement, so that it does not use the names of its annotations, which are not evaluated."""
@@ -110,7 +111,7 @@ def load_function(source: Path, target: str) -> LoadedFunction:
     where = file.relative_to(source).as_posix()
     needed = _needed_statements([*_statements_of(file, where)], defined, where)
     module = ModuleType(f"checkout:{where}")
-    with _being_loaded(module), quiet():
+    with _being_loaded(module), replaced(torch, "compile", _uncompiled), quiet():
         for statement in needed:
             _execute(statement, module, source, where)
     definitions = (part for part in needed if not isinstance(part.node, ast.Import | ast.ImportFrom))
@@ -209,13 +210,11 @@ def _needed_statements(statements: Sequence[Statement], name: str, where: str) -
 
 @contextmanager
 def _being_loaded(module: ModuleType) -> Iterator[None]:
-    """Inside the context dataclasses find ``module``, and ``torch.compile`` returns a function as it is."""
-    compile_function, torch.compile = torch.compile, cast("Any", _uncompiled)
+    """Context in which dataclasses find ``module``."""
     sys.modules[module.__name__] = module
     try:
         yield
     finally:
-        torch.compile = compile_function
         del sys.modules[module.__name__]
 
 
