@@ -41,8 +41,8 @@ class Lockstep:
         """Take part in the calls of other ranks until all make this one.
 
         Args:
-            role: of the model that is called: "policy" or "reference".
-            name: of the call: "pass", "logp", "statistics" or "statistics_and_top".
+            role: of the model that is called, "policy" or "reference"; as ``name``, one of ``CALLS``.
+            name: of the call, such as "pass".
 
         Raises:
             CannotRunError: if another rank has failed.
@@ -61,8 +61,7 @@ class Lockstep:
             if not isinstance(error, _OtherRankError):
                 self._gather(FAILED)
             raise
-        while (chosen := self._announce(FINISHED)) != FINISHED:
-            self._make_without_tokens(*CALLS[chosen])
+        self.wait_for(*CALLS[FINISHED])
 
     def _announce(self, needed: int) -> int:
         """The call that all ranks make next; ``FINISHED`` if none needs any."""
