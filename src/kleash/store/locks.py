@@ -103,8 +103,7 @@ def _joined(root: Path) -> tuple[int, bool | None]:
 
 def _shares(descriptor: int) -> bool:
     """Let other processes join the one that has a locked file; False if one came before it as if it were the first."""
-    if fcntl is None:
-        return False
+    assert fcntl is not None, "a locked file"
     mark = token_hex(8).encode()
     with suppress(OSError):  # of a full disk
         os.pwrite(descriptor, mark, 0)
