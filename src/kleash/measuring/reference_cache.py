@@ -180,14 +180,13 @@ def _cache(
 def _contents(pair: Pair, cache: ReferenceCache, notes: tuple[str, ...]) -> CacheContents:
     """The record of a filled cache."""
     reference, head = pair.reference, head_tensors(pair.reference.head)
-    logit_bytes = torch.empty(0, dtype=reference.dtype).element_size()
     return CacheContents(
         sequences=len(cache.states),
         tokens=cache.states.tokens,
         hidden_size=head["weight"].shape[1],
         hidden_bytes=cache.states.size_bytes,
-        head_bytes=sum(part.numel() * part.element_size() for part in head.values()),
-        logits_bytes=cache.states.tokens * reference.vocab_size * logit_bytes,
+        head_bytes=sum(part.nbytes for part in head.values()),
+        logits_bytes=cache.states.tokens * reference.vocab_size * reference.dtype.itemsize,
         context=reference.context_length,
         scale=reference.head.scale,
         softcap=reference.head.softcap,

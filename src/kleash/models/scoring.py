@@ -235,7 +235,7 @@ def _statistics_and_top(
 def _likeliest(hidden: Tensor, head: Head, top: int, temperature: float) -> TopTokens:
     """The likeliest tokens of one model, a few tokens at a time, since their logits are gathered."""
     parts: list[tuple[Tensor, Tensor]] = []
-    for some in hidden.split(TOP_TOKENS_AT_ONCE) if len(hidden) else [hidden]:
+    for some in hidden.split(TOP_TOKENS_AT_ONCE):
         logp, token_ids = log_probabilities(some, head, temperature=temperature).topk(top)
         parts.append((token_ids, logp.exp()))
     return TopTokens(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
@@ -254,13 +254,9 @@ def _acceptance(
         return (columns["top1_policy"] == columns["top1_reference"]).astype(np.float32)
     limits = {"top_k": sampler.top_k, "top_p": sampler.top_p, "min_p": sampler.min_p}
     parts: list[Tensor] = []
-    for start in range(0, len(hidden_p), TOP_TOKENS_AT_ONCE):
-        some = slice(start, start + TOP_TOKENS_AT_ONCE)
+    for some_p, some_q in zip(*(x.split(TOP_TOKENS_AT_ONCE) for x in (hidden_p, hidden_q)), strict=True):
         logps: list[Tensor] = []
-        for model, hidden, head in (
-            (pair.policy, hidden_p[some], head_p),
-            (pair.reference, hidden_q[some], head_q),
-        ):
+        for model, hidden, head in ((pair.policy, some_p, head_p), (pair.reference, some_q, head_q)):
             model.wait_for("logp")
             logps.append(truncate(log_probabilities(hidden, head, temperature=temperature), **limits).logp)
         parts.append(torch.minimum(*logps).exp().sum(-1))
