@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kleash.errors import CannotRunError, KleashError, ModelError, OptionError
+from kleash.errors import CannotRunError, ModelError, OptionError
 from kleash.linear import Head
 from kleash.linear.zero3 import is_zero3, zero3_as_dtensor
 from kleash.models.adapters import find_rule, require_unchanged_base, trainable_base_parameters
@@ -18,7 +18,7 @@ from kleash.models.heads import first_rows
 from kleash.models.model_building import build_model
 from kleash.models.pair import Model
 from kleash.models.pair_loading import DTYPES
-from kleash.models.sharded_networks import reshard, shard_storage, view_of_shards, with_mean_gradient
+from kleash.models.sharded_networks import MeanGradient, reshard, shard_storage, view_of_shards
 from kleash.models.shared_base import LoadedNetwork
 
 ACTIVE_ADAPTER = "the one in use"
@@ -56,28 +56,20 @@ def live_model(
     """
     require_language_model(network, role)
     storage = shard_storage(network, f"the {role}")
-    adapters = network if hasattr(network, "get_base_model") else None
-    error: KleashError | None = None
-    adapter_name: str | None = None
-    try:
-        adapter_name = _resolve_adapter(adapters, adapter, role)
-        _check_at_rest(network if adapters is None else adapters.get_base_model(), role)
-        if adapters is not None:
-            _check_adapters(adapters, adapter_name, role)
-    except KleashError as raised:
-        error = raised
+    is_peft = hasattr(network, "get_base_model")
+    with nullcontext() if storage is None else storage.raising_together():
+        adapter_name = _resolve_adapter(network if is_peft else None, adapter, role)
+        _check_at_rest(base_network(network), role)
+        if is_peft:
+            _check_adapters(network, adapter_name, role)
     if storage is not None:
-        storage.raise_together(error)  # one of any rank, so that none waits for the others
         network = view_of_shards(network, storage)
-        adapters = None if adapters is None else network
-    elif error is not None:
-        raise error
-    base = network if adapters is None else adapters.get_base_model()
+    base = base_network(network)
     loaded = LoadedNetwork(
         network=base,
         parameters=sum(parameter.numel() for parameter in base.parameters()),
         storage=storage,
-        adapters=adapters,
+        adapters=network if is_peft else None,
         adapter=adapter_name,
     )
     path = name or base.name_or_path or type(base).__name__
@@ -171,7 +163,7 @@ def _current_rows(tensor: Tensor, rows: int, layout: Head, *, requires_grad: boo
         return tensor
     if layout.weight is not None and tensor.dtype != layout.weight.dtype:
         tensor = tensor.to(layout.weight.dtype)  # FSDP's param_dtype, in which the network computes
-    return with_mean_gradient(tensor)
+    return MeanGradient.apply(tensor, mesh.size())
 
 
 @contextmanager

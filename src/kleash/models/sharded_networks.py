@@ -5,7 +5,8 @@ long as its module runs; of the input embedding only the rows of the tokens, and
 are computed where its rows are (``kleash.linear``). The network itself, which a trainer goes on using, is not touched.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,13 +40,19 @@ class ShardStorage:
             is_cast = self.param_dtype is not None and weight.is_floating_point()
             return weight.to(self.param_dtype) if is_cast else weight
 
-    def raise_together(self, error: KleashError | None) -> None:
-        """Raise if any rank has an error. A collective.
+    @contextmanager
+    def raising_together(self) -> Iterator[None]:
+        """Context of checks of which all ranks raise an error if one does, so that none waits for it. A collective.
 
         Raises:
-            KleashError: ``error``, if there is one.
+            KleashError: that of this rank, if it has one.
             CannotRunError: if another rank has one.
         """
+        error: KleashError | None = None
+        try:
+            yield
+        except KleashError as raised:
+            error = raised
         errors = all_gather_numbers(self.group, self.device, [int(error is not None)])[0]
         if error is not None:
             raise error
@@ -56,14 +63,8 @@ class ShardStorage:
             )
 
 
-def with_mean_gradient(tensor: Tensor) -> Tensor:
-    """A stored weight whose gradient is the mean over the ranks, as with FSDP, and not the sum; others unchanged."""
-    mesh: Any = getattr(tensor, "device_mesh", None)
-    return tensor if mesh is None else _WithMeanGradient.apply(tensor, mesh.size())
-
-
-class _WithMeanGradient(torch.autograd.Function):
-    """``with_mean_gradient``."""
+class MeanGradient(torch.autograd.Function):
+    """A stored weight whose gradient is the mean over the ranks, as with FSDP, and not the sum."""
 
     @staticmethod
     def forward(context: Any, tensor: Tensor, ranks: int) -> Tensor:  # pyrefly: ignore[bad-override]
