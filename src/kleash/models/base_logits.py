@@ -21,9 +21,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kleash.errors import ModelError, SourceError
+from kleash.store.checksums import reading
 from kleash.store.file_hashes import watch_files
 
 MAGIC = b"_logits_"
+GIVE_FILE = "give a file of llama-perplexity --kl-divergence-base, or the folder of kleash cache"
 HEADER_BYTES = 20
 MAX_CONTEXT, MAX_VOCAB = 1 << 22, 1 << 24
 RANGE, IK_RANGE = 16.0, 24.0
@@ -111,11 +113,8 @@ class BaseLogitsFile:
         Raises:
             SourceError: if it ends before.
         """
-        try:
-            with self.path.open("rb") as file:
-                values = np.fromfile(file, dtype=dtype, count=count, offset=offset)
-        except OSError as error:
-            raise SourceError(f"{self.path} cannot be read: {error.strerror or error}") from error
+        with reading(self.path, GIVE_FILE, SourceError), self.path.open("rb") as file:
+            values = np.fromfile(file, dtype=dtype, count=count, offset=offset)
         if values.size != count:
             raise SourceError(f"{self.path} ends within chunk {chunk}; write it again")
         return values
@@ -133,18 +132,15 @@ def open_base_logits(path: Path) -> BaseLogitsFile:
         SourceError: if it is not such a file, its size differs from what its header says, or a token is none of its
             vocabulary.
     """
-    try:
+    with reading(path, GIVE_FILE, SourceError):
         size = path.stat().st_size
         watch_files([path])
         with path.open("rb") as file:
             head = file.read(HEADER_BYTES)
-            if head[:8] != MAGIC:
-                raise SourceError(
-                    f"{path} does not begin with _logits_, so it is no file of llama-perplexity --kl-divergence-base; "
-                    "give one, or the folder of kleash cache"
-                )
-    except OSError as error:
-        raise SourceError(f"{path} cannot be read: {error.strerror or error}") from error
+    if head[:8] != MAGIC:
+        raise SourceError(
+            f"{path} does not begin with _logits_, so it is no file of base logits; {GIVE_FILE}"
+        )
     context, vocab_size, chunks = np.frombuffer(head[8:].ljust(12, b"\0"), dtype="<i4").tolist()
     opened = BaseLogitsFile(path=path, context=context, vocab_size=vocab_size, chunks=chunks)
     expected = HEADER_BYTES + chunks * (4 * context + 2 * opened.scored * row_values(vocab_size))

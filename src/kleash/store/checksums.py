@@ -19,7 +19,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kleash.errors import RunFolderError
+from kleash.errors import KleashError, RunFolderError
 from kleash.store.atomic import append_lines, remove_file, sync_folder, write_atomically, writing
 from kleash.store.codec import decode, parse_json
 
@@ -305,12 +305,12 @@ def in_threads(function: Callable[[Path], T], paths: Sequence[Path]) -> list[T]:
 
 
 @contextmanager
-def reading(path: Path, advice: str) -> Generator[None]:
-    """Context in which the error of a file that cannot be read is raised as RunFolderError, with ``advice``."""
+def reading(path: Path, advice: str, kind: type[KleashError] = RunFolderError) -> Generator[None]:
+    """Context in which the error of a file that cannot be read is raised as one of ``kind``, with ``advice``."""
     try:
         yield
     except OSError as error:
-        raise RunFolderError(f"{path} cannot be read: {error.strerror or error}; {advice}") from error
+        raise kind(f"{path} cannot be read: {error.strerror or error}; {advice}") from error
 
 
 def _line(root: Path, path: Path, checksum: FileChecksum) -> str:
