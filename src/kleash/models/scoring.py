@@ -98,7 +98,7 @@ def score(
     """
     require_above(0.0, temperature=temperature)
     read = read_reference or partial(read_hidden_states, pair.reference)
-    read = read if cache is None else cache.cached_reader(read)
+    read = read if cache is None else partial(cache.read_or_add, read)
     is_one = read_reference is None and pair.policy.is_same_as(pair.reference)
 
     def columns_of_batch(indices: list[int]) -> dict[str, np.ndarray]:

@@ -77,18 +77,16 @@ class ReferenceCache:
         key = sequence_key(sequence)
         return key in self._unsaved or key in self.states
 
-    def cached_reader(
-        self, read: Callable[[Sequence[TokenSequence]], Float[Tensor, "tokens dim"]]
-    ) -> Callable[[Sequence[TokenSequence]], Float[Tensor, "tokens dim"]]:
-        """Wrap ``read`` with this cache, so that it is called only for sequences that are not in the folder."""
-
-        def read_with_cache(batch: Sequence[TokenSequence]) -> Tensor:
-            missing = [sequence for sequence in batch if sequence not in self]
-            if missing:
-                self.add(missing, read(missing))
-            return torch.cat([self._get(sequence) for sequence in batch]).to(self._device)
-
-        return read_with_cache
+    def read_or_add(
+        self,
+        read: Callable[[Sequence[TokenSequence]], Float[Tensor, "tokens dim"]],
+        batch: Sequence[TokenSequence],
+    ) -> Float[Tensor, "tokens dim"]:
+        """The hidden states of a batch, with those that are not in the cache added to it by ``read``."""
+        missing = [sequence for sequence in batch if sequence not in self]
+        if missing:
+            self.add(missing, read(missing))
+        return torch.cat([self._get(sequence) for sequence in batch]).to(self._device)
 
     def fill(
         self,
