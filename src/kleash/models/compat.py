@@ -12,7 +12,7 @@ import contextlib
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -78,10 +78,9 @@ def without_mapped_files() -> Iterator[None]:
 
     Tensors of the file's dtype would otherwise stay mapped on a CPU, and change with the file.
     """
-    modules = (import_extra(name, "models") for name in ("transformers.modeling_utils", "safetensors.torch"))
-    with ExitStack() as replacements:
-        for module in modules:
-            replacements.enter_context(replaced(module, "safe_open", _UnmappedFile))
+    of_transformers = import_extra("transformers.modeling_utils", "models")
+    of_peft = import_extra("safetensors.torch", "models")
+    with replaced(of_transformers, "safe_open", _UnmappedFile), replaced(of_peft, "safe_open", _UnmappedFile):
         yield
 
 
@@ -137,8 +136,7 @@ def use_exact_experts(network: Any) -> None:
 
 def forget_renaming(network: Any) -> None:
     """Let a network be saved under the names of its class, not under those of the files that it was loaded from."""
-    if hasattr(network, "_weight_conversions"):
-        del network._weight_conversions
+    vars(network).pop("_weight_conversions", None)
 
 
 def effective_weight_and_bias(layer: Any) -> tuple[Any, Any]:
