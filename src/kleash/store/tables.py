@@ -128,8 +128,7 @@ REMAKE = "delete it and run again with --resume to make it anew"
 
 def encode_table(columns: Mapping[str, Any], kinds: Mapping[str, str]) -> bytes:
     """The bytes of a Parquet file of ``columns``; arguments as for ``write_table``."""
-    arrow = import_extra("pyarrow", "models")
-    parquet = import_extra("pyarrow.parquet", "models")
+    arrow, parquet = (import_extra(module, "models") for module in ("pyarrow", "pyarrow.parquet"))
     types = {"int32": arrow.int32(), "float32": arrow.float32(), "string": arrow.string()}
     arrays = [arrow.array(columns[name], type=types[kind], from_pandas=False) for name, kind in kinds.items()]
     file = BytesIO()
