@@ -108,11 +108,13 @@ def test_trls_own_trainer_is_measured_by_k3_and_trains_as_without(trl, folder, t
 def test_plain_grpo_is_steered_by_k3(trl, folder, tmp_path, caplog):
     without = grpo(trl, folder, tmp_path, leashed=False, beta=0.0)
     with pytest.raises(OptionError, match="beta is 0, which no factor raises"):
-        kleash.attach(without, target_nats=1.0, monitor=monitor(folder), out=tmp_path / "none")
+        asked = {"monitor": monitor(folder), "rollouts_every": 1}
+        kleash.attach(without, target_nats=1.0, out=tmp_path / "none", **asked)
     kleash.attach(without, out=tmp_path / "none")
     assert "no reference and no KL is measured" in caplog.text
     without.train()
     assert len(read_samples(tmp_path / "none")) == 8, "what was refused has left nothing attached"
+    assert not (tmp_path / "none" / "rollouts").exists()
     trainer = grpo(trl, folder, tmp_path, leashed=False)
     moved(trainer.model, 0.1)
     steep = PIDBeta(beta=0.3, target_nats=1e-3, proportional=3.0)

@@ -1,13 +1,14 @@
 """``attach``: drift monitor, beta controller, run log and report for a trainer that exists already."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kleash.errors import OptionError
+from kleash.errors import KleashError, OptionError
 from kleash.jobs.options import checked_option
 from kleash.jobs.train import TrainJob
 from kleash.leash import CONTROLLERS, FixedBeta, Leash, PIDBeta
@@ -119,12 +120,27 @@ def attach(
         report_to=tuple(report_to),
         described=_settings(trainer, algorithm, leash, drift_monitor),
     )
-    if rollouts_every is not None:
-        from kleash.integrations.trl.rollout_dump import RolloutDump
+    with _undone_if_refused(trainer):
+        if rollouts_every is not None:
+            from kleash.integrations.trl.rollout_dump import RolloutDump
 
-        RolloutDump(Path(out) / "rollouts", every=rollouts_every).attach(trainer)
-    recorder = _measure(trainer, algorithm, drift_monitor, leash)
+            RolloutDump(Path(out) / "rollouts", every=rollouts_every).attach(trainer)
+        recorder = _measure(trainer, algorithm, drift_monitor, leash)
     return FolderLog(Path(out), options, algorithm, recorder=recorder).attach(trainer)
+
+
+@contextmanager
+def _undone_if_refused(trainer: Any) -> Generator[None]:
+    """Context that leaves the trainer as it was if something is refused, so that ``attach`` can be called again."""
+    callbacks, attributes = trainer.callback_handler.callbacks, dict(vars(trainer))
+    before = [*callbacks]
+    try:
+        yield
+    except KleashError:
+        callbacks[:] = before
+        vars(trainer).clear()
+        vars(trainer).update(attributes)
+        raise
 
 
 def _measure(
@@ -138,7 +154,7 @@ def _measure(
         from kleash.training.with_trl.response_recorder import ResponseRecorder
 
         recorder = ResponseRecorder(trainer)
-    if leash is not None:  # first, since it may be refused
+    if leash is not None:
         drift = None if monitor is None else f"{monitor.name}/kl_per_{leash.per}"
         metric = drift if recorder is None else recorder.kl_metric(leash.per)
         BetaController(leash, metric=str(metric)).attach(trainer)
