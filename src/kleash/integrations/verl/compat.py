@@ -1,7 +1,7 @@
 """verl beyond its documented interface: the versions known, and every function, method and attribute that is replaced.
 
-Known: verl 0.9; another version is a warning. What is replaced is checked first; a function or argument that is missing
-is a ``CannotRunError`` that names it.
+Known: verl 0.9, and 0.8 without the exact KL; another version is a warning. What is replaced is checked first; a
+function or argument that is missing is a ``CannotRunError`` that names it.
 
 | of verl | replaced or read for |
 |---|---|
@@ -49,7 +49,7 @@ def import_core() -> None:
             f"{str(error.name).partition('.')[0]} is not installed; "
             "run: pip install --no-deps verl, and pip install what it imports"
         ) from error
-    warn_if_untested("verl", at_least="0.9", below="0.10")
+    warn_if_untested("verl", at_least="0.8", below="0.10")
 
 
 def apply_kl_penalty(original: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
