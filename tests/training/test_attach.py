@@ -130,6 +130,13 @@ def test_plain_grpo_is_steered_by_k3(trl, folder, tmp_path, caplog):
     assert second.metrics["beta"] > first.metrics["beta"] == 0.3
 
 
+def test_a_pass_for_the_rollouts_is_not_taken_for_that_of_a_reference(trl, folder, tmp_path):
+    trainer = grpo(trl, folder, tmp_path, leashed=False, kind="RLOO", beta=0.0)
+    kleash.attach(trainer, out=tmp_path / "run", rollouts_every=1)
+    trainer.train()
+    assert not any("kl" in name for step in read_steps(tmp_path / "run") for name in step.metrics)
+
+
 @pytest.mark.parametrize("leashed", [False, True])
 @pytest.mark.parametrize("disabled", [False, True])
 def test_dropout_is_told_once_where_the_kl_is_measured_with_it(

@@ -202,7 +202,7 @@ class ResponseRecorder:
         if "old_logps" in output and batch_passes and not isinstance(self.trainer, KLMixin):
             # TRL's RLOO, which keeps sums of its passes of policy and reference
             output[OLD_LOGP] = batch_passes[0].logp
-            if len(batch_passes) > 1:
+            if self.trainer.beta != 0:  # else a second pass is a RolloutDump's
                 output[REFERENCE_LOGP] = batch_passes[1].logp
         return output
 
