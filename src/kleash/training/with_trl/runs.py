@@ -21,16 +21,18 @@ from kleash.training.networks import Networks
 from kleash.training.run_log import RunLog
 from kleash.training.step_logger import StepLogger
 
-warn_if_untested("trl", at_least="1.16", below="1.17")
-
 PROMPT_COLUMN = "kleash_prompt"
 """Column of the data set with the index of the prompt."""
 
 
 @contextmanager
 def suppress_output() -> Iterator[None]:
-    """Context or decorator without progress bars and warnings of transformers, datasets and kleash's callbacks."""
+    """Context or decorator without progress bars and warnings of transformers, datasets and kleash's callbacks.
+
+    That TRL has another version than kleash's commands are tested with is a warning before.
+    """
     utils = import_extra("datasets.utils", "trl")
+    warn_if_untested("trl", at_least="1.16", below="1.17")
     callbacks = logging.getLogger("kleash.integrations.trainer")
     with (
         suppress_library_output(),
