@@ -513,7 +513,7 @@ def test_controller_of_a_beta_that_prices_no_kl_is_refused(folder, tmp_path, kin
         ({"controller": "dual"}, OptionError, "the controller dual steers to a target; give target_nats"),
         ({"controller": PIDBeta(beta=0.1, target_nats=1.0), "target_nats": 2.0}, OptionError, "of its own"),
         ({"reference": "shipped:reference"}, OptionError, "is what a monitor of prompts compares with"),
-        ({"monitor": PROMPTS}, OptionError, "Trainer has no reference, .*give reference=, the folder"),
+        ({"monitor": PROMPTS}, OptionError, "has no adapter whose base .*give reference=, the folder"),
     ],
 )
 def test_invalid_options_are_refused_before_anything_is_attached(folder, tmp_path, asked, error, reason):

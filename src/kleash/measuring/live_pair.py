@@ -14,6 +14,19 @@ REFERENCE_ADAPTER = "ref"
 """Name that TRL gives the adapter that is a PEFT model's reference."""
 
 
+def require_adapter(policy: Any) -> None:
+    """Check that a policy in memory has an adapter, without which its base is no reference.
+
+    Raises:
+        OptionError: if it has none.
+    """
+    if not hasattr(policy, "get_base_model"):
+        raise OptionError(
+            "the policy in memory has no adapter whose base could be the reference; give reference=, the folder "
+            "or hub id that training started from or a model in memory"
+        )
+
+
 def live_pair(networks: Mapping[str, Any], tokenizer: Any, load: Callable[[Model], Pair] | None) -> Pair:
     """The pair of one or two networks in memory, which are at rest.
 
@@ -35,11 +48,7 @@ def live_pair(networks: Mapping[str, Any], tokenizer: Any, load: Callable[[Model
         return pair_models(models["policy"], models["reference"], loaded.notes)
     policy, reference = models["policy"], models.get("reference")
     if reference is None:
-        if policy.adapters is None:
-            raise OptionError(
-                "the policy in memory has no adapter whose base could be the reference; give reference=, the folder "
-                "or hub id that training started from or a model in memory"
-            )
+        require_adapter(networks["policy"])
         adapter = REFERENCE_ADAPTER if REFERENCE_ADAPTER in policy.adapters.peft_config else None
         reference = _named(live_model(networks["policy"], tokenizer, role="reference", adapter=adapter))
     elif policy.adapters is not reference.adapters:

@@ -186,7 +186,8 @@ def _check(trainer: Any, on_hacking: str, report_to: Sequence[str]) -> None:
 
 def _algorithm(trainer: Any) -> str:
     """The name of what the trainer trains by: of its class, or of the one of TRL that it comes from."""
-    kind = next((each for each in type(trainer).__mro__ if each.__module__.startswith("trl.")), type(trainer))
+    of_trl = (base for base in type(trainer).__mro__ if base.__module__.startswith("trl."))
+    kind = next(of_trl, type(trainer))
     return kind.__name__.removesuffix("Trainer").lower() or "trainer"
 
 

@@ -23,7 +23,8 @@ def prompt_indices(num_prompts: int, positions: Iterable[int], seed: int) -> lis
 def _epoch_order(num_prompts: int, epoch: int, seed: int) -> list[int]:
     """The indices of all prompts in the order of an epoch."""
     random = Random(f"{seed}/{epoch}")
-    return sorted(range(num_prompts), key=lambda _: random.random())
+    numbers = [random.random() for _ in range(num_prompts)]
+    return sorted(range(num_prompts), key=numbers.__getitem__)
 
 
 def leash_of(job: RewardJob) -> Leash:

@@ -5,14 +5,13 @@ from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
-from kleash.errors import OptionError
 from kleash.extras import import_extra
 from kleash.integrations.trainer.callback import AttachedCallback
 from kleash.integrations.trainer.compat import moves_reference, tokenizer_of
 from kleash.leash.controller_base import KL_UNITS
 from kleash.measuring import Drift
 from kleash.measuring.drift import draw_drift, drift_of
-from kleash.measuring.live_pair import live_pair, load_beside_live
+from kleash.measuring.live_pair import live_pair, load_beside_live, require_adapter
 from kleash.models import (
     Model,
     Pair,
@@ -181,11 +180,8 @@ class DriftMonitor(AttachedCallback):
         }
         if len(networks) > 1:
             require_two_networks(**networks)
-        if reference is None and not hasattr(networks["policy"], "get_base_model"):
-            raise OptionError(
-                f"{type(trainer).__name__} has no reference, and its policy no adapter whose base could be one; give "
-                "reference=, the folder or hub id that training started from or a model in memory"
-            )
+        if reference is None:
+            require_adapter(networks["policy"])
         return networks
 
     def _load(self, policy: Model) -> Pair:

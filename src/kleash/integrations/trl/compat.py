@@ -29,7 +29,9 @@ MIXIN: Any = object
 """Base of the classes that stand before one of TRL's trainers: to a type checker, they have its attributes."""
 FORWARD_PASS_ARGUMENTS = ("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size")
 
-import_extra("trl", "trl")
+add_fused_lm_head: Any = getattr(import_extra("trl.trainer.utils", "trl"), "add_fused_lm_head", None)
+"""None where TRL's passes have the logits of the network's own head."""
+
 warn_if_untested("trl", at_least="1.8", below="1.17")
 require_attributes(
     "trl",
@@ -51,7 +53,12 @@ require_attributes(
         "trl.models.utils:disable_gradient_checkpointing": (),
         "trl.models.utils:prepare_fsdp": ("model", "accelerator"),
         "trl.models.utils:prepare_deepspeed": ("model", "accelerator"),
-    },
+    }
+    | (
+        {}
+        if add_fused_lm_head is None
+        else {"trl.trainer.utils:add_fused_lm_head": ("model", "temperature", "cast_lm_head_to_fp32")}
+    ),
 )
 
 from trl.models.utils import (  # noqa: E402 (after the check)
@@ -59,13 +66,9 @@ from trl.models.utils import (  # noqa: E402 (after the check)
     prepare_deepspeed,
     prepare_fsdp,
 )
-from trl.trainer import utils  # noqa: E402
 from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
 from trl.trainer.rloo_trainer import RLOOTrainer  # noqa: E402
 from trl.trainer.utils import split_pixel_values_by_grid, use_adapter  # noqa: E402
-
-add_fused_lm_head: Any = getattr(utils, "add_fused_lm_head", None)
-"""None where TRL's passes have the logits of the network's own head."""
 
 __all__ = [
     "MIXIN",

@@ -160,9 +160,8 @@ class ForwardCapture(MIXIN):
             require_two_networks(network, reference)
             reference.requires_grad_(False)
             if add_fused_lm_head is not None:
-                in_float32 = getattr(
-                    self.args, "cast_lm_head_to_fp32", False
-                )  # an option of GRPO, not of RLOO
+                # an option of GRPO, not of RLOO
+                in_float32 = getattr(self.args, "cast_lm_head_to_fp32", False)
                 add_fused_lm_head(
                     base_network(reference), temperature=self.temperature, cast_lm_head_to_fp32=in_float32
                 )

@@ -202,7 +202,7 @@ class ResponseRecorder:
         if "old_logps" in output and batch_passes and not isinstance(self.trainer, KLMixin):
             # TRL's RLOO, which keeps sums of its passes of policy and reference
             output[OLD_LOGP] = batch_passes[0].logp
-            if self.trainer.beta != 0:  # else a second pass is a RolloutDump's
+            if self.trainer.beta != 0 and len(batch_passes) > 1:  # else a second pass is a RolloutDump's
                 output[REFERENCE_LOGP] = batch_passes[1].logp
         return output
 
@@ -280,8 +280,8 @@ class ResponseRecorder:
         arrays = {name: column.detach().double().cpu().numpy() for name, column in columns.items()}
         hashes = prompt_hashes(inputs)
         ends = (inputs["completion_mask"].sum(-1, keepdim=True) - 1).clamp(min=0)
-        one_end = (tokenizer_of(self.trainer).eos_token_id,)  # the only one that TRL before 1.14 knows
-        end_tokens = getattr(self.trainer, "eos_token_ids", one_end)
+        # TRL before 1.14 knows the tokenizer's alone
+        end_tokens = getattr(self.trainer, "eos_token_ids", (tokenizer_of(self.trainer).eos_token_id,))
         last_tokens = inputs["completion_ids"].gather(-1, ends)[:, 0].tolist()
         return [
             Response(
