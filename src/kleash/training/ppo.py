@@ -457,7 +457,7 @@ def set_up(job: PPOJob) -> Run:
         CannotRunError: if the device is missing, or Accelerate is set to shard the weights.
     """
     accelerate = import_extra("accelerate", "train")
-    # of a trainer before in this process, whose device and precision would be this run's, too
+    # else device and precision of a trainer that ran before in this process would be this run's, too
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=resolve_device(job.device, None).type == "cpu")
     require_replicas(accelerator, job.responses_per_step)
