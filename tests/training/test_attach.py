@@ -19,6 +19,7 @@ from kleash.leash import FixedBeta, PIDBeta
 from kleash.models import Sampling
 from kleash.records import TrainingFolder, read_samples, read_steps
 from kleash.store import summarize
+from kleash.store.locks import folder_lock
 from kleash.store.steps import read_prompt_means
 from kleash.training import HackingMonitor
 
@@ -350,7 +351,7 @@ def test_dpo_and_kto_are_steered_by_the_monitor_whose_time_is_apart(trl, folder,
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(folder),
     )
-    with pytest.raises(OptionError, match=f"{kind} draws no responses, so its beta is steered by a"):
+    with pytest.raises(OptionError, match=f"{kind}Trainer has no responses in TRL's batches, so its beta is"):
         kleash.attach(trainer, target_nats=1e-4, out=tmp_path / "run")
     log = kleash.attach(trainer, target_nats=1e-4, monitor=monitor(folder), out=tmp_path / "run")
     trainer.train()
@@ -372,6 +373,36 @@ def test_dpo_and_kto_are_steered_by_the_monitor_whose_time_is_apart(trl, folder,
     moved(trainer.ref_model, 0.5)
     own, start = (DriftMonitor(prompts=PROMPTS, reference=at).attach(trainer) for at in (None, str(folder)))
     assert own.measure().per_sequence.value == start.measure().per_sequence.value > 0
+
+
+def test_grpo_with_batches_of_its_own_is_steered_by_the_monitor(trl, folder, tmp_path, caplog):
+    class OwnBatches(trl.package.GRPOTrainer):
+        """As that of ms-swift, with passes over batches of another form."""
+
+        def _get_per_token_logps_and_entropies(self, model, model_inputs, batch, keep, **named):
+            return super()._get_per_token_logps_and_entropies(model, model_inputs, batch, keep, **named)
+
+    class AtBegin(TrainerCallback):
+        def on_train_begin(self, args, state, control, **_):
+            kleash.attach(trainer, target_nats=0.1, monitor=monitor(folder), out=tmp_path / "run")
+
+    settings = {"max_steps": 4, "learning_rate": 1e-2}
+    trainer = make(OwnBatches, trl.package.GRPOConfig, str(folder), tmp_path / "trl", config_of=settings)
+    for more, reason in (
+        ({"target_nats": 1.0}, "OwnBatches has no"),
+        ({"rollouts_every": 1}, "OwnBatches makes"),
+    ):
+        with pytest.raises(OptionError, match=reason):
+            kleash.attach(trainer, out=tmp_path / "run", **more)
+    trainer.add_callback(AtBegin())
+    trainer.train()
+    last = read_steps(tmp_path / "run")[-1].metrics
+    assert (
+        last["reward/score"] == trainer.state.log_history[-2]["reward"] and "OwnBatches makes" in caplog.text
+    )
+    assert trainer.beta > last["beta"] > 0.3 and last["kl/exact_per_sequence"] > 0.1
+    with folder_lock(tmp_path / "run", "it is open"):
+        pass
 
 
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])
@@ -477,7 +508,7 @@ def test_evaluation_is_the_headline_and_the_best_checkpoint_is_named(trl, folder
     )
 
 
-class Mixing(Trainer):
+class Mixing(type("_BaseTrainer", (Trainer,), {"__module__": "trl.trainer"})):
     beta = 0.5
 
 

@@ -95,18 +95,24 @@ def attach(
         OptionError, UnknownNameError: if an option is invalid, the trainer's beta is no price of a KL, its teacher is
             the policy itself, or a monitor has no reference.
     """
-    from kleash.integrations.trainer.compat import moves_reference
+    from kleash.integrations.trainer.compat import makes_trl_batches, moves_reference
     from kleash.training.step_logger import FolderLog
 
     _check(trainer, on_hacking, report_to)
     if target_nats is not None and getattr(controller, "target_nats", None) is not None:
         raise OptionError(f"a {type(controller).__name__} has a target of its own; leave target_nats out")
     algorithm = _algorithm(trainer)
+    is_read = algorithm in GENERATING and makes_trl_batches(trainer)
+    if algorithm in GENERATING and not is_read:
+        logging.getLogger(__name__).warning(
+            "%s makes batches of its own, not TRL's, so its responses are not measured: the KL is that of monitor=",
+            type(trainer).__name__,
+        )
     if monitor is None and algorithm in GENERATING and moves_reference(trainer):
         monitor = list(islice(trainer.train_dataset, PROMPTS_OF_START))
     drift_monitor = _drift_monitor(monitor, reference)
     if target_nats is not None or not isinstance(controller, str):
-        _require_price(trainer, algorithm, drift_monitor)
+        _require_price(trainer, algorithm, is_steered=is_read or drift_monitor is not None)
     leash = _leash(trainer, controller, target_nats, per)
     if leash is None and on_hacking == "tighten":
         raise OptionError(
@@ -125,7 +131,7 @@ def attach(
             from kleash.integrations.trl.rollout_dump import RolloutDump
 
             RolloutDump(Path(out) / "rollouts", every=rollouts_every).attach(trainer)
-        recorder = _measure(trainer, algorithm, drift_monitor, leash)
+        recorder = _measure(trainer, drift_monitor, leash, is_read=is_read)
     return FolderLog(Path(out), options, algorithm, recorder=recorder).attach(trainer)
 
 
@@ -144,13 +150,13 @@ def _undone_if_refused(trainer: Any) -> Generator[None]:
 
 
 def _measure(
-    trainer: Any, algorithm: str, monitor: "DriftMonitor | None", leash: Leash | None
+    trainer: Any, monitor: "DriftMonitor | None", leash: Leash | None, *, is_read: bool
 ) -> "ResponseRecorder | None":
-    """Add what measures the KL and what steers beta; returns the recorder of a trainer that draws responses."""
+    """Add what measures the KL and what steers beta; returns the recorder of a trainer whose responses are read."""
     from kleash.integrations.trainer import BetaController
 
     recorder = None
-    if algorithm in GENERATING:
+    if is_read:
         from kleash.training.with_trl.response_recorder import ResponseRecorder
 
         recorder = ResponseRecorder(trainer)
@@ -185,9 +191,9 @@ def _check(trainer: Any, on_hacking: str, report_to: Sequence[str]) -> None:
 
 
 def _algorithm(trainer: Any) -> str:
-    """The name of what the trainer trains by: of its class, or of the one of TRL that it comes from."""
+    """The name of what the trainer trains by: of its class, or of the public one of TRL that it comes from."""
     of_trl = (base for base in type(trainer).__mro__ if base.__module__.startswith("trl."))
-    kind = next(of_trl, type(trainer))
+    kind = next((base for base in of_trl if not base.__name__.startswith("_")), type(trainer))
     return kind.__name__.removesuffix("Trainer").lower() or "trainer"
 
 
@@ -227,7 +233,7 @@ def _leash(trainer: Any, controller: str | Leash, target_nats: float | None, per
     )
 
 
-def _require_price(trainer: Any, algorithm: str, monitor: "DriftMonitor | None") -> None:
+def _require_price(trainer: Any, algorithm: str, *, is_steered: bool) -> None:
     """Refuse a controller of a beta that prices no KL, as the mixture of a distillation, or DPO of the loss "sft"."""
     from kleash.training.step_logger import PRICED
 
@@ -237,9 +243,10 @@ def _require_price(trainer: Any, algorithm: str, monitor: "DriftMonitor | None")
             "and KTO have; leave target_nats out (monitor= measures the KL), or train with LeashedGRPOTrainer or "
             "LeashedRLOOTrainer of kleash.integrations.trl"
         )
-    if algorithm not in GENERATING and monitor is None:
+    if not is_steered:
         raise OptionError(
-            f"{algorithm.upper()} draws no responses, so its beta is steered by a measured drift; give monitor= prompts"
+            f"{type(trainer).__name__} has no responses in TRL's batches, so its beta is steered by a measured drift; "
+            "give monitor= prompts"
         )
 
 

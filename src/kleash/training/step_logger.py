@@ -351,6 +351,7 @@ class FolderLog(StepLogger):
                 out=str(self.folder.root),
             )
             self.result_of_run = finish(self.folder, self.run_log, result)
+        self._open.close()  # also where a callback attached this one, in a training that has begun
 
     def _carry_out(self, advice: Advice, control: Any) -> None:
         """Also log the alerts, as ``BetaController`` does its events: ``kleash train`` shows its own."""

@@ -5,6 +5,7 @@ are used; one that is missing is a ``CannotRunError`` that names it. Of torch, `
 learning rate that transformers logs; without it, only the logged value would be wrong.
 """
 
+from inspect import signature
 from typing import Any
 
 from kleash.errors import ModelError
@@ -30,6 +31,7 @@ __all__ = [
     "Trainer",
     "TrainerCallback",
     "halve_learning_rate",
+    "makes_trl_batches",
     "moves_reference",
     "tokenizer_of",
 ]
@@ -41,6 +43,12 @@ def moves_reference(trainer: Any) -> bool:
     return getattr(trainer.args, "sync_ref_model", False) or any(
         getattr(each, "update_ref_model", False) for each in callbacks
     )
+
+
+def makes_trl_batches(trainer: Any) -> bool:
+    """Whether the passes over a trainer's responses are those of TRL's GRPO and RLOO; ms-swift's GRPO has its own."""
+    parameters = signature(trainer._get_per_token_logps_and_entropies).parameters.values()
+    return any(each.name == "attention_mask" or each.kind is each.VAR_POSITIONAL for each in parameters)
 
 
 def halve_learning_rate(trainer: Any) -> None:
