@@ -129,7 +129,12 @@ def require_attributes(package: str, attributes: Mapping[str, tuple[str, ...]]) 
             continue
         if arguments:
             parameters = inspect.signature(attribute).parameters
-            missing += [f"argument {name!r} of {path}" for name in arguments if name not in parameters]
+            takes_any = any(
+                each.kind is each.VAR_KEYWORD for each in parameters.values()
+            )  # as a wrapper does
+            missing += [
+                f"argument {name!r} of {path}" for name in arguments if not (takes_any or name in parameters)
+            ]
     if missing:
         raise CannotRunError(
             f"the installed {package} lacks what kleash uses: {', '.join(missing)}; install a version "

@@ -60,17 +60,16 @@ def package(monkeypatch):
         beta = 1.0
 
         def loss(self, model, inputs): ...
+        def wrapped(self, *args, **named): ...
 
     module.Trainer = Trainer
     monkeypatch.setitem(sys.modules, "made_up_package", module)
 
 
 def test_existing_attributes_pass(package):
-    trainer = "made_up_package:Trainer"
-    assert (
-        require_attributes("made_up", {trainer: (), f"{trainer}.beta": (), f"{trainer}.loss": ("model",)})
-        is None
-    )
+    checked = {"": (), ".beta": (), ".loss": ("model",), ".wrapped": ("model",)}
+    paths = {f"made_up_package:Trainer{name}": arguments for name, arguments in checked.items()}
+    assert require_attributes("made_up", paths) is None
 
 
 @pytest.mark.parametrize(

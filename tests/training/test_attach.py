@@ -351,7 +351,7 @@ def test_dpo_and_kto_are_steered_by_the_monitor_whose_time_is_apart(trl, folder,
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(folder),
     )
-    with pytest.raises(OptionError, match=f"{kind}Trainer has no responses in TRL's batches, so its beta is"):
+    with pytest.raises(OptionError, match=f"{kind}Trainer draws no responses that TRL's passes measure"):
         kleash.attach(trainer, target_nats=1e-4, out=tmp_path / "run")
     log = kleash.attach(trainer, target_nats=1e-4, monitor=monitor(folder), out=tmp_path / "run")
     trainer.train()
@@ -375,31 +375,38 @@ def test_dpo_and_kto_are_steered_by_the_monitor_whose_time_is_apart(trl, folder,
     assert own.measure().per_sequence.value == start.measure().per_sequence.value > 0
 
 
-def test_grpo_with_batches_of_its_own_is_steered_by_the_monitor(trl, folder, tmp_path, caplog):
-    class OwnBatches(trl.package.GRPOTrainer):
-        """As that of ms-swift, with passes over batches of another form."""
+PASS = "_get_per_token_logps_and_entropies"
 
-        def _get_per_token_logps_and_entropies(self, model, model_inputs, batch, keep, **named):
-            return super()._get_per_token_logps_and_entropies(model, model_inputs, batch, keep, **named)
+
+def as_ms_swift(self, model, model_inputs, batch, keep, **named):
+    return getattr(super(type(self), self), PASS)(model, model_inputs, batch, keep, **named)
+
+
+def as_unsloth(self, model, input_ids, attention_mask, keep, compute_efficient=False, *args, **named):
+    return getattr(super(type(self), self), PASS)(model, input_ids, attention_mask, keep, *args, **named)
+
+
+@pytest.mark.parametrize("own", [as_ms_swift, as_unsloth])
+def test_grpo_with_passes_of_its_own_is_steered_by_the_monitor(trl, folder, tmp_path, caplog, own):
+    plain, leashed = (
+        type("Own", (kind,), {PASS: own}) for kind in (trl.package.GRPOTrainer, trl.LeashedGRPO)
+    )
 
     class AtBegin(TrainerCallback):
         def on_train_begin(self, args, state, control, **_):
             kleash.attach(trainer, target_nats=0.1, monitor=monitor(folder), out=tmp_path / "run")
 
     settings = {"max_steps": 4, "learning_rate": 1e-2}
-    trainer = make(OwnBatches, trl.package.GRPOConfig, str(folder), tmp_path / "trl", config_of=settings)
-    for more, reason in (
-        ({"target_nats": 1.0}, "OwnBatches has no"),
-        ({"rollouts_every": 1}, "OwnBatches makes"),
-    ):
+    with pytest.raises(CannotRunError, match="Own computes its KL from TRL's passes"):
+        make(leashed, trl.package.GRPOConfig, str(folder), tmp_path / "trl", config_of=settings)
+    trainer = make(plain, trl.package.GRPOConfig, str(folder), tmp_path / "trl", config_of=settings)
+    for more, reason in (({"target_nats": 1.0}, "Own draws no"), ({"rollouts_every": 1}, "Own has")):
         with pytest.raises(OptionError, match=reason):
             kleash.attach(trainer, out=tmp_path / "run", **more)
     trainer.add_callback(AtBegin())
     trainer.train()
     last = read_steps(tmp_path / "run")[-1].metrics
-    assert (
-        last["reward/score"] == trainer.state.log_history[-2]["reward"] and "OwnBatches makes" in caplog.text
-    )
+    assert last["reward/score"] == trainer.state.log_history[-2]["reward"] and "Own passes" in caplog.text
     assert trainer.beta > last["beta"] > 0.3 and last["kl/exact_per_sequence"] > 0.1
     with folder_lock(tmp_path / "run", "it is open"):
         pass
@@ -522,7 +529,7 @@ SFT = type("SFTTrainer", (Mixing,), {"__module__": "trl.trainer"})  # by its nam
 TRLS = [type(name, (SFT,), {"__module__": "trl.trainer"}) for name in ("GKDTrainer", "DPOTrainer")]
 
 
-@pytest.mark.parametrize("kind", [Trainer, *TRLS, ReadOnly, Mixing])
+@pytest.mark.parametrize("kind", [Trainer, *TRLS, ReadOnly, Mixing, type("UnslothSFTTrainer", (Mixing,), {})])
 def test_controller_of_a_beta_that_prices_no_kl_is_refused(folder, tmp_path, kind):
     trainer = plain(folder, tmp_path, kind)
     trainer.args.loss_type = ["sft"]  # DPO's
@@ -530,7 +537,8 @@ def test_controller_of_a_beta_that_prices_no_kl_is_refused(folder, tmp_path, kin
         kleash.attach(trainer, target_nats=0.1, out=tmp_path / "run")
     trainer.model = torch.nn.Sequential(trainer.model)  # without a configuration
     log = kleash.attach(trainer, monitor=PROMPTS, reference=str(folder), out=tmp_path / "run")
-    assert log.algorithm == (kind.__name__.removesuffix("Trainer").lower() or "trainer")
+    name = kind.__name__.removeprefix("Unsloth").removesuffix("Trainer")
+    assert log.algorithm == (name.lower() or "trainer")
     assert not any(isinstance(one, BetaController) for one in trainer.callback_handler.callbacks)
 
 

@@ -95,17 +95,17 @@ def attach(
         OptionError, UnknownNameError: if an option is invalid, the trainer's beta is no price of a KL, its teacher is
             the policy itself, or a monitor has no reference.
     """
-    from kleash.integrations.trainer.compat import makes_trl_batches, moves_reference
+    from kleash.integrations.trainer.compat import makes_trl_passes, moves_reference
     from kleash.training.step_logger import FolderLog
 
     _check(trainer, on_hacking, report_to)
     if target_nats is not None and getattr(controller, "target_nats", None) is not None:
         raise OptionError(f"a {type(controller).__name__} has a target of its own; leave target_nats out")
     algorithm = _algorithm(trainer)
-    is_read = algorithm in GENERATING and makes_trl_batches(trainer)
+    is_read = algorithm in GENERATING and makes_trl_passes(trainer)
     if algorithm in GENERATING and not is_read:
         logging.getLogger(__name__).warning(
-            "%s makes batches of its own, not TRL's, so its responses are not measured: the KL is that of monitor=",
+            "%s passes over responses in its own way, not TRL's, so they are not measured: the KL is that of monitor=",
             type(trainer).__name__,
         )
     if monitor is None and algorithm in GENERATING and moves_reference(trainer):
@@ -194,7 +194,7 @@ def _algorithm(trainer: Any) -> str:
     """The name of what the trainer trains by: of its class, or of the public one of TRL that it comes from."""
     of_trl = (base for base in type(trainer).__mro__ if base.__module__.startswith("trl."))
     kind = next((base for base in of_trl if not base.__name__.startswith("_")), type(trainer))
-    return kind.__name__.removesuffix("Trainer").lower() or "trainer"
+    return kind.__name__.removeprefix("Unsloth").removesuffix("Trainer").lower() or "trainer"
 
 
 def _drift_monitor(monitor: Any, reference: Any) -> "DriftMonitor | None":
@@ -245,8 +245,8 @@ def _require_price(trainer: Any, algorithm: str, *, is_steered: bool) -> None:
         )
     if not is_steered:
         raise OptionError(
-            f"{type(trainer).__name__} has no responses in TRL's batches, so its beta is steered by a measured drift; "
-            "give monitor= prompts"
+            f"{type(trainer).__name__} draws no responses that TRL's passes measure, so its beta is steered by a "
+            "measured drift; give monitor= prompts"
         )
 
 

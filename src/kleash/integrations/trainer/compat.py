@@ -31,7 +31,7 @@ __all__ = [
     "Trainer",
     "TrainerCallback",
     "halve_learning_rate",
-    "makes_trl_batches",
+    "makes_trl_passes",
     "moves_reference",
     "tokenizer_of",
 ]
@@ -45,10 +45,14 @@ def moves_reference(trainer: Any) -> bool:
     )
 
 
-def makes_trl_batches(trainer: Any) -> bool:
-    """Whether the passes over a trainer's responses are those of TRL's GRPO and RLOO; ms-swift's GRPO has its own."""
-    parameters = signature(trainer._get_per_token_logps_and_entropies).parameters.values()
-    return any(each.name == "attention_mask" or each.kind is each.VAR_POSITIONAL for each in parameters)
+def makes_trl_passes(trainer: Any) -> bool:
+    """Whether the passes over a trainer's responses are those of TRL's GRPO and RLOO, from which they are measured.
+
+    Those of ms-swift's GRPO take other batches, and those of Unsloth's give no log-probabilities in the loss.
+    """
+    parameters = signature(trainer._get_per_token_logps_and_entropies).parameters
+    takes_any = any(each.kind is each.VAR_POSITIONAL for each in parameters.values())
+    return "compute_efficient" not in parameters and ("attention_mask" in parameters or takes_any)
 
 
 def halve_learning_rate(trainer: Any) -> None:

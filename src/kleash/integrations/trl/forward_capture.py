@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kleash.errors import CannotRunError, OptionError
 from kleash.extras import replaced
-from kleash.integrations.trainer.compat import tokenizer_of
+from kleash.integrations.trainer.compat import makes_trl_passes, tokenizer_of
 from kleash.integrations.trl.compat import (
     MIXIN,
     add_fused_lm_head,
@@ -130,7 +130,13 @@ class ForwardCapture(MIXIN):
             OptionError: if the configuration is not passed by keyword, or asks for Liger's layers; or if ``reference``
                 is given, and TRL is to move the reference, or it is the policy's network.
             ModelError: if an adapter has changed the base that is to be the reference.
+            CannotRunError: if the trainer passes over responses in its own way.
         """
+        if not makes_trl_passes(self):
+            raise CannotRunError(
+                f"{type(self).__name__} computes its KL from TRL's passes over responses, and the trainer behind it, "
+                "as that of Unsloth, has others; give that trainer to kleash.attach, with monitor="
+            )
         self._head_layouts: tuple[Head, ...] = ()
         """Those of policy and reference (``read_head_layout``) if an exact KL is measured, otherwise none."""
         self._stored_head: Head | None = None

@@ -14,7 +14,7 @@ from kleash.diagnosis import write_rollouts
 from kleash.errors import CannotRunError, OptionError
 from kleash.extras import replaced
 from kleash.integrations.trainer.callback import AttachedCallback
-from kleash.integrations.trainer.compat import makes_trl_batches
+from kleash.integrations.trainer.compat import makes_trl_passes
 from kleash.integrations.trl.compat import GRPOTrainer, RLOOTrainer
 from kleash.integrations.trl.forward_capture import run_pass
 from kleash.integrations.trl.kl_mixin import ENGINE_LOGP, OLD_LOGP, REFERENCE_LOGP, KLMixin
@@ -53,10 +53,10 @@ class RolloutDump(AttachedCallback):
         Raises:
             OptionError: if the trainer is another one, or the callback is attached already.
         """
-        if not (isinstance(trainer, GRPOTrainer | RLOOTrainer) and makes_trl_batches(trainer)):
+        if not (isinstance(trainer, GRPOTrainer | RLOOTrainer) and makes_trl_passes(trainer)):
             raise OptionError(
-                f"RolloutDump reads the batches of TRL's GRPO and RLOO trainers, and {type(trainer).__name__} makes "
-                "none; write its batches with kleash.diagnosis.write_rollouts"
+                f"RolloutDump reads batches and passes of TRL's GRPO and RLOO trainers, and {type(trainer).__name__} "
+                "has others; write its batches with kleash.diagnosis.write_rollouts"
             )
         super().attach(trainer)
         self.trainer._generate_and_score_completions = partial(
