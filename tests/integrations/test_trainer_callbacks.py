@@ -200,27 +200,6 @@ def test_kl_budget_stops_training(training, folder, caplog):
         assert f"nats per {per}, beyond the budget" in watch.stopped and watch.stopped in caplog.text
 
 
-def test_processes_share_the_prompts(training, folder, monkeypatch):
-    trainer = training()
-    with torch.no_grad():
-        trainer.model.lm_head.weight.mul_(1.3)
-    alone = monitor(folder).attach(trainer).measure()
-    parts = []
-    for rank in (0, 1):
-        one = monitor(folder)
-        one.trainer = SimpleNamespace(
-            accelerator=SimpleNamespace(unwrap_model=lambda x: x, process_index=rank, num_processes=2),
-            model=trainer.model,
-            processing_class=trainer.processing_class,
-        )
-        gathered = "accelerate.utils.gather_object"
-        monkeypatch.setattr(gathered, lambda given: parts.extend(given) or list(parts))
-        together = one.measure()
-    assert [len(part.tokens) for part in parts] == [4, 2]
-    assert together.per_token.value == pytest.approx(alone.per_token.value, rel=1e-6)
-    assert together.per_sequence.standard_error == pytest.approx(alone.per_sequence.standard_error, rel=1e-5)
-
-
 @pytest.mark.parametrize(
     ("name", "value"), [("every", 0), ("per", "word"), ("stop_at_nats", 0.0), ("stop_at_nats", float("nan"))]
 )
