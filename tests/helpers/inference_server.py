@@ -27,7 +27,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 FAULTS = (
-    "truncated", "429", "500", "401", "400", "html", "counts", "nan", "logits", "hang",
+    "truncated", "429", "500", "401", "400", "html", "nested", "counts", "nan", "logits", "hang",
     "texts", "foreign", "fewer", "later", "redirect", "close", "models", "nomodels",
     "swapped", "retrained", "reflected", "full", "adapter", "renamed", "rounded",
     "negative", "choices", "zeros", "endless", "stale",
@@ -144,8 +144,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send(int(fault), {"error": {"message": f"\x1b[31mbusy {key}"}}, retry_after="7")
         elif fault in ("400", "401"):
             self.send(int(fault), {"object": "error", "message": f"no, \x1b[31m{key}"})
-        elif fault == "html":
-            self.send_bytes(200, b"<html>gateway</html>")
+        elif fault in ("html", "nested"):
+            self.send_bytes(200, b"<html>gateway</html>" if fault == "html" else b"[" * 100_000)
         elif fault == "redirect":
             self.send_response(307)
             self.send_header("Location", f"https://elsewhere.example/v1?key={quote(str(key))}")

@@ -77,7 +77,7 @@ BAD_PROMPTS = {
     "half": (r'{"prompt": "Oh \ud83d"}', r"line 1: 'prompt' holds half a character, .ud83d, at place 3"),
     "half in a message": (r'{"messages": [{"role": "user", "content": "\ude00"}]}',
         r"line 1: 'messages' holds half a character, .ude00"),
-    "nested": ("[" * 100_000, "line 1: expected a JSON object and found .* recursion"),
+    "nested": ("[" * 100_000, "line 1: expected a JSON object and found .* nested too deeply"),
 }  # fmt: skip
 
 

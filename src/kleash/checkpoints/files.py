@@ -1,6 +1,5 @@
 """Reading the files of an untrusted checkpoint: its settings, which may fetch no code, and its safetensors."""
 
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch import Tensor
 from kleash.errors import ModelError, summarise_error
 from kleash.extras import import_extra
 from kleash.precision import bitwise_equal
+from kleash.store.codec import parse_json
 from kleash.store.file_hashes import require_unchanged_files
 
 SINGLE_FILE = "model.safetensors"
@@ -134,8 +134,8 @@ def read_json(path: Path) -> dict[str, Any]:
         ModelError: if the file is not JSON, or holds another type.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read as JSON: {summarise_error(error)}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} should hold a JSON object and holds a {type(content).__name__}")

@@ -29,7 +29,7 @@ from itertools import groupby, takewhile
 from typing import Any, NamedTuple
 
 from kleash.sources.columns import as_messages
-from kleash.sources.records import SourceRecord, get_field, is_list_of, parse_json, show_value
+from kleash.sources.records import SourceRecord, get_field, is_list_of, parse_unique_json, show_value
 
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 """Columns of records whose text refers to something that is no text."""
@@ -381,5 +381,5 @@ def _arguments(arguments: Any) -> tuple[Any, Any]:
         prompt = prompt[0]  # a conversation, as JSON in a list
     if isinstance(prompt, str) and prompt.startswith('[{"role"'):
         with suppress(ValueError):  # a text that only begins like messages
-            return parse_json(prompt), options
+            return parse_unique_json(prompt), options
     return (prompt if isinstance(prompt, str) else None), options

@@ -9,12 +9,14 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard, TypeVar, cast
 
 from kleash.errors import SourceError, summarise_error
 from kleash.extras import import_extra
+from kleash.store.codec import parse_json
 
 Entry = TypeVar("Entry")
 MAX_SHOWN_CHARACTERS = 60
@@ -56,18 +58,6 @@ class SourceRecord:
         return SourceError(f"{self.location}: {problem}")
 
 
-def parse_json(text: str) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        ValueError: if it is no JSON, is nested too deeply, or an object in it has two values of one name.
-    """
-    try:
-        return _DECODER.decode(text)
-    except RecursionError as error:
-        raise ValueError(summarise_error(error)) from error
-
-
 def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of these names and values."""
     fields = dict(pairs)
@@ -77,14 +67,15 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique_names)
+parse_unique_json = partial(parse_json, make_object=_unique_names)
+"""``parse_json``, which also raises ValueError if an object in the text has two values of one name."""
 
 
 def parse_if_json(value: Any) -> Any:
     """A value, of JSON if it is a text that is."""
     try:
-        return json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
+        return parse_json(value) if isinstance(value, str) else value
+    except ValueError:
         return value
 
 
@@ -99,7 +90,7 @@ def read_jsonl(path: Path) -> Iterator[SourceRecord]:
             continue
         location, reason = f"{source_label(path)}, line {number}", ""
         try:
-            fields = parse_json(text)
+            fields = parse_unique_json(text)
         except ValueError as error:
             fields, reason = None, f" ({summarise_error(error)})"
         if not isinstance(fields, dict):

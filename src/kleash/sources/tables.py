@@ -18,7 +18,7 @@ from kleash.sources.records import (
     is_list_of,
     is_message_list,
     open_unpacked,
-    parse_json,
+    parse_unique_json,
     read_text_lines,
     shorten,
     show_value,
@@ -155,7 +155,7 @@ def _value(name: str, cell: str, location: str, is_named: bool) -> Any:
     if not (is_json or is_list or may_be_messages):
         return cell
     try:
-        value = parse_json(cell)
+        value = parse_unique_json(cell)
     except ValueError as error:
         if (is_json and name != "prompt_id") or is_list or PYTHON_MESSAGES.match(cell):
             raise SourceError(
@@ -271,7 +271,7 @@ def read_json_array(path: Path, text_field: str) -> Iterator[SourceRecord]:
     """
     label = source_label(path)
     try:
-        content = parse_json("\n".join(line for _, line in read_text_lines(path)))
+        content = parse_unique_json("\n".join(line for _, line in read_text_lines(path)))
     except ValueError as error:
         raise SourceError(
             f"{label} begins as JSON and cannot be read ({summarise_error(error)}); mend it, or name the file .txt if "

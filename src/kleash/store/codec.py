@@ -7,26 +7,33 @@ JSON has no word for what is not finite, so those three numbers are the strings 
 import json
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from itertools import repeat
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+MakeObject = Callable[[list[tuple[str, Any]]], Any]
 
 NOT_WRITTEN = {"written": False}
 """Metadata of a field that is no part of the file."""
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, make_object: MakeObject | None = None) -> Any:
     """The value that JSON text stands for.
+
+    Args:
+        text: of JSON.
+        make_object: makes an object of its names and values; None for a dictionary, of equal names with the last.
 
     Raises:
         ValueError: if it is not JSON, not UTF-8, nested too deeply, or has a number of too many digits.
     """
     try:
-        return json.loads(text if isinstance(text, str) else text.decode("utf-8"))
+        return json.loads(
+            text if isinstance(text, str) else text.decode("utf-8"), object_pairs_hook=make_object
+        )
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 

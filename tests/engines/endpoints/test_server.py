@@ -61,6 +61,7 @@ def test_the_dialect_is_that_of_the_server(connected, dialect, name):
     [
         ("vllm", "truncated", r"not JSON|broke off its answer.* \(tries: 3\); see that it runs"),
         ("vllm", "html", r"bytes that are not JSON \(tries: 3\)"),
+        ("vllm", "nested", r"100000 bytes that are not JSON \(tries: 3\)"),
         ("vllm", "close", r"broke off its answer \(.*\) \(tries: 3\)"),
         ("vllm", "429", r"answers 429: '.*busy Bearer \*\*\*.*' \(tries: 3\)"),
         ("vllm", "401", r"answers 401: .*; set KLEASH_POLICY_API_KEY to its key$"),

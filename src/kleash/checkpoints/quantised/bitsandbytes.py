@@ -12,7 +12,6 @@ numbers, scaled in blocks by ``nested_absmax``, less ``nested_offset``.
 Source: bitsandbytes, ``functional.py`` (``QuantState``, ``dequantize_4bit``, ``int8_vectorwise_dequant``).
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from kleash.checkpoints.quantised.packed_modules import (
     modules_with,
 )
 from kleash.checkpoints.resolution import Checkpoint
+from kleash.store.codec import parse_json
 
 QUANT_STATE = re.compile(r"(.+)\.(weight\.quant_state\.bitsandbytes__\w+)")
 """Name of the tensor that holds the settings of a matrix of 4 bits, as JSON."""
@@ -140,8 +140,8 @@ def _read_settings(tensors: ModuleTensors, state: str) -> BlockCodes:
     (length,) = tensors.shape(state, ("U8",), (1,))
     tensors.require(length <= MAX_STATE_BYTES, f"has a quant_state of {length} bytes")
     try:
-        values = json.loads(bytes(tensors.read(state).tolist()))
-    except (ValueError, RecursionError) as error:
+        values = parse_json(bytes(tensors.read(state).tolist()))
+    except ValueError as error:
         raise tensors.error("has a quant_state that is not JSON") from error
     settings: dict[str, Any] = values if isinstance(values, dict) else {}
     shape = settings.get("shape")

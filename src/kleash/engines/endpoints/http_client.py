@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from urllib.request import HTTPErrorProcessor, ProxyHandler, Request, build_opener
 
 from kleash.errors import EndpointError, OptionError
+from kleash.store.codec import parse_json
 
 RETRIED_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses of passing faults: the request is sent again."""
@@ -153,7 +154,7 @@ class JSONClient:
         if self.api_key is not None and len(self.api_key) >= SHORTEST_KEY:
             content = content.replace(self.api_key.encode(), b"***")  # a server may repeat it
         try:
-            return json.loads(content)
+            return parse_json(content)
         except ValueError as error:
             raise _PassingError(f"answers with {len(content)} bytes that are not JSON", 0.0) from error
 
