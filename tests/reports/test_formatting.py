@@ -100,7 +100,7 @@ def test_counts_percentages_and_bytes_in_the_largest_decimal_unit_that_fits():
     [
         (measured(0.218312, 0.0095), ("0.2183", "0.0095", "0.1993 to 0.2373", "nats")),
         (measured(0.9123, 0.0031, "probability"), ("91.23", "0.31", "90.61 to 91.85", "%")),
-        (measured(math.inf, math.nan), ("∞", "–", "–", "nats")),
+        (replace(measured(math.inf, math.nan), ci95=(0.1, math.inf)), ("∞", "–", "–", "nats")),
         (replace(measured(math.nan, math.inf), ci95=(0.1, math.inf)), ("NaN", "∞", "0.1 to ∞", "nats")),
     ],
 )

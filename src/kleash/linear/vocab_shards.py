@@ -99,12 +99,8 @@ class VocabShards:
         if top == 0 or self.group is None:
             return values, ids
         all_values, all_ids = (
-            torch.empty((self.world_size, *x.shape), dtype=x.dtype, device=x.device)
-            for x in (values, ids + self.offset)
+            next(self._gather([x])).movedim(0, 1).flatten(1) for x in (values, ids + self.offset)
         )
-        all_gather_single(all_values.flatten(0, 1), values.contiguous(), self.group)
-        all_gather_single(all_ids.flatten(0, 1), (ids + self.offset).contiguous(), self.group)
-        all_values, all_ids = (x.movedim(0, 1).flatten(1) for x in (all_values, all_ids))
         order = torch.sort(all_values, stable=True, dim=-1, descending=True).indices[:, :top]
         return all_values.gather(-1, order), all_ids.gather(-1, order)
 
@@ -184,9 +180,7 @@ class VocabShards:
         Raises:
             CannotRunError: if the factors differ.
         """
-        numbers = factor.detach().reshape(1).double()
-        factors = numbers.new_empty(self.world_size)
-        all_gather_single(factors, numbers, self.group)
+        (factors,) = self._gather([factor.detach().double()])
         values = cast("list[float]", cast("Any", factors).tolist())
         if len({value for value in values if not isnan(value)}) > 1:
             raise CannotRunError(

@@ -13,7 +13,7 @@ from kleash.estimate import Estimate
 from kleash.jobs import MeasureJob
 from kleash.jobs.option_groups import in_order_of_help
 from kleash.store.codec import encode
-from kleash.store.summary import to_display_unit
+from kleash.store.summary import cells
 
 NAMED_CHARACTERS = {"\n": "⏎", "\t": "⇥"}
 UNKNOWN = "–"
@@ -38,13 +38,11 @@ class FormattedNumber:
 
 def format_number(number: Estimate) -> FormattedNumber:
     """``number`` as a page shows it; probabilities in percent."""
-    number, unit = to_display_unit(number)
-    low, high = (typographic(number.format(end)) for end in number.ci95)
-    has_interval = not (math.isnan(number.ci95[0]) or math.isnan(number.ci95[1]))
+    value, interval, error, unit = cells(number)
     return FormattedNumber(
-        value=typographic(number.rounded),
-        error=typographic(number.format(number.standard_error)) if number.has_error else UNKNOWN,
-        interval=f"{low} to {high}" if has_interval else UNKNOWN,
+        value=typographic(value),
+        error=typographic(error) if error else UNKNOWN,
+        interval=" to ".join(map(typographic, interval.split(" to "))) if interval else UNKNOWN,
         unit=unit,
         warnings=number.warnings,
     )

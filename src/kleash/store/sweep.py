@@ -231,9 +231,7 @@ class Sweep(MeasuredResult):
         folder = Path(folder).expanduser()
         advice, missing = "make it again with kleash sweep --resume", "finish the sweep with --resume"
         sweep = read_result(cls, folder / SWEEP, "a sweep", missing, advice)
-        for candidate in sweep.candidates:
-            if candidate.failure:
-                continue
+        for candidate in sweep.ranking:
             run = folder / candidate.folder / "measurement.json"
             what = f"the measurement of candidate {candidate.number} that was ranked"
             require_sha256(run, candidate.measurement_sha256, what, advice)
