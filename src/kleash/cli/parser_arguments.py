@@ -119,6 +119,4 @@ def field_docstrings(record: type) -> dict[str, str]:
         match field, text:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(docstring))):
                 docstrings[name] = docstring
-            case _:
-                pass
     return docstrings

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from time import monotonic
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
@@ -60,7 +59,7 @@ class Progress(ProgressReporter):
             transient=True,
             disable=not self._draws,
         )
-        self._task: Any = None
+        self._task = self._bar.add_task("loading", total=None, state="")
         self._start_time = self._last_line_time = clock()
         self._total: int | None = None
         self._begin_counts()
@@ -68,9 +67,7 @@ class Progress(ProgressReporter):
 
     def __enter__(self) -> "Progress":
         """Start drawing."""
-        if self._draws:
-            self._bar.start()
-            self._task = self._bar.add_task("loading", total=None, state="")
+        self._bar.start()
         return self
 
     def __exit__(

@@ -23,8 +23,8 @@ from kleash.diagnosis.residuals import (
     rounding,
     token_unit,
 )
-from kleash.diagnosis.rollout_records import ROUNDING_NATS
 from kleash.diagnosis.token_table import TokenTable, short_dtype
+from kleash.sources.sequences import ROUNDING_NATS
 from kleash.store.rollout_results import LikelyCause
 from kleash.store.summary import counted
 

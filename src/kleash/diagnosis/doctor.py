@@ -30,13 +30,13 @@ from kleash.diagnosis.model_hypotheses import (
 from kleash.diagnosis.model_scores import ModelScores
 from kleash.diagnosis.residuals import DISTINCT, SOFTMAX_NATS, healthy_scale
 from kleash.diagnosis.rollout_files import note_on_one_sided_files, read_rollout_files
-from kleash.diagnosis.rollout_records import LOG_OF_ZERO, ROUNDING_NATS, RolloutRecord
+from kleash.diagnosis.rollout_records import LOG_OF_ZERO, RolloutRecord
 from kleash.diagnosis.token_table import TokenTable, sample_rollouts, short_dtype, tabulate
 from kleash.jobs.options import job_of
 from kleash.jobs.reading_jobs import DoctorJob
 from kleash.models import Pair, load_pair
 from kleash.sources.in_memory import naming_entries, to_jsonl
-from kleash.sources.sequences import is_padded, padding_length
+from kleash.sources.sequences import ROUNDING_NATS, is_padded, padding_length
 from kleash.store import Diagnosis
 from kleash.store.file_hashes import require_unchanged_files, watching_files
 from kleash.store.job_folder import SOURCE

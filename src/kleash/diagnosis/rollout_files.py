@@ -12,7 +12,6 @@ import numpy as np
 from kleash.diagnosis.rollout_records import (
     ATTENTION_MASK,
     RESPONSE_MASKS,
-    ROUNDING_NATS,
     SEQUENCES,
     RolloutRecord,
     padded,
@@ -24,7 +23,7 @@ from kleash.models import find_source
 from kleash.sources.dataset_folders import SPLITS, STATE
 from kleash.sources.files import STANDARD_INPUT
 from kleash.sources.records import shorten, uncompressed_suffix
-from kleash.sources.sequences import is_padded, padding_length
+from kleash.sources.sequences import ROUNDING_NATS, is_padded, padding_length
 from kleash.store.steps import STEPS
 from kleash.uncertainty import Estimate
 

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kleash.errors import OptionError
 from kleash.sources.records import SourceRecord, describe_fields, get_field, show_value
-from kleash.sources.sequences import hash_tokens
+from kleash.sources.sequences import ROUNDING_NATS, hash_tokens
 from kleash.store.atomic import write_atomically
 
 FIELD_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -61,8 +61,6 @@ LARGEST_TOKEN_ID, LARGEST_INTEGER = 2**31 - 1, 10**300
 LOG_OF_ZERO = -745.0
 """Log-probabilities below it are of a probability that is 0 in float64."""
 LARGEST_LOGIT = 1e4
-ROUNDING_NATS = 1e-3
-"""Log-probabilities above 0 by at most this are rounding."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from kleash.diagnosis.residuals import MACHINE_EPSILON, Floats, token_unit
-from kleash.diagnosis.rollout_records import LOG_OF_ZERO, ROUNDING_NATS, RolloutRecord
+from kleash.diagnosis.rollout_records import LOG_OF_ZERO, RolloutRecord
+from kleash.sources.sequences import ROUNDING_NATS
 
 SMALLEST_RUN = 3
 """Tokens of a run of equal values that count as placeholders."""

@@ -229,13 +229,8 @@ class DistillJob(OnlineJob):
         )
 
     @property
-    def given_source(self) -> str | None:
-        """Where prompts or responses lie, if it was said."""
-        return self.prompts if self.responses is None else self.responses
-
-    @property
     def source_kind(self) -> SourceKind:
-        """What lies there."""
+        """What is read, and the option that says where it lies."""
         return "prompts" if self.responses is None else "responses"
 
     @property

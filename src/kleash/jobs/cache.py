@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from kleash.errors import OptionError
 from kleash.jobs.measure import MeasureJob
 from kleash.jobs.option_groups import (
     OUTPUT_OPTIONS,
@@ -14,10 +13,21 @@ from kleash.jobs.option_groups import (
     is_endpoint,
     shown_endpoint,
 )
-from kleash.jobs.options import Count, Refusal, changed_options, flag, one_of, shared_options
+from kleash.jobs.options import Allowed, Count, Refusal, changed_options, flag, one_of, shared_options
 
 CHUNK_TOKENS = 512
 """Tokens in a chunk of llama-perplexity without -c."""
+
+
+def _are_layers(text: str) -> bool:
+    """Whether a text names layers by their numbers in ascending order, each once."""
+    numbers = [int(word) if word.isdecimal() else -1 for word in text.split(",")]
+    return numbers[0] >= 0 and numbers == sorted(set(numbers))
+
+
+Layers = Annotated[
+    str, Allowed("numbers of layers in ascending order, as vLLM saves them, such as 1,2,36", _are_layers)
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +50,7 @@ class CacheJob(ScoringOptions):
     from_hidden_states: str | None = None
     """Folder of hidden states that vLLM or SGLang saved when serving the reference; they are checked against it and
     not computed again."""
-    layers: str | None = None
+    layers: Layers | None = None
     """The engine's eagle_aux_hidden_state_layer_ids, such as 1,2,36, for hidden states of vLLM; the last is the number
     of layers of the reference."""
     format: Annotated[str, one_of(("llama.cpp",))] | None = None
@@ -66,7 +76,6 @@ class CacheJob(ScoringOptions):
                 "--layers says what the files of --from-hidden-states hold; give that folder as well",
             ),
         )
-        self.layer_ids()  # raises an error of its own
         if self.format == "llama.cpp":
             unused = changed_options(self, ("responses", "stride", "from_hidden_states", "temperature"))
             yield from (
@@ -88,24 +97,8 @@ class CacheJob(ScoringOptions):
         return CHUNK_TOKENS if self.window is None else self.window
 
     def layer_ids(self) -> tuple[int, ...] | None:
-        """The numbers of ``--layers``; None without it.
-
-        Raises:
-            OptionError: if they are not numbers of layers in ascending order.
-        """
-        if self.layers is None:
-            return None
-        try:
-            layer_ids = tuple(map(int, self.layers.split(",")))
-        except ValueError as error:
-            raise OptionError(
-                f"--layers must be numbers of layers such as 1,2,36; it is {self.layers!r}"
-            ) from error
-        if list(layer_ids) != sorted(set(layer_ids)):
-            raise OptionError(
-                f"--layers must be in ascending order, as vLLM saves them, each once; it is {self.layers!r}"
-            )
-        return layer_ids
+        """The numbers of ``--layers``; None without it."""
+        return None if self.layers is None else tuple(map(int, self.layers.split(",")))
 
     def measurement(self) -> MeasureJob:
         """The measurement of the reference against itself that reads what this job reads."""

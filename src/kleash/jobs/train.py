@@ -111,12 +111,12 @@ class OnlineJob(TrainJob, GenerationOptions, PromptOptions):
 
     @property
     def given_source(self) -> str | None:
-        """Where the prompts lie, if it was said."""
-        return self.prompts
+        """Where what is read lies, if it was said."""
+        return getattr(self, self.source_kind)
 
     @property
     def source(self) -> str:
-        """Where the prompts lie."""
+        """Where what is read lies."""
         return SHIPPED_PROMPTS if self.given_source is None else self.given_source
 
     @property
@@ -126,7 +126,7 @@ class OnlineJob(TrainJob, GenerationOptions, PromptOptions):
 
     @property
     def source_kind(self) -> SourceKind:
-        """What lies there."""
+        """What is read, and the option that says where it lies."""
         return "prompts"
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from kleash.checkpoints.gguf.architectures import (
     DRAFT_LAYERS,
-    LONG_ROPE,
     POOLING,
     ROPE_FACTORS,
     SIGMOID,
@@ -142,7 +141,7 @@ def load_gguf_network(
         raise ModelError(
             f"{subject} has tensors that its architecture does not use: {names}; convert it again"
         )
-    if not architecture.config_has_rope_factors:
+    if ROPE_FACTORS not in architecture.factors:
         _divide_rope(network, files, subject)
     for setting, value in files.settings.items():
         if setting.startswith(SAMPLING):
@@ -193,7 +192,7 @@ def read_attributes(
     if len(shapes.get("token_embd.weight", ())) != 2:
         raise ModelError("it has no matrix token_embd.weight")
     factors = read_factors(files.tensors)
-    if not architecture.has_long_rope and not factors.keys().isdisjoint(LONG_ROPE):
+    if not factors.keys() - architecture.factors <= {ROPE_FACTORS}:
         raise ModelError(
             "its positions are scaled by lists of factors (LongRoPE), which is not read of its architecture"
         )

@@ -11,7 +11,10 @@ from typing import Any
 
 from kleash.estimate import Estimate
 from kleash.extras import import_extra
+from kleash.jobs.option_groups import is_gguf
 from kleash.reports.formatting import as_sentence, make_visible, measure_command
+from kleash.sources.dataset_folders import HUB_ID, has_data_suffix
+from kleash.sources.records import COMPRESSED_SUFFIXES
 from kleash.store.codec import encode
 from kleash.store.measurement import Measurement, describe_storage
 from kleash.store.measurement_summary import all_warnings, headline, headline_name, upper_bound
@@ -31,10 +34,6 @@ ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "@&#8203;"}
 """Of characters of HTML, and of a mention of a person, which the invisible character prevents."""
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 """Beginnings of a cell that spreadsheets take for a formula."""
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
-DATA_SUFFIX = re.compile(
-    r"\.(jsonl?|ndjson|csv|tsv|parquet|pq|arrow|feather|ipc|txt|gz|zst|gguf)$", re.IGNORECASE
-)
 SOURCES = {
     "text": "the texts",
     "responses": "the given responses",
@@ -257,7 +256,8 @@ def _with_published_names(text: str, measurement: Measurement) -> str:
 
 def published_name(path: str) -> str:
     """The name under which a model or data set is published: a name on the hub as it is, of a path the last part."""
-    is_on_hub = HUB_NAME.fullmatch(path) and not DATA_SUFFIX.search(path) and not Path(path).exists()
+    is_file = is_gguf(path) or has_data_suffix(Path(path)) or Path(path).suffix.lower() in COMPRESSED_SUFFIXES
+    is_on_hub = HUB_ID.fullmatch(path) and not is_file and not Path(path).exists()
     if is_on_hub or path.startswith(("shipped:", "http://", "https://")):
         return plain_text(path)
     return plain_text(PurePath(path.rstrip("/\\")).name or path)

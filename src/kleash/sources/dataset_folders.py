@@ -11,7 +11,7 @@ from kleash.jobs.reading import ReadOptions
 from kleash.registry import grouped
 from kleash.sources.records import shorten, uncompressed_suffix
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 """A data set on the hub, as "user/name"."""
 STATE, SPLITS = "state.json", "dataset_dict.json"
 """Files of a folder that ``save_to_disk`` wrote: of one split, and of several."""
@@ -51,7 +51,7 @@ def find_dataset(name: str, reading: ReadOptions) -> tuple[tuple[Path, ...], tup
         return None
     if has_splits or has_state:
         return _saved_files(name, path, reading)
-    is_on_hub = not exists and HUB_ID.fullmatch(name) is not None and not _has_data_suffix(path)
+    is_on_hub = not exists and HUB_ID.fullmatch(name) is not None and not has_data_suffix(path)
     if not (has_data_files or is_on_hub):
         return None
     if not is_installed("datasets"):
@@ -97,7 +97,7 @@ def _saved_files(name: str, folder: Path, reading: ReadOptions) -> tuple[tuple[P
     return paths, notes
 
 
-def _has_data_suffix(path: Path) -> bool:
+def has_data_suffix(path: Path) -> bool:
     """Whether the name of a path ends as that of a data file, perhaps compressed."""
     return uncompressed_suffix(path) in DATA_SUFFIXES
 
@@ -107,7 +107,7 @@ def _data_files(folder: Path) -> Iterator[Path]:
     for path in folder.rglob("*"):
         relative = path.relative_to(folder)
         is_hidden = any(part.startswith(".") for part in relative.parts)
-        if _has_data_suffix(path) and path.name not in METADATA and not is_hidden:
+        if has_data_suffix(path) and path.name not in METADATA and not is_hidden:
             yield relative
 
 

@@ -30,6 +30,7 @@ from kleash.sources.records import (
     show_value,
 )
 from kleash.sources.sequences import (
+    ROUNDING_NATS,
     Prompt,
     TokenLimits,
     TokenSequence,
@@ -41,8 +42,6 @@ from kleash.sources.sequences import (
 
 MAX_ID = 2**31 - 1
 ID_RANGE = f"a whole number from 0 to {MAX_ID}"
-ROUNDING_NATS = 1e-3
-"""Largest log-probability above 0 that is taken for a rounding error and replaced by 0."""
 LISTS = ("teacher_ids", "teacher_logprobs")
 """Fields with the k likeliest tokens of a teacher for each token of a response, and their log-probabilities."""
 CHANCE = 25

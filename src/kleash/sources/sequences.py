@@ -13,6 +13,8 @@ from kleash.registry import grouped, require_at_least
 
 SourceForm = Literal["messages", "text", "rendered text", "token ids"]
 """What a source has for a prompt or document; "rendered text" is plain text that a chat template made."""
+ROUNDING_NATS = 1e-3
+"""Largest log-probability above 0 that is taken for a rounding error."""
 LEAST_PADDING_RUN = 3
 """Tokens of the shortest end of a response that counts as padding."""
 LEAST_RESPONSES, LEAST_SHARE = 2, 0.1
@@ -25,22 +27,18 @@ class TokenLimits(Protocol):
     @property
     def tokenizer(self) -> Any:
         """Of transformers; both models read its tokens."""
-        ...
 
     @property
     def vocab_size(self) -> int:
         """Number of tokens that both models give a probability to."""
-        ...
 
     @property
     def context_length(self) -> int | None:
         """Largest number of input tokens for both; None if there is no limit."""
-        ...
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a response of the policy."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

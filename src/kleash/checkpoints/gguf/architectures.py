@@ -147,10 +147,9 @@ class GGUFArchitecture:
     arrange: Sequence[Callable[[dict[str, Tensor], Mapping[str, Any]], None]] = ()
     """Functions that change decoded parameters into those of a checkpoint in turn; arguments are the parameters and the
     attributes."""
-    config_has_rope_factors: bool = False
-    """Whether ``adjust`` turns the factors of the rotary embedding into attributes."""
-    has_long_rope: bool = False
-    """Whether ``adjust`` reads the two lists of factors of LongRoPE."""
+    factors: Sequence[str] = ()
+    """Tensors of divisors of the rotary frequencies that ``adjust`` turns into attributes: ``LONG_ROPE``, or
+    ``ROPE_FACTORS``, which otherwise divide those of the network."""
     has_latent_attention: bool = False
     """Whether keys and values come from a latent vector, so that the sizes of heads are others."""
 
@@ -174,14 +173,8 @@ def config_attributes(
     )
     names = dict(architecture.shapes) | dict(architecture.settings)
     attributes = {attribute: values[key] for key, attribute in names.items() if key in values}
-    for key, attribute in architecture.shapes.items():
-        if key in values and key not in architecture.listed:
-            # files of Granite 4 without state-space layers have a list with one number for all layers
-            value, count = values[key], attributes.get("num_hidden_layers")
-            is_constant = isinstance(value, list) and len(value) == count and len(set(map(str, value))) == 1
-            attributes[attribute] = value[0] if is_constant else value
     attributes.setdefault("num_key_value_heads", attributes.get("num_attention_heads"))
-    _check_shapes(name, architecture, attributes)
+    _read_shapes(name, architecture, attributes)
     attributes["num_hidden_layers"] = _count_layers(values, attributes, tensors)
     heads, hidden_size = attributes["num_attention_heads"], attributes["hidden_size"]
     attributes["head_dim"] = head_dim = values.get("attention.key_length", hidden_size // heads)
@@ -224,19 +217,22 @@ def _attributes_of_tensors(architecture: GGUFArchitecture, tensors: TensorSummar
     }
 
 
-def _check_shapes(name: str, architecture: GGUFArchitecture, attributes: Mapping[str, Any]) -> None:
-    """Check that the settings of an architecture's shapes are there.
+def _read_shapes(name: str, architecture: GGUFArchitecture, attributes: dict[str, Any]) -> None:
+    """Check that the settings of an architecture's shapes are there, and take one number for a list of equal ones.
 
     Raises:
         ModelError: naming the first that is missing or no number above 0.
     """
     for key, attribute in architecture.shapes.items():
-        if attribute == "intermediate_size" and "moe_intermediate_size" in attributes:
+        value, count = attributes.get(attribute), attributes.get("num_hidden_layers")
+        if isinstance(value, list) and key in architecture.listed:
             continue
-        value = attributes.get(attribute)
-        if key in architecture.listed and isinstance(value, list):
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        # files of Granite 4 without state-space layers have a list with one number for all layers
+        if isinstance(value, list) and len(value) == count and len(set(map(str, value))) == 1:
+            value = attributes[attribute] = value[0]
+        is_needed = attribute != "intermediate_size" or "moe_intermediate_size" not in attributes
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_needed and not (is_number and value > 0):
             raise ModelError(
                 f"its setting {name}.{key} is {str(value)[:60]}, and should be one number above 0"
             )

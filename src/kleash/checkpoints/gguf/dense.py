@@ -260,7 +260,7 @@ DENSE_FAMILIES: Mapping[str, GGUFArchitecture] = {
         model_type="phi3",
         settings={"attention.sliding_window": "sliding_window"},
         adjust=[adjust_phi3],
-        has_long_rope=True,
+        factors=LONG_ROPE,
     ),
     "exaone4": GGUFArchitecture(
         model_type="exaone4",

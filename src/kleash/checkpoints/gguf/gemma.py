@@ -218,7 +218,7 @@ GEMMA_FAMILY: Mapping[str, GGUFArchitecture] = {
         adjust=[partial(set_layer_types, period=None), adjust_gemma4],
         listed=frozenset(("feed_forward_length", "attention.head_count_kv")),
         arrange=[drop_shared_kv],
-        config_has_rope_factors=True,
+        factors=(ROPE_FACTORS,),
     ),
 }
 """``general.architecture``, or a kind of it that ``find_architecture`` tells apart → mapping."""

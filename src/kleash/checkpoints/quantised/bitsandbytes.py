@@ -73,9 +73,7 @@ def _describe_integers(tensors: ModuleTensors) -> PackedModule:
     """A module of 8 bits, after checking the headers of its tensors."""
     rows, columns = tensors.shape("weight", ("I8",))
     tensors.check_shape("SCB", ("F32", "F16", "BF16"), (rows,))
-    parts = ["weight", "SCB"]
     if "weight_format" in tensors.headers:
-        parts.append("weight_format")
         tensors.check_shape("weight_format", ("U8", "I32", "I64"), (), (1,))
         stored_format = int(tensors.read("weight_format"))
         tensors.require(
@@ -86,7 +84,7 @@ def _describe_integers(tensors: ModuleTensors) -> PackedModule:
         parameter=tensors.full_name("weight"),
         shape=(rows, columns),
         kind=f"{METHOD} int8, rows",
-        parts=tuple(tensors.full_name(part) for part in parts),
+        parts=tensors.full_names("weight", "SCB", "weight_format"),
         decode=partial(_decode_integers, tensors),
     )
 
@@ -108,7 +106,6 @@ def _describe_codes(
     }
     tensors = ModuleTensors(checkpoint=checkpoint, name=name, headers=headers)
     codes = _read_settings(tensors, state)
-    parts = ["weight", "weight.absmax", "weight.quant_map", state]
     count = codes.shape[0] * codes.shape[1]
     stored = tensors.shape("weight", ("U8", "I8", "BF16", "F16", "F32"), (1, 2))
     item_bytes = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4}[tensors.headers["weight"].kind]
@@ -120,13 +117,15 @@ def _describe_codes(
     if codes.nested_block_size is not None:
         tensors.check_shape("weight.nested_quant_map", ("F32",), (NESTED_TABLE_SIZE,))
         tensors.check_shape("weight.nested_absmax", ("F32",), (-(-blocks // codes.nested_block_size),))
-        parts += ["weight.nested_quant_map", "weight.nested_absmax"]
     return PackedModule(
         name=name,
         parameter=f"{name}.weight",
         shape=codes.shape,
         kind=f"{METHOD} {codes.kind}, groups of {codes.block_size}",
-        parts=tuple(tensors.full_name(part) for part in parts),
+        parts=tensors.full_names(
+            *("weight", "weight.absmax", "weight.quant_map", state),
+            *("weight.nested_quant_map", "weight.nested_absmax"),
+        ),
         decode=partial(_decode_codes, tensors, codes),
     )
 

@@ -142,16 +142,13 @@ def _describe_module(tensors: ModuleTensors, settings: _GPTQSettings) -> PackedM
         f"is stored in {bits:.0f} bits, and its quantization_config says {settings.bits}",
     )
     columns = words * WORD_BITS // int(bits)
-    names = ["qweight", "scales", "qzeros"]
-    if "g_idx" in tensors.headers:
-        names.append("g_idx")
     group_size = _group_size(tensors, columns, groups, settings)
     return PackedModule(
         name=tensors.name,
         parameter=tensors.full_name("weight"),
         shape=(rows, columns),
         kind=f"{tensors.method} int{bits:.0f}, " + ("rows" if groups == 1 else f"groups of {group_size}"),
-        parts=tuple(tensors.full_name(name) for name in names),
+        parts=tensors.full_names("qweight", "scales", "qzeros", "g_idx"),
         decode=partial(_decode, tensors, int(bits), group_size, settings),
     )
 
@@ -249,7 +246,7 @@ def _describe_awq_module(tensors: ModuleTensors, group_size: int) -> PackedModul
         parameter=tensors.full_name("weight"),
         shape=(rows, columns),
         kind=f"{tensors.method} int4, " + ("rows" if size == columns else f"groups of {size}"),
-        parts=tuple(map(tensors.full_name, AWQ_PARTS)),
+        parts=tensors.full_names(*AWQ_PARTS),
         decode=partial(_decode_awq, tensors, columns, size),
     )
 

@@ -31,7 +31,6 @@ from kleash.checkpoints.quantised.packed_modules import (
     ModuleTensors,
     PackedModule,
     UnsupportedLayoutError,
-    decode_powers_of_two,
     modules_with,
     read_group_size,
     read_integer,
@@ -45,8 +44,12 @@ METHOD = "mlx"
 AFFINE = "affine"
 MODES = {AFFINE: range(1, 9), "mxfp4": (4,), "nvfp4": (4,), "mxfp8": (8,)}
 """Mode → bits of a weight."""
-POWERS_OF_TWO = ("mxfp4", "mxfp8")
-"""Modes whose scales are exponents."""
+BYTE_SCALES = {
+    "mxfp4": torch.float8_e8m0fnu,
+    "mxfp8": torch.float8_e8m0fnu,
+    "nvfp4": torch.float8_e4m3fn,
+}
+"""Mode → floating-point numbers that its scales are, as bytes: of the first two powers of two."""
 FLOAT_TYPES = ("F16", "BF16", "F32")
 EXPERTS = ".switch_mlp."
 """Part of the names of modules that hold all experts of a layer."""
@@ -115,11 +118,9 @@ def _describe_module(tensors: ModuleTensors, settings: MLXSettings) -> Iterator[
         f"has {words} words in a row and scales of {list(scales)}, which are not {settings.bits} bits in groups of "
         f"{settings.group_size}",
     )
-    parts = ["weight", "scales"]
-    if settings.mode == AFFINE:
-        # transformers' own files of this layout ("metal") have another name for them.
-        parts.append("qbiases" if "qbiases" in tensors.headers else "biases")
-        tensors.check_shape(parts[-1], FLOAT_TYPES, scales)
+    biases = (_biases_part(tensors),) if settings.mode == AFFINE else ()
+    for part in biases:
+        tensors.check_shape(part, FLOAT_TYPES, scales)
     tensors.require("global_scale" not in tensors.headers, "has a global_scale, which is not read")
     code = f"int{settings.bits}" if settings.mode == AFFINE else settings.mode
     for expert in range(experts[0]) if experts else (None,):
@@ -128,9 +129,14 @@ def _describe_module(tensors: ModuleTensors, settings: MLXSettings) -> Iterator[
             parameter=_parameter_name(tensors.name, expert),
             shape=(rows, columns),
             kind=f"{METHOD} {code}, groups of {settings.group_size}",
-            parts=tuple(map(tensors.full_name, parts)),
+            parts=tensors.full_names("weight", "scales", *biases),
             decode=partial(_decode, tensors, settings, expert),
         )
+
+
+def _biases_part(tensors: ModuleTensors) -> str:
+    """The last part of the name of the biases; transformers' own files of this layout ("metal") have another one."""
+    return "qbiases" if "qbiases" in tensors.headers else "biases"
 
 
 def _module_name(module: str) -> str:
@@ -162,10 +168,9 @@ def _decode(tensors: ModuleTensors, settings: MLXSettings, expert: int | None, d
     groups = torch.arange(scales.shape[1] * settings.group_size) // settings.group_size
     if settings.mode == AFFINE:
         codes = unpack_words(words, settings.bits, len(groups))
-        biases = read("qbiases" if "qbiases" in tensors.headers else "biases").to(dtype)
+        biases = read(_biases_part(tensors)).to(dtype)
         return scale_groups(codes, None, scales.to(dtype), groups) + biases[:, groups]
-    is_power = settings.mode in POWERS_OF_TWO
-    scales = decode_powers_of_two(scales, dtype) if is_power else scales.view(torch.float8_e4m3fn).to(dtype)
+    scales = scales.view(BYTE_SCALES[settings.mode]).to(dtype)
     has_halves = settings.bits == 4
     codes = unpack_float_4(words.view(torch.uint8), dtype) if has_halves else words.view(torch.float8_e4m3fn)
     return scale_groups(codes, None, scales, groups)

@@ -61,6 +61,10 @@ class ModuleTensors:
         """The name of a tensor in the files."""
         return f"{self.name}.{part}"
 
+    def full_names(self, *parts: str) -> tuple[str, ...]:
+        """The names in the files of those of these tensors that the module has."""
+        return tuple(self.full_name(part) for part in parts if part in self.headers)
+
     def read(self, part: str) -> Tensor:
         """A tensor on the CPU, in the dtype that it is stored in."""
         return self.checkpoint.safetensors.read(self.full_name(part))
@@ -239,8 +243,6 @@ def check_modelopt_algorithms(settings: Mapping[str, Any]) -> None:
 WORD_BITS = 32
 FLOAT_4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Absolute values of the 4-bit floating-point numbers E2M1, by their three lower bits."""
-EXPONENT_BIAS = 127
-"""Of powers of two that are stored as their exponents (E8M0)."""
 
 
 def words_of(count: int, bits: int) -> int:
@@ -307,8 +309,3 @@ def look_up_halves(codes: UInt8[Tensor, "*bytes"], table: Shaped[Tensor, "16"]) 
     pairs = torch.stack((table[numbers & 15], table[numbers >> 4]), dim=-1)
     taken = pairs.numpy().take(codes.numpy(), axis=0)  # faster than an index of torch, which is of 64 bits
     return torch.from_numpy(taken).flatten(-2)
-
-
-def decode_powers_of_two(codes: UInt8[Tensor, "*sizes"], dtype: torch.dtype) -> Tensor:
-    """The powers of two whose exponents bytes hold, 2^(code - 127), in ``dtype``."""
-    return torch.exp2(codes.to(dtype) - EXPONENT_BIAS)

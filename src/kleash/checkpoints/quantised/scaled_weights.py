@@ -31,7 +31,6 @@ from kleash.checkpoints.quantised.packed_modules import (
     PackedModule,
     UnsupportedLayoutError,
     check_modelopt_algorithms,
-    decode_powers_of_two,
     modules_with,
     read_block,
     read_group_size,
@@ -149,16 +148,17 @@ def _describe_module(tensors: ModuleTensors, schemes: Sequence[WeightScheme]) ->
         kind = f"int{bits}"
     scales = tensors.shape(_scale_part(tensors), SCALE_TYPES, (0, 1, 2))
     block = _find_block(tensors, shape, scales, schemes)
-    optional = ("weight_zero_point", "weight_g_idx", DIVISOR, FACTOR, "weight_shape", COLUMN_FACTORS)
     if COLUMN_FACTORS in tensors.headers:
         tensors.check_shape(COLUMN_FACTORS, SCALE_TYPES[:3], shape[1:])
-    parts = (codes, _scale_part(tensors), *(part for part in optional if part in tensors.headers))
     return PackedModule(
         name=tensors.name,
         parameter=f"{tensors.name}.weight",
         shape=shape,
         kind=f"{' '.join(dict.fromkeys((tensors.method, kind)))}, {_block_words(shape, block)}",
-        parts=tuple(tensors.full_name(part) for part in parts),
+        parts=tensors.full_names(
+            *(codes, _scale_part(tensors), "weight_zero_point", "weight_g_idx", DIVISOR, FACTOR),
+            *("weight_shape", COLUMN_FACTORS),
+        ),
         decode=partial(_decode, tensors, codes, shape, bits, block),
     )
 
@@ -269,7 +269,7 @@ def _decode(
 def _read_scales(tensors: ModuleTensors, dtype: torch.dtype) -> Tensor:
     """The scales of a module in ``dtype``, with the factor of the whole matrix."""
     stored = tensors.read(_scale_part(tensors))
-    scales = decode_powers_of_two(stored, dtype) if stored.dtype == torch.uint8 else stored.to(dtype)
+    scales = (stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored).to(dtype)
     for part in (DIVISOR, FACTOR):
         if part in tensors.headers:
             tensors.check_shape(part, ("F32", "F16", "BF16"), (), (1,))

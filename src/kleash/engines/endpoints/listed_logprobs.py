@@ -9,9 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from kleash.estimators.bounds import NORMALISER_NATS
+from kleash.sources.sequences import ROUNDING_NATS
 
-ROUNDING_NATS = 1e-3
-"""Largest log-probability above 0 that is taken for a rounding error and replaced by 0."""
 ZERO_PROBABILITY = -9999.0
 """The number by which vLLM writes a log-probability of -inf, which JSON cannot hold."""
 FLOAT32_EPS = 2.0**-23

@@ -217,23 +217,22 @@ def connect(
             other positions, or rounds them.
         TokenizerMismatchError: if its tokens are not those of the tokenizer.
     """
-    name, owner, context_length, is_adapter = listed_model
     token_ids = tokenizer(PROBE)["input_ids"]
-    dialect = DIALECTS.get(owner, VLLM)
+    dialect = DIALECTS.get(listed_model.owner, VLLM)
     query = Query(
         token_ids=token_ids,
         scored=len(token_ids) - 1,
         top=min(top, vocab_size),
-        model=name,
+        model=listed_model.name,
         vocab_size=vocab_size,
-        is_adapter=is_adapter,
+        is_adapter=listed_model.is_adapter,
     )
     answer = ask(client, dialect, query, "the probe", is_first=True)
     endpoint = Endpoint(
         client=client,
         dialect=dialect,
         tokenizer=tokenizer,
-        context_length=context_length,
+        context_length=listed_model.context_length,
         probe=query,
         probe_logps=tuple(answer.token_logp.tolist()),
     )

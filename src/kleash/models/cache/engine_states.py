@@ -23,11 +23,9 @@ from torch import Tensor
 
 from kleash.checkpoints.files import SafetensorsFiles
 from kleash.errors import ModelError, OptionError, summarise_error
-from kleash.sources.sequences import TokenSequence, hash_tokens
+from kleash.sources.sequences import ROUNDING_NATS, TokenSequence, hash_tokens
 from kleash.store.file_hashes import watch_files
 
-LOGP_ROUNDING_NATS = 1e-3
-"""Largest log-probability above 0 that is taken for a rounding error."""
 STATES, TOKENS = "hidden_states", "token_ids"
 """Names of the tensors that vLLM's connector writes."""
 JSON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -321,7 +319,7 @@ def _token_logps(values: list[Any], token_ids: tuple[int, ...]) -> tuple[float, 
     for value, token_id in zip(values, token_ids, strict=True):
         entry = value[str(token_id)] if isinstance(value, dict) else value
         number = math.nan if entry is None else float(entry["logprob"] if isinstance(entry, dict) else entry)
-        if entry is not None and not -math.inf < number <= LOGP_ROUNDING_NATS:
+        if entry is not None and not -math.inf < number <= ROUNDING_NATS:
             raise ValueError(f"it has {number} as the log-probability of token {len(logps)}")
         logps.append(number)
     return tuple(logps)
