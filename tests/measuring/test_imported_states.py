@@ -193,8 +193,8 @@ def test_states_before_the_norm_in_the_layout_of_sglang_are_refused(
         ((0, 1), "1,2", "are not the hidden states of"),
         ((1, 2), "1", "--layers is 1; it must name the 2 layers"),
         ((1, 2), "1,3", "and end with 2, the last layer"),
-        ((1, 2), "2,1", "must be in ascending order"),
-        ((1, 2), "1,x", "must be numbers of layers such as 1,2,36"),
+        ((1, 2), "2,1", "in ascending order, as vLLM saves them"),
+        ((1, 2), "1,x", "such as 1,2,36; it is '1,x'"),
         ((1, 2), None, "--layers is not given; it must name"),
     ],
 )

@@ -21,7 +21,7 @@ CHUNK_TOKENS = 512
 
 def _are_layers(text: str) -> bool:
     """Whether a text names layers by their numbers in ascending order, each once."""
-    numbers = [int(word) if word.isdecimal() else -1 for word in text.split(",")]
+    numbers = [int(word) if word.strip().isdecimal() else -1 for word in text.split(",")]
     return numbers[0] >= 0 and numbers == sorted(set(numbers))
 
 
