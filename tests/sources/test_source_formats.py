@@ -20,6 +20,7 @@ from tiny_models import tiny_tokenizer
 from kleash.errors import SourceError
 from kleash.models import find_source, read_prompts, read_responses, read_text
 from kleash.sources import files
+from kleash.sources.dataset_formats import text_or_messages
 from kleash.sources.documents import count_documents
 from kleash.sources.files import detect_format, read_records, read_whole_text, source_path
 from kleash.training.with_trl.preferences import read_pairs
@@ -205,16 +206,17 @@ def test_trl_formats_give_the_same_prompts(pair, write, record):
         assert [dict(message) for message in prompt.messages] == [USER]
 
 
-def test_null_keys_of_messages_in_parquet_are_removed(write):
-    tool = {"role": "tool", "content": None, "name": "search"}
-    (row,) = read_records(Path(write("a.parquet", [{"messages": [USER, tool]}])), "prompts")
-    assert row.fields == {"messages": [USER, tool]}
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_null_keys_that_data_sets_add_to_messages_are_removed(suffix, write):
     calls = [
         {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": x}}]}
         for x in ({"a": 1}, {"b": "two"})
     ]
-    rows = read_records(Path(write("b.parquet", [{"messages": [USER, call]} for call in calls])), "prompts")
-    assert [row.fields for row in rows] == [{"messages": [USER, call]} for call in calls]
+    tool = {"role": "tool", "content": "3", "name": "search"}
+    given = [[USER, *calls], [USER, tool, *calls]]
+    rows = pa.Table.from_pylist([{"prompt": messages} for messages in given]).to_pylist()
+    path = Path(write(f"a.{suffix}", rows if suffix == "parquet" else jsonl(*rows)))
+    assert [text_or_messages(row, "prompt") for row in read_records(path, "prompts")] == given
 
 
 def test_a_prompt_ending_with_an_assistant_message_is_continued(pair, write):

@@ -29,7 +29,14 @@ from itertools import groupby, takewhile
 from typing import Any, NamedTuple
 
 from kleash.sources.columns import as_messages
-from kleash.sources.records import SourceRecord, get_field, is_list_of, parse_unique_json, show_value
+from kleash.sources.records import (
+    SourceRecord,
+    get_field,
+    is_list_of,
+    parse_unique_json,
+    show_value,
+    without_nulls,
+)
 
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 """Columns of records whose text refers to something that is no text."""
@@ -62,8 +69,8 @@ def text_or_messages(record: SourceRecord, name: str) -> TextOrMessages | None:
 def check_messages(record: SourceRecord, name: str, messages: list[Any]) -> list[dict[str, Any]]:
     """Check that there are messages and that each has a role and content; return them.
 
-    Conversations of ShareGPT become messages. Null keys of parts are left out, since templates ask whether a part has
-    the key "image".
+    Conversations of ShareGPT become messages. The null keys that data sets add to messages are left out, except
+    "content", since templates ask whether a message has the key "tool_calls", and a part of it "image".
 
     Raises:
         SourceError: if the list is empty, a message lacks its role or content, or its content is neither text nor a
@@ -75,7 +82,7 @@ def check_messages(record: SourceRecord, name: str, messages: list[Any]) -> list
 
 
 def _checked_message(record: SourceRecord, name: str, message: Any) -> dict[str, Any]:
-    """A message, after checking its role and content."""
+    """A message without null keys, after checking its role and content."""
     if (
         not isinstance(message, dict)
         or not isinstance(message.get("role"), str)
@@ -85,23 +92,21 @@ def _checked_message(record: SourceRecord, name: str, message: Any) -> dict[str,
             f"expected each message to have a 'role' and 'content' and found {show_value(message)}"
         )
     content = message.get("content")
-    if isinstance(content, str | None):
-        return message
-    for part in content if isinstance(content, list) else [content]:
-        if not isinstance(part, dict) or not isinstance(content, list):
-            raise record.error(
-                f"expected the content of each message of {name!r} to be text, or a list of parts such as "
-                f"{{'type': 'text', 'text': '...'}}, and found {show_value(part)}"
-            )
-        kind = part.get("type") or next(filter(part.get, MEDIA_PARTS), "text")
-        if kind != "text":
-            raise record.error(
-                f"a message of {name!r} holds {str(kind)[:40]!r}, and kleash measures models on text alone; leave the "
-                "record out, or give its text"
-            )
+    if not isinstance(content, str | None):
+        for part in content if isinstance(content, list) else [content]:
+            if not isinstance(part, dict) or not isinstance(content, list):
+                raise record.error(
+                    f"expected the content of each message of {name!r} to be text, or a list of parts such as "
+                    f"{{'type': 'text', 'text': '...'}}, and found {show_value(part)}"
+                )
+            kind = part.get("type") or next(filter(part.get, MEDIA_PARTS), "text")
+            if kind != "text":
+                raise record.error(
+                    f"a message of {name!r} holds {str(kind)[:40]!r}, and kleash measures models on text alone; leave "
+                    "the record out, or give its text"
+                )
     return {
-        **message,
-        "content": [{key: value for key, value in part.items() if value is not None} for part in content],
+        key: without_nulls(value) for key, value in message.items() if value is not None or key == "content"
     }
 
 
@@ -175,7 +180,7 @@ def _repeats_prompt(fields: dict[str, Any]) -> bool:
     prompt, chosen, rejected = (fields.get(name) for name in ("prompt", "chosen", "rejected"))
     if not (isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list)):
         return False
-    common = _common_beginning(chosen, rejected)
+    common = _common_beginning(without_nulls(chosen), without_nulls(rejected))
     return any(isinstance(message, dict) and message.get("content") == prompt for message in common)
 
 

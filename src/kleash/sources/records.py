@@ -210,7 +210,7 @@ def is_finite_number(value: Any) -> bool:
 
 
 def without_nulls(value: Any) -> Any:
-    """A value without the null keys that Parquet adds to objects of a column."""
+    """A value without the null keys that a data set adds to objects, of which each has the keys of all."""
     if isinstance(value, dict):
         return {name: without_nulls(part) for name, part in value.items() if part is not None}
     return [without_nulls(part) for part in value] if isinstance(value, list) else value

@@ -23,7 +23,6 @@ from kleash.sources.records import (
     shorten,
     show_value,
     source_label,
-    without_nulls,
 )
 
 TABLE_BATCH_ROWS = 256
@@ -208,27 +207,7 @@ def _rows(batches: Iterator[Any], label: str) -> Iterator[SourceRecord]:
     """The rows of Arrow batches as records."""
     rows = (row for batch in batches for row in batch.to_pylist())
     for number, row in enumerate(rows, start=1):
-        yield SourceRecord(
-            location=f"{label}, row {number}",
-            fields={name: _drop_null_keys(value) for name, value in row.items()},
-        )
-
-
-def _drop_null_keys(value: Any) -> Any:
-    """A column's value; null keys of messages and of objects in them, which Parquet adds, are removed.
-
-    "content" remains.
-    """
-    if not is_message_list(value):
-        return value
-    return [
-        {
-            name: without_nulls(part)
-            for name, part in entry.items()
-            if part is not None or name in ("content", "value")
-        }
-        for entry in value
-    ]
+        yield SourceRecord(location=f"{label}, row {number}", fields=row)
 
 
 @contextmanager
