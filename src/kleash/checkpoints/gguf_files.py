@@ -17,6 +17,7 @@ import numpy as np
 from kleash.checkpoints.files import StoredTensor
 from kleash.errors import ModelError
 from kleash.extras import import_extra
+from kleash.store.checksums import reading
 
 SUFFIX = ".gguf"
 HUB_FILE = re.compile(r"([\w][\w.-]*/[\w][\w.-]*):([^\\:]+\.gguf)", re.IGNORECASE)
@@ -60,10 +61,8 @@ def read_gguf_header(path: Path) -> "GGUFFiles":
         ModelError: if a check fails, naming the file.
     """
     try:
-        with path.open("rb") as file:
+        with reading(path, "give a file that can be read", ModelError), path.open("rb") as file:
             return _Parser(path, file, path.stat().st_size).header()
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from error
     except (_DamagedError, ArithmeticError, TypeError) as error:  # an alignment of 0, or that is no number
         raise ModelError(f"{path} is not a whole GGUF file ({error}); fetch or make it again") from error
 

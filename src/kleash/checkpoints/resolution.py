@@ -25,6 +25,7 @@ from kleash.errors import ModelError, summarise_error
 from kleash.extras import hub_errors, import_extra, suppress_library_output
 from kleash.jobs.option_groups import is_endpoint, is_gguf, shown_endpoint
 from kleash.shipped import shipped_folder
+from kleash.store.checksums import reading
 from kleash.store.file_hashes import hash_files, watch_files
 from kleash.store.job_folder import KIND_OF_FINGERPRINT
 
@@ -346,12 +347,9 @@ def _find_folder(name: str, revision: str | None) -> tuple[Path, str | None]:
     if name.startswith("shipped:"):
         return shipped_folder(name), None
     path = Path(name).expanduser()
-    try:
+    # a name may be too long, or a folder without permission
+    with reading(Path(name[:60]), "give a folder or a hub id", ModelError):
         is_folder, exists = path.is_dir(), path.exists()
-    except OSError as error:  # a name that is too long, a folder without permission
-        raise ModelError(
-            f"{name[:60]} cannot be read: {error.strerror or error}; give a folder or a hub id"
-        ) from error
     if is_folder:
         if revision is not None:
             raise ModelError(

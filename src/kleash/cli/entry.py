@@ -134,8 +134,7 @@ def _exit_code(arguments: list[str], termination: Termination) -> int:
             _print_error(str(error))
         return EXIT_ERROR
     except KeyboardInterrupt as stop:
-        _print_interruption(stop, termination)
-        return termination.exit_code(EXIT_INTERRUPTED)
+        return _interrupted(stop, termination)
     except BrokenPipeError:  # such as "kleash … | head"
         return EXIT_BROKEN_PIPE
     except SystemExit as stop:
@@ -145,17 +144,17 @@ def _exit_code(arguments: list[str], termination: Termination) -> int:
     except Exception:  # an interrupted import may raise another exception, as numpy's does
         if termination.received is None:
             raise
-        _print_interruption(KeyboardInterrupt(), termination)
-        return termination.exit_code(EXIT_INTERRUPTED)
+        return _interrupted(KeyboardInterrupt(), termination)
 
 
-def _print_interruption(stop: KeyboardInterrupt, termination: Termination) -> None:
-    """Print why the command was interrupted, and what was saved; of several ranks one does.
+def _interrupted(stop: KeyboardInterrupt, termination: Termination) -> int:
+    """Print why the command was interrupted, and what was saved, of several ranks one; return the exit code.
 
     A library that catches the exception of the signal may raise another one, without its message, as Ray does.
     """
     if launched_rank() == 0:
         _print_error(str(stop) or termination.reason)
+    return termination.exit_code(EXIT_INTERRUPTED)
 
 
 def _print_error(message: str) -> None:

@@ -125,13 +125,11 @@ def check_stored_types(checkpoint: Checkpoint, packed: PackedCheckpoint | None) 
         and name not in decoded
     ]
     if codes:
+        advice = (
+            quantisation_advice(checkpoint) or "; its config.json names no quantisation; save it dequantised"
+        )
         if packed is not None:
             advice = "; its other matrices were stored with scales; fetch or quantise the model again"
-        else:
-            advice = (
-                quantisation_advice(checkpoint)
-                or "; its config.json names no quantisation; save it dequantised"
-            )
         raise ModelError(
             f"{checkpoint} has matrices stored as codes that are not decoded here, {len(codes)} in all, such as "
             f"{codes[0][:120]} ({headers[codes[0]].kind}){advice}"

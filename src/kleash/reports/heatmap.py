@@ -45,11 +45,6 @@ class SequenceTokens:
     texts: list[str]
     columns: Mapping[str, np.ndarray]
 
-    def row_of(self, position: int | None) -> int | None:
-        """The row of the token at ``position``; None if there is none."""
-        rows = np.flatnonzero(self.columns["position"] == position)
-        return int(rows[0]) if rows.size else None
-
 
 def read_sequences(folder: RunFolder, keys: Iterable[SequenceKey]) -> dict[SequenceKey, SequenceTokens]:
     """The tokens of the sequences ``keys``."""
@@ -93,7 +88,7 @@ def heat_map(
     budget = MAX_TOKENS
     for drift in measurement.worst_sequences:
         key = key_of(drift)
-        if key in tokens and (length := min(len(tokens[key].texts), MAX_TOKENS_OF_SEQUENCE, budget)):
+        if length := min(len(tokens[key].texts), MAX_TOKENS_OF_SEQUENCE, budget):
             lengths[key] = length
             budget -= length
     payload = partial(
@@ -171,8 +166,7 @@ def read_alternatives(
         if position <= last.get((prompt, sample), -1):
             lists = alternatives[prompt, sample].setdefault(position, ([], []))
             for likeliest, (texts, probabilities) in zip(lists, models, strict=True):
-                if texts[row] is not None:
-                    likeliest.append((make_visible(texts[row]), round_for_display(probabilities[row])))
+                likeliest.append((make_visible(texts[row]), round_for_display(probabilities[row])))
     return alternatives
 
 

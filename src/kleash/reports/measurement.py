@@ -5,6 +5,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kleash.reports.drawing import Chart
 from kleash.reports.formatting import format_value, make_visible, measure_command, with_narrow_spaces
 from kleash.reports.gate_verdicts import describe_gate
@@ -153,28 +155,19 @@ def token_row(
     tokens: Mapping[SequenceKey, SequenceTokens],
     shown: Collection[tuple[int, int, int]],
 ) -> dict[str, Any]:
-    """A token with large KL with the text around it and both models' probabilities of it, where its sequence was read.
+    """A token with large KL with the text around it and both models' probabilities of it.
 
     Args:
         drift: the token.
-        tokens: the sequences that were read.
+        tokens: its sequence, and others.
         shown: prompt, sample and position of each token of the token view.
     """
     key = key_of(drift)
-    is_shown = (*key, drift.position) in shown
-    row = tokens[key].row_of(drift.position) if key in tokens else None
-    if row is None:
-        return {
-            "drift": drift,
-            "is_shown": is_shown,
-            "before": "",
-            "after": "",
-            **dict.fromkeys(("p", "q", "rank")),
-        }
     texts, columns = tokens[key].texts, tokens[key].columns
+    row = int(np.flatnonzero(columns["position"] == drift.position)[0])
     return {
         "drift": drift,
-        "is_shown": is_shown,
+        "is_shown": (*key, drift.position) in shown,
         "before": join_tokens(texts[max(0, row - CONTEXT_BEFORE) : row]),
         "after": join_tokens(texts[row + 1 : row + 1 + CONTEXT_AFTER]),
         "p": round_for_display(math.exp(columns["logp_policy"][row])),

@@ -303,11 +303,9 @@ def text_or_conversation(record: SourceRecord) -> TextOrMessages | None:
     )
     if isinstance(messages, list) or prompt is None or completion is None:
         return messages if isinstance(messages, list) else None
-    if isinstance(prompt, str) and isinstance(completion, str):
-        return prompt + completion
-    if isinstance(prompt, list) and isinstance(completion, list):
-        return prompt + completion
-    raise record.error("expected prompt and completion to be both texts or both lists of messages")
+    if type(prompt) is not type(completion):
+        raise record.error("expected prompt and completion to be both texts or both lists of messages")
+    return prompt + completion  # pyrefly: ignore[unsupported-operation]
 
 
 def expand_logs(records: Iterable[SourceRecord]) -> Iterator[SourceRecord]:

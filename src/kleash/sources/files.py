@@ -21,6 +21,7 @@ from kleash.sources.dataset_folders import find_dataset
 from kleash.sources.records import (
     COPY_OF_STANDARD_INPUT,
     SourceRecord,
+    first_line,
     open_unpacked,
     parse_if_json,
     read_jsonl,
@@ -300,12 +301,9 @@ def detect_format(path: Path, kind: SourceKind, named: Collection[str] = ()) -> 
 
 def _format_by_content(path: Path, suffix: str, named: Collection[str]) -> SourceFormat:
     """The format of a file whose suffix is unknown or ".json", by its first line that is not blank."""
-    for _, text in read_text_lines(path):
-        if not text.strip():
-            continue
-        if isinstance(parse_if_json(text), dict):
-            return "JSONL"
-        if suffix == ".json" or JSON_START.match(text):
-            return "a JSON array"
-        return "CSV" if find_delimiter(text, named, names_only=True) else "plain text"
-    return "JSONL" if suffix == ".json" else "plain text"
+    text = first_line(path)
+    if isinstance(parse_if_json(text), dict) or (suffix == ".json" and not text):
+        return "JSONL"
+    if suffix == ".json" or JSON_START.match(text):
+        return "a JSON array"
+    return "CSV" if find_delimiter(text, named, names_only=True) else "plain text"

@@ -259,6 +259,11 @@ def open_unpacked(path: Path) -> Iterator[BinaryIO]:
         ) from error
 
 
+def first_line(path: Path) -> str:
+    """The first line of a text file that is not blank, without its end; "" if there is none."""
+    return next((text for _, text in read_text_lines(path) if text.strip()), "")
+
+
 def read_text_lines(path: Path, *, keep_ends: bool = False) -> Iterator[tuple[int, str]]:
     """Number and text of each line of a UTF-8 file, unpacked and without a byte-order mark.
 

@@ -14,6 +14,7 @@ from kleash.extras import import_extra
 from kleash.sources.columns import CONVERSATIONS, FIELDS, USUAL_COLUMNS
 from kleash.sources.records import (
     SourceRecord,
+    first_line,
     compression_of,
     is_list_of,
     is_message_list,
@@ -99,7 +100,7 @@ def read_csv(path: Path, named: Collection[str] = ()) -> Iterator[SourceRecord]:
     # the default refuses documents above 131 072 characters
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     label = source_label(path)
-    first = next((text for _, text in read_text_lines(path) if text.strip()), "")
+    first = first_line(path)
     delimiter = find_delimiter(first, named)
     if delimiter is None and named:  # the error about the missing column then lists those that are there
         delimiter = max(DELIMITERS, key=first.count)
