@@ -312,8 +312,9 @@ def linear_divergence_loss(
     tensor(0.0300)
     """
     record = find_divergence(divergence)
-    arguments = (hidden_p, head_p), (hidden_q, head_q), temperature, weights
-    check_transforms("linear_divergence_loss", *arguments, inside=False)
+    check_transforms(
+        "linear_divergence_loss", (hidden_p, head_p), (hidden_q, head_q), temperature, weights, inside=False
+    )
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
     check_constant("the weights of a loss", weights)
     with torch.autocast(hidden_p.device.type, enabled=False):
@@ -379,8 +380,9 @@ def linear_objective(
     """
     if not callable(objective):
         raise OptionError(f"objective is a {type(objective).__qualname__}; give a function of terms and rows")
-    arguments = (hidden_p, head_p), (hidden_q, head_q), temperature, tokens
-    check_transforms("linear_objective", *arguments, inside=False)
+    check_transforms(
+        "linear_objective", (hidden_p, head_p), (hidden_q, head_q), temperature, tokens, inside=False
+    )
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
     check_ids(tokens, pair.vocab_shards.vocab_size)
     with torch.autocast(hidden_p.device.type, enabled=False):
@@ -450,6 +452,6 @@ def all_logits(hidden: Tensor, head: Head, temperature: float | Tensor) -> Float
     parts = [pair.p.hidden.new_zeros((0, vocab_shards.vocab_size), dtype=pair.dtype)]
     for start in range(0, max(counts), size):
         some = [max(0, min(size, count - start)) for count in counts]
-        moved = chunked.move_tokens(pair.select(slice(start, start + size)), some).p
+        moved = pair.select(slice(start, start + size)).gathered(some).p
         parts.append(vocab_shards.whole_rows(logits(moved), some))
     return torch.cat(parts).reshape(*hidden.shape[:-1], vocab_shards.vocab_size)

@@ -170,7 +170,7 @@ def chunks(
         rows = slice(min(start, tokens), min(start + plan.chunk_tokens, tokens))
         index = rows if positions is None else positions[rows]
         counts = [max(0, min(plan.chunk_tokens, count - start)) for count in plan.counts]
-        part = move_tokens(pair.select(index), counts)
+        part = pair.select(index).gathered(counts)
         zp, zq = (buffer[: part.tokens] for buffer in buffers)
         multiply_(zp, part.p, plan.tiles[0])
         if part.p.hidden is part.q.hidden and part.p.head.weight is part.q.head.weight:
@@ -189,22 +189,6 @@ def keep_freed_memory() -> None:
     that was freed before.
     """
     bytearray(2**25 - 2**16)
-
-
-def move_tokens(pair: HeadPair, counts: list[int]) -> HeadPair:
-    """The pair with the tokens of all ranks, if each rank has its own."""
-    if not pair.vocab_shards.has_own_tokens:
-        return pair
-    spread = partial(pair.vocab_shards.gather_tokens, counts=counts)
-    temperature = pair.p.temperature
-    temperature = spread(temperature) if isinstance(temperature, Tensor) else temperature
-    hidden_p = spread(pair.p.hidden)
-    hidden_q = hidden_p if pair.q.hidden is pair.p.hidden else spread(pair.q.hidden)
-    p, q = (
-        replace(model, hidden=hidden, temperature=temperature)
-        for model, hidden in zip(pair, (hidden_p, hidden_q), strict=True)
-    )
-    return replace(pair, p=p, q=q)
 
 
 def select_rows(columns: Columns, index: TokenIndex) -> Columns:
@@ -262,11 +246,6 @@ def row_function(name: str, is_compiled: bool, device: str) -> RowFunction:
     return compiled(getattr(compiled_rows, name), device) if is_compiled else getattr(row_functions, name)
 
 
-def joined(blocks: list[Tensor], chunk: Chunk) -> Tensor:
-    """Columns of blocks of rows as one number for each of this rank's tokens, in the dtype of the logits."""
-    return torch.cat(blocks)[chunk.local, 0].to(chunk.pair.dtype) if blocks else chunk.zp.new_zeros(0)
-
-
 def value_and_grad(
     pair: HeadPair,
     options: LinearOptions,
@@ -303,7 +282,7 @@ def value_and_grad(
             value, *in_logits = compute_rows(pair, fast, general, zp, zq, column[rows])
             blocks.append(value)
             write_gradients(chunk, rows, in_logits, gradients)
-        result[chunk.index] = joined(blocks, chunk)
+        result[chunk.index] = torch.cat(blocks)[chunk.local, 0].to(pair.dtype)
         if any(needed):
             sums.add(chunk.pair, chunk.index, chunk.local, gradients, chunk.plan.tiles)
     return result, sums.gradients

@@ -1,7 +1,8 @@
 """A call of a linear function after its checks: the same tokens under p and under q, and its six tensors."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -31,12 +32,6 @@ class HeadInputs:
     def tensors(self) -> Tensors:
         """Hidden states, weight and bias."""
         return self.hidden, self.head.weight, self.head.bias
-
-    def select(self, index: TokenIndex) -> "HeadInputs":
-        """This model on some of the tokens."""
-        temperature = self.temperature
-        temperature = temperature[index] if isinstance(temperature, Tensor) else temperature
-        return replace(self, hidden=self.hidden[index], temperature=temperature)
 
     def divisor(self, rows: slice) -> float | Float[Tensor, "rows 1"]:
         """The temperature of some tokens, as a number or a column."""
@@ -87,9 +82,24 @@ class HeadPair:
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in self.tensors)
 
     def select(self, index: TokenIndex) -> "HeadPair":
-        """Both models on some of the tokens; hidden states that they share stay one tensor."""
-        p, q = self.p.select(index), self.q.select(index)
-        return replace(self, p=p, q=replace(q, hidden=p.hidden) if self.p.hidden is self.q.hidden else q)
+        """Both models on some of the tokens."""
+        return self._with_tokens(lambda x: x[index])
+
+    def gathered(self, counts: Sequence[int]) -> "HeadPair":
+        """Both models on the tokens of all ranks, of which each has so many, if theirs move to the rows."""
+        return self._with_tokens(partial(self.vocab_shards.gather_tokens, counts=counts))
+
+    def _with_tokens(self, change: Callable[[Tensor], Tensor]) -> "HeadPair":
+        """Both models on other tokens, whose entries ``change`` makes of these; shared hidden states stay one tensor."""
+        temperature = self.p.temperature
+        temperature = change(temperature) if isinstance(temperature, Tensor) else temperature
+        hidden_p = change(self.p.hidden)
+        hidden_q = hidden_p if self.q.hidden is self.p.hidden else change(self.q.hidden)
+        p, q = (
+            replace(model, hidden=hidden, temperature=temperature)
+            for model, hidden in zip(self, (hidden_p, hidden_q), strict=True)
+        )
+        return replace(self, p=p, q=q)
 
 
 def gradient_dtype(tensor: Tensor) -> torch.dtype:

@@ -88,15 +88,17 @@ def minus(z: Float[Tensor, "rows vocab"], column: Float[Tensor, "rows 1"]) -> Fl
     return z.to(torch.float64, copy=True).sub_(column)
 
 
-def log_sum_exps(zp: Tensor, zq: Tensor, vocab_shards: VocabShards) -> tuple[Tensor, Tensor]:
-    """The log-sum-exp of both models' logits over the whole vocabulary, as columns in float64."""
+def logs_and_sums(
+    zp: Tensor, zq: Tensor, vocab_shards: VocabShards
+) -> tuple[list[Float[Tensor, "rows vocab"]], tuple[Float[Tensor, "rows 1"], ...]]:
+    """Both models' log-probabilities of any rows, and the log-sum-exps that were taken off the logits; in float64."""
     tops = vocab_shards.all_reduce_max(largest(zp).double(), largest(zq).double())
     tops = tuple(torch.where(top.isfinite(), top, 0.0) for top in tops)
     masses = (minus(z, top).exp_().sum(-1, keepdim=True) for z, top in zip((zp, zq), tops, strict=True))
-    sum_p, sum_q = (
+    sums = tuple(
         top + mass.log() for top, mass in zip(tops, vocab_shards.all_reduce_sum(*masses), strict=True)
     )
-    return sum_p, sum_q
+    return [minus(z, total) for z, total in zip((zp, zq), sums, strict=True)], sums
 
 
 def masses_of(zp: Tensor, zq: Tensor, vocab_shards: VocabShards) -> Masses:
@@ -162,8 +164,7 @@ def divergence_gradient_rows(
     With the record's scores, they are ``finish' p (s_p - E_p s_p)`` and ``finish' q (s_q - E_q s_q)``. The value is NaN
     where a score overflows, so that ``any_divergence_gradient_rows`` computes the row again.
     """
-    sum_p, sum_q = log_sum_exps(zp, zq, vocab_shards)
-    logp, logq = minus(zp, sum_p), minus(zq, sum_q)
+    (logp, logq), _ = logs_and_sums(zp, zq, vocab_shards)
     total = generator_sum(record, logp, logq, vocab_shards)
     value = nan_unless_finite(record.finish(total), zp, zq, vocab_shards)
     if not any(needs):
@@ -204,8 +205,7 @@ def any_divergence_gradient_rows(
     needs: tuple[bool, bool],
 ) -> tuple[Tensor | None, ...]:
     """D(p || q) of any rows, also of infinite or NaN logits, and the gradients of ``weight D`` where any is needed."""
-    sums = log_sum_exps(zp, zq, vocab_shards)
-    logs = [minus(z, total) for z, total in zip((zp, zq), sums, strict=True)]
+    logs, _ = logs_and_sums(zp, zq, vocab_shards)
     if not any(needs):
         (total,) = vocab_shards.all_reduce_sum(contributions(record, *logs).sum(-1, keepdim=True))
         return record.finish(total), None, None
@@ -244,9 +244,9 @@ def any_term_rows(
     zp: Tensor, zq: Tensor, tokens: Int[Tensor, " rows"], vocab_shards: VocabShards
 ) -> tuple[Tensor, ...]:
     """The fields of TermRows for any rows."""
-    sum_p, sum_q = log_sum_exps(zp, zq, vocab_shards)
-    terms = local_terms(minus(zp, sum_p), minus(zq, sum_q), tokens, vocab_shards)
-    return *vocab_shards.all_reduce_sum(*terms), sum_p, sum_q
+    (logp, logq), sums = logs_and_sums(zp, zq, vocab_shards)
+    terms = local_terms(logp, logq, tokens, vocab_shards)
+    return *vocab_shards.all_reduce_sum(*terms), *sums
 
 
 def local_terms(logp: Tensor, logq: Tensor, tokens: Tensor, vocab_shards: VocabShards) -> TokenTerms:
@@ -297,12 +297,11 @@ def any_objective_gradient_rows(
 
     A term of coefficient 0 is not read, even if it is NaN.
     """
-    sum_p, sum_q = log_sum_exps(zp, zq, vocab_shards)
+    (logp, logq), _ = logs_and_sums(zp, zq, vocab_shards)
     with torch.enable_grad():
-        logs = [minus(z, total).requires_grad_() for z, total in ((zp, sum_p), (zq, sum_q))]
-        terms = local_terms(logs[0], logs[1], tokens, vocab_shards)
+        terms = local_terms(logp.requires_grad_(), logq.requires_grad_(), tokens, vocab_shards)
         total = torch.stack([torch.where(k != 0, x, 0.0) * k for x, k in zip(terms, c, strict=True)]).sum(0)
-    return known.kl, *through_normalisers(logs, total, torch.ones_like(total), vocab_shards)
+    return known.kl, *through_normalisers([logp, logq], total, torch.ones_like(total), vocab_shards)
 
 
 def entropy(logp: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows 1"]:
@@ -360,8 +359,7 @@ def any_statistics_rows(
     zp: Tensor, zq: Tensor, tokens: Int[Tensor, " rows"], vocab_shards: VocabShards
 ) -> tuple[Tensor, ...]:
     """The fields of StatisticRows for any rows."""
-    sum_p, sum_q = log_sum_exps(zp, zq, vocab_shards)
-    logp, logq = minus(zp, sum_p), minus(zq, sum_q)
+    (logp, logq), log_sums = logs_and_sums(zp, zq, vocab_shards)
     p, q = logp.exp(), logq.exp()
     middle = (p + q) / 2
     sums = vocab_shards.all_reduce_sum(
@@ -377,7 +375,7 @@ def any_statistics_rows(
     token_logp, token_logq, kl_pq, kl_qp, mixture, distance, entropy_p, entropy_q = sums
     jensen_shannon = cut_rounding((entropy_p + entropy_q + mixture) / -2, distance)
     kls = kl_pq.clamp(min=0), kl_qp.clamp(min=0)
-    return token_logp, token_logq, *kls, jensen_shannon, distance, entropy_p, entropy_q, sum_p, sum_q
+    return token_logp, token_logq, *kls, jensen_shannon, distance, entropy_p, entropy_q, *log_sums
 
 
 def ranks_of(

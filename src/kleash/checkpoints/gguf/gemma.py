@@ -81,13 +81,7 @@ def adjust_gemma3n(attributes: dict[str, Any], settings: Settings, tensors: Tens
         attributes["activation_sparsity_pattern"] = [
             round(0.5 + 0.5 * erf(scale / sqrt(2)), 6) for scale in scales
         ]
-    if "rope_scaling" in attributes or attributes.pop("partial_rotary_factor", 1) != 1:
-        raise ModelError("its positions are scaled, which is not read of Gemma 3n")
-    local = settings.get("rope.freq_base_swa", 10_000.0)
-    attributes["rope_parameters"] = {
-        "sliding_attention": {"rope_type": "default", "rope_theta": local},
-        "full_attention": {"rope_type": "default", "rope_theta": attributes.pop("rope_theta")},
-    }
+    _set_ropes("Gemma 3n", attributes, settings, rope_type="default")
 
 
 def adjust_gemma4(attributes: dict[str, Any], settings: Settings, tensors: TensorSummary) -> None:
@@ -107,18 +101,29 @@ def adjust_gemma4(attributes: dict[str, Any], settings: Settings, tensors: Tenso
     attributes["final_logit_softcapping"] = attributes.get("final_logit_softcapping") or None
     per_layer = tensors.shapes.get("per_layer_token_embd.weight", (attributes["vocab_size"],))
     attributes["vocab_size_per_layer_input"] = per_layer[0]
+    _set_ropes(
+        "Gemma 4",
+        attributes,
+        settings,
+        rope_type="proportional",
+        partial_rotary_factor=_rotary_part(attributes["global_head_dim"], tensors),
+    )
+
+
+def _set_ropes(model: str, attributes: dict[str, Any], settings: Settings, **full: Any) -> None:
+    """Set the rotary embedding of layers with a window, and that of those without one, of which ``full`` is said.
+
+    Raises:
+        ModelError: if a file of the ``model`` scales positions.
+    """
     if "rope_scaling" in attributes or attributes.pop("partial_rotary_factor", 1) != 1:
-        raise ModelError("its positions are scaled, which is not read of Gemma 4")
+        raise ModelError(f"its positions are scaled, which is not read of {model}")
     attributes["rope_parameters"] = {
         "sliding_attention": {
             "rope_type": "default",
             "rope_theta": settings.get("rope.freq_base_swa", 10_000.0),
         },
-        "full_attention": {
-            "rope_type": "proportional",
-            "partial_rotary_factor": _rotary_part(attributes["global_head_dim"], tensors),
-            "rope_theta": attributes.pop("rope_theta"),
-        },
+        "full_attention": {**full, "rope_theta": attributes.pop("rope_theta")},
     }
 
 
