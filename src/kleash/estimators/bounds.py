@@ -152,9 +152,17 @@ def bounds_of_intervals(
 
 
 @validated
-def rounding_nats(logp: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-    """Largest rounding error of each log-probability, from its dtype and from the softmax that computed it."""
-    storage_eps, softmax_eps = torch.finfo(logp.dtype).eps, torch.finfo(at_least_float32(logp).dtype).eps
+def rounding_nats(logp: Float[Tensor, "*any"], stored_in: torch.dtype | None = None) -> Float[Tensor, "*any"]:
+    """Largest rounding error of each log-probability, from its dtype and from the softmax that computed it.
+
+    Args:
+        logp: log-probabilities.
+        stored_in: their dtype where they were computed; None for that which they have.
+    """
+    dtype = stored_in or logp.dtype
+    storage_eps, softmax_eps = (
+        torch.finfo(x).eps for x in (dtype, torch.promote_types(dtype, torch.float32))
+    )
     size = torch.where(logp.isinf(), 0.0, at_least_float32(logp).abs())
     return size * storage_eps + NORMALISER_NATS * softmax_eps
 

@@ -90,7 +90,7 @@ class HeadPair:
         return self._with_tokens(partial(self.vocab_shards.gather_tokens, counts=counts))
 
     def _with_tokens(self, change: Callable[[Tensor], Tensor]) -> "HeadPair":
-        """Both models on other tokens, whose entries ``change`` makes of these; shared hidden states stay one tensor."""
+        """Both models on tokens whose entries ``change`` makes of these; shared hidden states stay one tensor."""
         temperature = self.p.temperature
         temperature = change(temperature) if isinstance(temperature, Tensor) else temperature
         hidden_p = change(self.p.hidden)

@@ -14,8 +14,8 @@ from kleash.extras import import_extra
 from kleash.sources.columns import CONVERSATIONS, FIELDS, USUAL_COLUMNS
 from kleash.sources.records import (
     SourceRecord,
-    first_line,
     compression_of,
+    first_line,
     is_list_of,
     is_message_list,
     open_unpacked,

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kleash.divergences import DIVERGENCES
-from kleash.engines.endpoints.listed_logprobs import ListedLogprobs, error_nats
+from kleash.engines.endpoints.listed_logprobs import ListedLogprobs
 from kleash.estimators import Tail
 from kleash.estimators.bounds import LogpInterval, bounds_of_intervals, logp_interval, rounding_nats
 from kleash.linear import Head, log_probabilities
@@ -131,8 +131,8 @@ def _known_logprobs(
     local_head = local_logp.gather(-1, there).cpu().masked_fill(is_absent, -torch.inf)
     local_least = local_logp.scatter(-1, there, torch.inf).amin(-1)
     local_most = local_logp.scatter(-1, there, -torch.inf).amax(-1)
-    endpoint_most = unlisted_most + torch.from_numpy(error_nats(unlisted_most.numpy()))
-    errors = torch.from_numpy(error_nats(endpoint_head.numpy()))
+    endpoint_most = unlisted_most + rounding_nats(unlisted_most, torch.float32)
+    errors = rounding_nats(endpoint_head, torch.float32)
     local_role = "reference" if endpoint_role == "policy" else "policy"
     return _KnownLogprobs(
         heads={local_role: local_head, endpoint_role: endpoint_head},

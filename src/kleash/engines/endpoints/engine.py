@@ -146,7 +146,7 @@ class EndpointEngine(JobEngine):
     ) -> dict[str, np.ndarray]:
         """The columns of both models for the positions of a batch."""
         served = self.endpoint_role
-        local = "reference" if served == "policy" else "policy"
+        local = self.local_model.role
         head, tokens = self.local_model.head, torch.from_numpy(answer.token_ids).to(hidden.device)
         buffer_bytes = CPU_BUFFER_BYTES if hidden.device.type == "cpu" else GPU_BUFFER_BYTES
         statistics = token_statistics(

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
-from kleash.estimators.bounds import NORMALISER_NATS
+from kleash.estimators.bounds import rounding_nats
 from kleash.sources.sequences import ROUNDING_NATS
 
 ZERO_PROBABILITY = -9999.0
@@ -136,7 +136,7 @@ def _checked(logp: Float[np.ndarray, "*any"]) -> Float[np.ndarray, "*any"]:
 
 def error_nats(logp: Float[np.ndarray, "*any"]) -> Float[np.ndarray, "*any"]:
     """The largest error of log-probabilities in float32: that of the softmax, and that of each number's size."""
-    return FLOAT32_EPS * (NORMALISER_NATS + np.where(np.isinf(logp), 0.0, np.abs(logp)))
+    return rounding_nats(torch.from_numpy(logp), torch.float32).numpy()
 
 
 def require_float32(answer: ListedLogprobs) -> None:
