@@ -253,9 +253,7 @@ def _find_in_folder(name: str, revision: str | None, role: str) -> Checkpoint:
     """The checkpoint of a folder, a hub id, a shipped model or an adapter's folder."""
     folder, commit = _find_folder(name, revision)
     if not (folder / "adapter_config.json").is_file():
-        checkpoint = Checkpoint(role=role, name=name, folder=folder, revision=commit)
-        _check_model_folder(name, checkpoint)
-        return checkpoint
+        return _checked(name, Checkpoint(role=role, name=name, folder=folder, revision=commit))
     settings = read_json(folder / "adapter_config.json")
     check_adapter_files(name, folder, settings)
     open_safetensors(folder / ADAPTER_WEIGHTS)
@@ -273,13 +271,12 @@ def _find_in_folder(name: str, revision: str | None, role: str) -> Checkpoint:
         checkpoint = Checkpoint(
             role=role, name=name, folder=base_folder, revision=commit, adapter=folder, base=base
         )
-        _check_model_folder(base, checkpoint)
+        return _checked(base, checkpoint)
     except ModelError as error:
         raise ModelError(
             f"the adapter {name} lies over the base {base}, but {error} (adapter_config.json names the base as "
             "base_model_name_or_path)"
         ) from error
-    return checkpoint
 
 
 def _find_gguf(name: str, revision: str | None, role: str) -> Checkpoint:
@@ -387,8 +384,12 @@ def _fetch(name: str, revision: str | None, gguf_names: Sequence[str] = ()) -> t
     return folder, folder.name
 
 
-def _check_model_folder(name: str, checkpoint: Checkpoint) -> None:
-    """Check that the folder of a model has a configuration and safetensors, and that the settings pass the checks."""
+def _checked(name: str, checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint, if its folder has a configuration and safetensors, and the settings pass the checks.
+
+    Raises:
+        ModelError: about the model called ``name``, if not.
+    """
     folder = checkpoint.folder
     if not (folder / "config.json").is_file():
         gguf_file = next(iter(sorted(folder.glob("*.gguf"))), None)
@@ -408,7 +409,7 @@ def _check_model_folder(name: str, checkpoint: Checkpoint) -> None:
     if (folder / INDEX).is_file():
         read_index(folder / INDEX)  # refused here, before another model is loaded
     if any(folder.glob("*.safetensors")):
-        return
+        return checkpoint
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
         raise ModelError(
             f"{name} has its weights as pickled files, which can run code when opened; where you trust them, "
