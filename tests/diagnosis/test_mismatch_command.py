@@ -333,6 +333,7 @@ BAD_FILES = {
     "cut.jsonl": '{"prompt_token_ids": [1',
     "escape.jsonl": '{"\\u001b[31m": 1}',
     "empty/notes.txt": "x",
+    "run/steps.jsonl": "{}",
 }
 
 
@@ -345,14 +346,15 @@ BAD_FILES = {
         (["a.jsonl", "missing.jsonl"], "there is no file"),
         (["rank-*.jsonl"], "no file matches"),
         (["empty"], "is a folder without a file of rollouts (.jsonl"),
+        (["run"], "kleash.attach(trainer, rollouts_every=…) writes those of a training run"),
         (["zero.jsonl", "blank.jsonl"], "holds no rollout; give a record for each response"),
         (["a.jsonl", "cut.jsonl"], "cut.jsonl, line 1: expected a JSON object"),
     ],
 )
 def test_files_that_cannot_be_read_are_one_sentence(names, message, tmp_path, capsys):
     written(tmp_path / "a.jsonl", records(2))
-    (tmp_path / "empty").mkdir()
     for name, content in BAD_FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
     assert main(["mismatch", *(str(tmp_path / name) for name in names)]) == 2
     error = capsys.readouterr().err

@@ -361,14 +361,12 @@ def test_dpo_and_kto_are_steered_by_the_monitor_whose_time_is_apart(trl, folder,
     assert [step.metrics.get("time/drift", 0.0) > 0 for step in steps] == [True, True, False, True]
     assert steps[0].metrics["kl/exact_per_sequence"] == 0 < steps[3].metrics["kl/exact_per_sequence"]
     by_prompt = read_prompt_means(tmp_path / "run")[-1].means["kl/exact_per_sequence"].values()
-    assert (
-        fmean(by_prompt) == pytest.approx(steps[3].metrics["kl/exact_per_sequence"]) and len(by_prompt) == 3
-    )
+    assert fmean(by_prompt) == pytest.approx(steps[3].metrics["kl/exact_per_sequence"])
     comparison = kleash.compare([tmp_path / "run"] * 2)
     assert comparison.differences[0].shared_prompts == 3 and "only 3 clusters" in comparison.summary()
     assert steps[2].metrics["beta"] > 0.5 and steps[1].beta_reason and not steps[2].beta_reason
     assert steps[3].metrics["pairs/margin"] > 0 and trainer.beta > 0.5
-    assert log._callback(BetaController).controller.noise > 0, "the errors are used"
+    assert next(log._callbacks(BetaController)).controller.noise > 0, "the errors are used"
     log.update_ref_model = True  # as a BEMACallback of TRL has
     moved(trainer.ref_model, 0.5)
     own, start = (DriftMonitor(prompts=PROMPTS, reference=at).attach(trainer) for at in (None, str(folder)))
@@ -470,7 +468,7 @@ def test_evaluation_is_the_headline_and_the_best_checkpoint_is_named(trl, folder
     held_out = Dataset.from_dict({"prompt": ["the sea was", "when the rain"]})
     evaluated = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 4}
     saved = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1, "load_best_model_at_end": True}
-    settings = {"logging_steps": 3, "learning_rate": 3e-2, **evaluated, **saved}
+    settings = {"logging_steps": 3, "learning_rate": 3e-2, "eval_on_start": True, **evaluated, **saved}
     trainer = grpo(trl, folder, tmp_path, max_steps=4, **settings, more={"eval_dataset": held_out})
     log = kleash.attach(trainer, out=tmp_path / "run")
     seen = []
@@ -486,21 +484,21 @@ def test_evaluation_is_the_headline_and_the_best_checkpoint_is_named(trl, folder
     trainer._compute_loss = keep
     trainer.train()
     steps = read_steps(tmp_path / "run")
-    assert [step.step for step in steps] == [2, 3, 4]
+    assert [step.step for step in steps] == [0, 2, 3, 4], "0 is before the first step"
     evaluated = [step.metrics for step in steps if "eval/reward" in step.metrics]
     logged = [entry for entry in trainer.state.log_history if "eval_reward" in entry]
     assert [one["eval/reward"] for one in evaluated] == pytest.approx([one["eval_reward"] for one in logged])
-    assert all(entry["eval_kl/per_token"] > 0 and "kl" not in entry for entry in logged)
+    assert [entry["eval_kl/per_token"] > 0 for entry in logged] == [False, True, True]
     for metrics, sums in zip(evaluated, seen, strict=True):
         assert metrics["eval/kl_per_sequence"] == pytest.approx(sums.mean().item(), rel=1e-4)
-    change = evaluated[1]["eval/reward"] - evaluated[0]["eval/reward"]
+    start, *trained = (one["eval/reward"] for one in evaluated)
     assert "eval/reward_change" not in evaluated[0]
-    assert evaluated[1]["eval/reward_change"] == pytest.approx(change) and change != 0
-    best = 4 if change > 0 else 2
+    assert evaluated[1]["eval/reward_change"] == pytest.approx(trained[0] - start) != 0
+    assert evaluated[2]["eval/reward_change"] == pytest.approx(trained[1] - max(start, trained[0])) != 0
+    best = 4 if trained[1] > trained[0] else 2
     result = log.result_of_run
-    assert (
-        result.best.endswith(f"checkpoint-{best}") and dict(result.held_out).items() <= evaluated[1].items()
-    )
+    assert result.best.endswith(f"checkpoint-{best}")
+    assert dict(result.held_out).items() <= evaluated[2].items()
     assert f"; last held-out reward {result.held_out['eval/reward']:.2f}"[:-1] in summarize(result).headline
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert page.index("Held-out reward") < page.index(">Reward<") and f"checkpoint-{best}" in page
@@ -515,16 +513,16 @@ def test_evaluation_is_the_headline_and_the_best_checkpoint_is_named(trl, folder
     )
 
 
-class Mixing(type("_BaseTrainer", (Trainer,), {"__module__": "trl.trainer"})):
-    beta = 0.5
+def test_a_monitor_that_stops_a_run_says_why(folder, tmp_path):
+    watch = monitor(folder, stop_at_nats=1e-9)
+    log = kleash.attach(plain(folder, tmp_path), monitor=watch, out=tmp_path / "run")
+    log.trainer.train()
+    assert log.result_of_run.steps == 2 and log.result_of_run.stopped == watch.stopped is not None
 
 
-class ReadOnly(Trainer):
-    @property
-    def beta(self):
-        return 0.1
-
-
+BASE = type("_BaseTrainer", (Trainer,), {"__module__": "trl.trainer"})
+Mixing = type("Mixing", (BASE,), {"beta": 0.5})
+ReadOnly = type("ReadOnly", (Trainer,), {"beta": property(lambda self: 0.1)})
 SFT = type("SFTTrainer", (Mixing,), {"__module__": "trl.trainer"})  # by its name and module
 TRLS = [type(name, (SFT,), {"__module__": "trl.trainer"}) for name in ("GKDTrainer", "DPOTrainer")]
 

@@ -53,16 +53,15 @@ def test_finished_run_is_unchanged_and_resumes_with_more_steps(
     )
     assert json.loads(capsys.readouterr().out)["steps"] == 3
     assert [record.step for record in read_steps(run)] == [1, 2, 3]
+    assert main(["train", "ppo", *TINY, "--reward", "builtins:print", "--json", "--out", f"{run}-loud"]) == 2
+    assert capsys.readouterr().out == "", "what a reward prints is no output of the command"
 
 
 def test_steps_are_printed_and_hacking_stops_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [
-        *TINY,
-        *["--steps", "9", "--seed", "4", "--target-nats", "1e-9", "--on-hacking", "stop", "--out"],
-    ]
-    assert main(["train", "ppo", *words, str(tmp_path / "run")]) == 1
+    words = ["--steps", "9", "--seed", "4", "--target-nats", "1e-9", "--on-hacking", "stop"]
+    assert main(["train", "ppo", *TINY, *words, "--out", str(tmp_path / "run")]) == 1
     said = capsys.readouterr()
     assert "step 1/9: reward" in said.err and "step 3/9: reward" in said.err and "step 4/9" not in said.err
     assert "alert, step 3: the updates of one step move the policy by" in said.err

@@ -6,7 +6,7 @@ Modules that import torch, which takes seconds, are imported after the first wor
 import shlex
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -126,8 +126,7 @@ def _report(job: ReportJob) -> int:
     if job.output_format is job.at_most is job.picture is None and not job.report_to:
         print(write_report_of(folder))  # of a training run, too, which has no other outputs
         return 0
-    result: Any = read_result(folder)
-    result = with_gate(result, job.at_most, job.gated_statistic)
+    result: Any = with_gate(read_result(folder), job.at_most, job.gated_statistic)
     if job.output_format is not None:
         print_formatted(result, job.output_format)
     paths = [write_report_of(folder, result)]
@@ -231,7 +230,8 @@ def _train(job: TrainJob) -> int:
             steps.note(f"the reward is the example {SHIPPED_REWARD}; give --reward for another one")
     from kleash.training import train
 
-    result = train(job, steps)
+    with redirect_stdout(sys.stderr):  # rewards may print; that is not output of the training
+        result = train(job, steps)
     if launched_rank() != 0:
         return 0
     _print_result(result, job, Path(result.out) / "report.html")

@@ -204,7 +204,7 @@ class Steps:
 
     def stepped(self, record: StepRecord) -> None:
         """Show a step with its events and alerts, and the time that the rest takes at the pace so far."""
-        seconds, done = self._clock() - self._start_time, record.step - self._first_step + 1
+        seconds, done = self._clock() - self._start_time, max(record.step - self._first_step, 0) + 1
         left = seconds / done * (self._steps - record.step)
         time_left = f"about {format_duration(left)} left" if left > 0 else ""
         self._last_line_time = self._clock()

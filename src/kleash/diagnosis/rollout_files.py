@@ -156,15 +156,19 @@ def _files_of(name: str) -> list[str]:
         exists = name == STANDARD_INPUT or path.exists()
     except OSError:  # such as a name that is too long; opening the file says what is wrong
         exists = True
-    if exists and (path / STEPS).is_file() and (path / "rollouts").is_dir():
-        path /= "rollouts"  # of a training run
-    if exists and path.is_dir() and not any((path / marker).is_file() for marker in (SPLITS, STATE)):
+    is_run = exists and (path / STEPS).is_file()
+    path = path / "rollouts" if is_run else path
+    if is_run or (exists and path.is_dir() and not any((path / mark).is_file() for mark in (SPLITS, STATE))):
         below = [
             file for file in path.rglob("*") if file.is_file() and "/." not in f"/{file.relative_to(path)}"
         ]
-        files = [str(file) for file in below if uncompressed_suffix(file) in SUFFIXES_OF_ROLLOUTS]
-        files = files or [str(file) for file in below if uncompressed_suffix(file) == ".json"]
-        expected = f"{name} is a folder without a file of rollouts ({', '.join(SUFFIXES_OF_ROLLOUTS)}, .json)"
+        files = [str(file) for file in below if uncompressed_suffix(file) in SUFFIXES_OF_ROLLOUTS] or [
+            str(file) for file in below if uncompressed_suffix(file) == ".json"
+        ]
+        expected = (
+            f"{name} is a folder without a file of rollouts ({', '.join(SUFFIXES_OF_ROLLOUTS)}, .json)"
+            + ("; kleash.attach(trainer, rollouts_every=…) writes those of a training run" if is_run else "")
+        )
     elif not exists and re.search(r"[*?[]", name):
         root = Path(path.anchor)
         files = [label for match in root.glob(str(path.relative_to(root))) for label in _files_of(str(match))]

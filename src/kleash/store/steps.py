@@ -178,6 +178,8 @@ def append_step(
 def keep_steps(folder: Path, last: int) -> None:
     """Cut off what lies after step ``last``, and a line that was half written when a run was killed.
 
+    After step 0, nothing is left: a run that begins again is evaluated again before its first step.
+
     Raises:
         RunFolderError: if a line but the last is damaged, or the files cannot be written.
     """
@@ -185,7 +187,7 @@ def keep_steps(folder: Path, last: int) -> None:
         path = folder / name
         if path.exists():
             lines = zip(_lines(path), _decoded(path, kind), strict=True)
-            write_checked(folder, path, b"".join(line for line, record in lines if record.step <= last))
+            write_checked(folder, path, b"".join(line for line, record in lines if record.step <= last > 0))
 
 
 def _decoded(path: Path, kind: type[T]) -> list[T]:

@@ -62,14 +62,14 @@ def response_metrics(responses: Sequence[Response], beta: float) -> dict[str, fl
     counted = [response for response in responses if len(response.tokens.get("token_logp", ()))]
     return {
         **_reward_metrics(responses, beta),
-        **(_token_metrics(counted) if counted else {}),
+        **(_token_metrics(counted, of_all=len(counted) == len(responses)) if counted else {}),
         "response/prompts": float(len({response.prompt_hash for response in responses})),
         "response/cut_share": float(np.mean([response.is_truncated for response in responses])),
     }
 
 
-def _token_metrics(responses: Sequence[Response]) -> dict[str, float]:
-    """Metrics of responses with tokens: lengths, entropy, and KL as far as it is known, by k3 only if not exactly."""
+def _token_metrics(responses: Sequence[Response], *, of_all: bool) -> dict[str, float]:
+    """Metrics of responses with tokens: entropy, KL as far as it is known, and the length if no response is masked."""
     clusters = np.unique([response.prompt_hash for response in responses], return_inverse=True)[1]
     lengths = np.array([len(response.tokens["token_logp"]) for response in responses])
     columns = set.intersection(*({*response.tokens} for response in responses))
@@ -77,7 +77,7 @@ def _token_metrics(responses: Sequence[Response]) -> dict[str, float]:
         **(_sampled_metrics(responses, clusters, lengths) if "token_logq" in columns else {}),
         **(_exact_metrics(responses, clusters, lengths) if "token_kl" in columns else {}),
         **({"policy/entropy": float(column_of(responses, "entropy").mean())} if "entropy" in columns else {}),
-        "response/length": float(lengths.mean()),
+        **({"response/length": float(lengths.mean())} if of_all else {}),
     }
 
 

@@ -89,7 +89,7 @@ class StepLogger(AttachedCallback):
         if self.recorder is not None:
             self.recorder.attach()
         trainer.args.logging_nan_inf_filter = False  # which logs the mean loss so far in place of a NaN
-        monitor = self._callback(DriftMonitor)
+        monitor = next(self._callbacks(DriftMonitor), None)
         if monitor is not None:
             # of other responses than the step's KL, which is in the run log as well
             is_other = self.recorder is not None and (self.recorder.is_exact or trainer.beta != 0)
@@ -113,16 +113,16 @@ class StepLogger(AttachedCallback):
         return self.stopped is not None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Open the run log at the step from which training starts."""
+        """Open the run log at the step from which training starts; an evaluation before the first is step 0."""
         super().on_train_begin(args, state, control, **more)
         self._trl_step, self.step = state.global_step, state.global_step // self.trl_steps_per_step
+        self._evaluations = self._held_out_sets() * (args.eval_on_start and state.global_step == 0)
         if self.run_log is not None:
             self.run_log.begin(self.step, self.notes)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Take the beta of the step, which TRL's own trainers do not log."""
-        controller = self._callback(BetaController)
-        if controller is not None:
+        for controller in self._callbacks(BetaController):
             self._logged["beta"] = controller.controller.beta
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -177,8 +177,7 @@ class StepLogger(AttachedCallback):
                     else f"lower the learning rate, or look at the last checkpoint in {args.output_dir}"
                 )
             )
-        held_out = self.trainer.eval_dataset
-        self._evaluations = control.should_evaluate * (len(held_out) if isinstance(held_out, dict) else 1)
+        self._evaluations = control.should_evaluate * self._held_out_sets()
         if not self._evaluations:
             self._record(state, control)
 
@@ -204,11 +203,11 @@ class StepLogger(AttachedCallback):
         advice = None
         if self.run_log is not None:
             samples, event = getattr(self.recorder, "samples", ()), getattr(self.recorder, "event", "")
-            controller, events, reason = self._callback(BetaController), [event], None
+            controller, events, reason = next(self._callbacks(BetaController), None), [event], None
             if controller is not None and controller.since > self._trl_step:
                 events, reason = [event, controller.controller.event], controller.reason
             events = [each for each in events if each]
-            monitor = self._callback(DriftMonitor)
+            monitor = next(self._callbacks(DriftMonitor), None)
             kl = "" if monitor is None else self.metric_names.get(f"{monitor.name}/kl_per_sequence", "")
             advice = self.run_log.step(
                 self.step,
@@ -250,7 +249,9 @@ class StepLogger(AttachedCallback):
             kleash=__version__,
             algorithm=algorithm,
             steps=self.step,
-            stopped=self.stopped,
+            stopped=next(
+                filter(None, (each.stopped for each in self._callbacks(StepLogger, DriftMonitor))), None
+            ),
             metrics=self.metrics,
             beta=getattr(self.trainer, "beta", None) if algorithm in PRICED else None,
             policy=policy,
@@ -259,11 +260,13 @@ class StepLogger(AttachedCallback):
             best=self.trainer.state.best_model_checkpoint,
         )
 
-    def _callback(self, kind: type[Any]) -> Any:
-        """The trainer's first callback of a kind, or None."""
-        return next(
-            (each for each in self.trainer.callback_handler.callbacks if isinstance(each, kind)), None
-        )
+    def _held_out_sets(self) -> int:
+        """The number of held-out sets, of which transformers evaluates each by itself."""
+        return len(self.trainer.eval_dataset) if isinstance(self.trainer.eval_dataset, dict) else 1
+
+    def _callbacks(self, *kinds: type[Any]) -> Any:
+        """An iterator over the trainer's callbacks of some kinds."""
+        return (each for each in self.trainer.callback_handler.callbacks if isinstance(each, kinds))
 
     def _carry_out(self, advice: Advice, control: Any) -> None:
         """Do what the response to the step's alerts is, on this rank."""
@@ -274,7 +277,7 @@ class StepLogger(AttachedCallback):
             case "halve-lr":
                 halve_learning_rate(self.trainer)
             case "tighten":
-                controller = self._callback(BetaController)  # which "tighten" requires
+                controller = next(self._callbacks(BetaController))  # which "tighten" requires
                 controller.controller = tightened(controller.controller, self.job)
                 self.trainer.beta = controller.controller.beta
 

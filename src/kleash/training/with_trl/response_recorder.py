@@ -251,7 +251,7 @@ class ResponseRecorder:
                     f"the loss of {type(self.trainer).__name__} makes no pass by _get_per_token_logps_and_entropies, "
                     "in which responses are measured: their KL and entropy are not known, and steer no beta"
                 )
-            elif "response/length" not in measured:
+            elif not any(len(response.tokens["token_logp"]) for response in responses):
                 self._problem = (
                     "all responses are truncated: mask_truncated_completions leaves nothing to learn from"
                 )
