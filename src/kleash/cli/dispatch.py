@@ -126,7 +126,8 @@ def _report(job: ReportJob) -> int:
     if job.output_format is job.at_most is job.picture is None and not job.report_to:
         print(write_report_of(folder))  # of a training run, too, which has no other outputs
         return 0
-    result: Any = with_gate(read_result(folder), job.at_most, job.gated_statistic)
+    result: Any = read_result(folder)
+    result = with_gate(result, job.at_most, job.gated_statistic)
     if job.output_format is not None:
         print_formatted(result, job.output_format)
     paths = [write_report_of(folder, result)]

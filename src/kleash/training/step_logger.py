@@ -206,14 +206,13 @@ class StepLogger(AttachedCallback):
             controller, events, reason = next(self._callbacks(BetaController), None), [event], None
             if controller is not None and controller.since > self._trl_step:
                 events, reason = [event, controller.controller.event], controller.reason
-            events = [each for each in events if each]
-            monitor = next(self._callbacks(DriftMonitor), None)
+            monitor: Any = next(self._callbacks(DriftMonitor), None)
             kl = "" if monitor is None else self.metric_names.get(f"{monitor.name}/kl_per_sequence", "")
             advice = self.run_log.step(
                 self.step,
                 metrics,
                 samples,
-                events,
+                [each for each in events if each],
                 reason,
                 held_out,
                 by_prompt={kl: monitor.last.by_prompt} if kl in metrics else None,
