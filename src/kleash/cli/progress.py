@@ -206,7 +206,7 @@ class Steps:
         """Show a step with its events and alerts, and the time that the rest takes at the pace so far."""
         seconds, done = self._clock() - self._start_time, max(record.step - self._first_step, 0) + 1
         left = seconds / done * (self._steps - record.step)
-        time_left = f"about {format_duration(left)} left" if left > 0 else ""
+        time_left = f"about {format_duration(left)} left" if left > 0 and record.step > 0 else ""
         self._last_line_time = self._clock()
         for event in record.events:
             say(self._console, f"step {record.step}: {event}", style="dim")
@@ -218,7 +218,7 @@ class Steps:
             if metric.heading and name in record.metrics
         ]
         parts = filter(None, (", ".join(cells), time_left))
-        say(self._console, f"step {record.step}/{self._steps}: {', '.join(parts)}")
+        say(self._console, f"step {record.step}/{self._steps}: {', '.join(parts) or 'evaluated'}")
 
 
 def _cell(record: StepRecord, name: str) -> str:
