@@ -318,7 +318,7 @@ def test_pairs_of_conversations_may_repeat_the_prompt_as_text(pair, write):
         ({"chosen": "a", "rejected": "b"}, "without 'prompt' the other two to begin alike"),
         ({"prompt": "x", "chosen": "a", "rejected": "a"}, "'chosen' and 'rejected' are the same"),
         ({"prompt": "x", "chosen": [ANSWER], "rejected": [OTHER]}, "each a text or each a list of messages"),
-        ({"prompt": "x", "chosen": "a", "rejected": None}, "each a text or each a list of messages"),
+        ({"prompt": "x", "chosen": "a", "rejected": ""}, "none of them empty, each a text or each a list"),
         ({"prompt": [USER], "chosen": ["a"], "rejected": ["b"]}, "each message to have a 'role' and"),
         ({"prompt": 3, "chosen": "a", "rejected": "b"}, "each a text or each a list of messages"),
     ],

@@ -148,7 +148,7 @@ def parse_preference(record: SourceRecord) -> Preference:
         names = ["prompt", *names]
     if {type(fields.get(name)) for name in names} not in ({str}, {list}) or not all(map(fields.get, names)):
         raise record.error(
-            "expected 'prompt', 'chosen' and 'rejected', each a text or each a list of messages"
+            "expected 'prompt', 'chosen' and 'rejected', none of them empty, each a text or each a list of messages"
         )
     *prompt, chosen, rejected = (text_or_messages(record, name) or "" for name in names)
     if chosen == rejected:
