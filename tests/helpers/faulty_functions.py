@@ -290,8 +290,8 @@ def batches() -> dict[str, FaultyFunction]:
     def normalised(p: Tensor, q: Tensor) -> Tensor:
         return of_logits(up(p) - up(p).mean((0, 1)), q)
 
-    def neighbours_gradient(p: Tensor, q: Tensor) -> Tensor:
-        return right(p, q).detach() + right(p, q).roll(1, 0) - right(p, q).roll(1, 0).detach()
+    def with_gradient(of: Tensor, p: Tensor, q: Tensor) -> Tensor:
+        return right(p, q).detach() + of - of.detach()
 
     denominator, reduction, batch = "padding_in_denominator", "wrong_reduction", "batch_dependent"
     return {
@@ -300,10 +300,19 @@ def batches() -> dict[str, FaultyFunction]:
             denominator, reduction
         ),
         "divided by the longest length": mean(lambda x, m: x.sum() / (m.sum(-1).max() * len(m)))(reduction),
-        "over the first response's length": mean(lambda x, m: x.sum() / (m[0].sum() * len(m)))(reduction),
         "without the last response": faulty(left_out, "mean_loss_with_mask", reduction, denominator),
         "batch norm of logits": faulty(normalised, "logits", batch),
-        "gradient of the neighbour": faulty(neighbours_gradient, "loss", batch),
+        "gradient of the neighbour": faulty(
+            lambda p, q: with_gradient(right(p, q).roll(1, 0), p, q), "loss", batch
+        ),
+        "baseline of the batch": faulty(
+            lambda p, q: with_gradient((u_of(p, q) - u_of(p, q).mean()).detach() * p, p, q), "loss", batch
+        ),
+        "mask multiplied by a KL of probabilities": fragile(
+            lambda p, q, m: (p * (p.log() - q.log())).sum(-1) * m,
+            "f(probs_p, probs_q, mask)",
+            "nan_from_padding",
+        ),
         "mask off by one": faulty(off_by_one, "loss_with_mask", "padding_counts", *GRADIENT),
         "0 / 0 if masked": faulty(lambda p, q, m: masked(p, q, m) / m, "loss_with_mask", "nan_from_padding"),
         "mask inverted": faulty(

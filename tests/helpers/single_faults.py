@@ -244,7 +244,7 @@ FAULTS: dict[str, Planted] = {
     "labels of another number": Planted(
         partial(flat_with_labels, ignored=-1),
         f"{LABELS} reverse_kl",
-        {"padding_in_denominator", "nan_from_padding"},
+        {"padding_counts", "padding_in_denominator", "nan_from_padding"},
     ),
     "labels are shifted inside": Planted(
         lambda p, q, labels: flat_with_labels(p[:, :-1], q[:, :-1], labels[:, 1:]),

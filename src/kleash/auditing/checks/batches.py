@@ -16,10 +16,10 @@ from kleash.auditing.toy_distributions import (
     HEADS,
     IGNORED,
     P_FIELDS,
-    Q_FIELDS,
     SEQUENCES,
     AuditInputs,
     leaf_inputs,
+    make_inputs,
 )
 from kleash.errors import KleashError
 from kleash.store.audit import Finding, MaskRow
@@ -39,7 +39,8 @@ FILLS: Mapping[str, tuple[float, float]] = MappingProxyType(
         "NaN": (nan, nan),
     }
 )
-"""Name -> the numbers written into the padding of p's tensors, and of q's."""
+"""Name -> the logit of the padding's token under p, and under q, where the two other tokens have 0: a softmax does not
+see a number that all share."""
 SHIFTED = ("token_logq", "logits_q", "hidden_q")
 """Tensors of q that are shifted where a step is exchanged, so that its log ratio changes."""
 ORDINARY = ("equal numbers", "other numbers")
@@ -112,19 +113,19 @@ def _dependence(audited: AuditedFunction) -> str:
     """The dependence of a response's result on the rest of its batch, in words; "" if there is none."""
     for rows in (ROWS, ROWS[:2]):
         inputs = _batch_inputs(rows)
+        leaves = [getattr(inputs, name) for name in P_FIELDS]
         batch = audited.parts(audited.call(inputs).double())
-        for i, in_batch in enumerate(batch.detach()):
-            alone = audited.parts(audited.call(inputs.select(slice(i, i + 1))).double())[0].detach()
+        for i, in_batch in enumerate(batch):
+            alone = audited.parts(audited.call(inputs.select(slice(i, i + 1))).double())[0]
             if not torch.allclose(in_batch, alone, rtol=1e-5, atol=1e-8, equal_nan=True):
                 step = int((in_batch - alone).abs().nan_to_num(nan=torch.inf).argmax())
                 return (
                     f"a value is {alone[step].item():.4g} for the response alone and {in_batch[step].item():.4g} in a "
                     f"batch of {len(rows)}"
                 )
-        leaves = [x for x in (getattr(inputs, name) for name in P_FIELDS) if x.requires_grad]
-        gradients = audited.gradients(batch[0].sum(), leaves)
-        if any(g is not None and bool(g[1:].nan_to_num().any()) for g in gradients):  # not NaN everywhere
-            return "its value is the same alone and in a batch, but its gradient reaches other responses"
+            gradients = audited.gradients((in_batch - alone).sum(), leaves)
+            if any(g is not None and bool((g.abs() > 1e-6).any()) for g in gradients):  # NaN is no dependence
+                return "its value is the same alone and in a batch, but its gradient is not"
     return ""
 
 
@@ -175,14 +176,14 @@ def padded_inputs(fill: str | None) -> AuditInputs:
     inputs = _batch_inputs().to(torch.float32)
     mask = torch.arange(3) < torch.tensor(LENGTHS).unsqueeze(-1)
     if fill is not None:
-        numbers = {**dict.fromkeys(P_FIELDS, FILLS[fill][0]), **dict.fromkeys(Q_FIELDS, FILLS[fill][1])}
-        tensors = {name: getattr(inputs, name) for name in numbers}
-        inputs = replace(
-            inputs,
-            **{
-                name: torch.where(mask if x.dim() == 2 else mask.unsqueeze(-1), x, numbers[name])
-                for name, x in tensors.items()
-            },
+        p, q = (torch.tensor([[[logit, 0.0, 0.0]]], dtype=torch.float64) for logit in FILLS[fill])
+        padding = make_inputs(p, q, torch.tensor([[0]]), logits_behaviour=q, dtype=torch.float32)
+        inputs = inputs.mapped(
+            lambda name, x: (
+                x
+                if name in HEADS
+                else torch.where(mask if x.dim() == 2 else mask.unsqueeze(-1), x, getattr(padding, name))
+            )
         )
     return replace(inputs, mask=mask, labels=torch.where(mask, inputs.tokens, IGNORED)).as_leaves()
 
