@@ -39,7 +39,7 @@ SMALLEST_CHANGE = 2.0
 STEEPEST = -0.4
 """Power of the position below which errors that shrink with it may be of another context."""
 FLAGGED_NATS = 1e-3
-"""Difference from which a token in a run of equal values is taken for a placeholder."""
+"""Difference, beside that of rounded columns, from which a token in a run of equal values may be a placeholder."""
 ONE_SIGN_PENALTY = 2.0
 """``penalty`` of the hypotheses that one side's values are larger."""
 EXCEPTIONS = 0.07
@@ -263,7 +263,10 @@ def _of_side(table: TokenTable, name: str, limit: float) -> Iterator[Hypothesis]
             1.0,
             residual=sign * (nats * column - other),
         )
-    in_run = table.placeholder_runs(column) & (np.abs(table.difference) > FLAGGED_NATS)
+    # Rounding both columns makes a difference of at most sqrt(6) of its standard deviations.
+    in_run = table.placeholder_runs(column) & (
+        np.abs(table.difference) > FLAGGED_NATS + math.sqrt(6) * table.rounding_error
+    )
     if in_run.any() and not in_run.all():
         yield _placeholders(table, name, column, in_run, limit)
     if correlated(table) > LARGEST_CORRELATION:

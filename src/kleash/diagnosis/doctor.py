@@ -154,8 +154,7 @@ def diagnose_records(
 
 def _notes(table: TokenTable, *, has_models: bool) -> list[str]:
     """What cannot be seen in the columns, and what is odd in them."""
-    values = {"trainer": table.trainer, "engine": table.engine}
-    counts = {name: int(np.sum(column > ROUNDING_NATS)) for name, column in values.items()}
+    counts = {side: int(np.sum(getattr(table, side) > ROUNDING_NATS)) for side in ("trainer", "engine")}
     notes = [
         f"{count} of the {name}'s {len(table.trainer)} values are above 0, which log-probabilities are not"
         for name, count in counts.items()

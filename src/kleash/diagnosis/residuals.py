@@ -164,7 +164,6 @@ def _fit(log_likelihoods: Floats, blocks: Sequence[Block]) -> Floats:
         log_likelihoods: of the tokens under each of the components, [tokens, components].
         blocks: a family, of these components.
     """
-    log_likelihoods = log_likelihoods[:: max(1, len(log_likelihoods) // FITTED_TOKENS)]
     highest = log_likelihoods.max(axis=1, keepdims=True, initial=-1e300)
     likelihoods, count = np.exp(log_likelihoods - highest).astype(np.float32), len(log_likelihoods)
     weights = np.any([block.members for block in blocks], axis=0) / log_likelihoods.shape[1]
@@ -237,7 +236,9 @@ def held_out(
     logs, result = log_densities(residuals, members), np.full(len(fold), np.nan)
     for number in np.unique(fold):
         is_judged, is_fitted = (has_value & (fold == number), has_value & (fold != number))
-        weights, numbers = (_fit(logs[is_fitted], blocks) @ moves).T, response[is_judged]
+        candidates = np.flatnonzero(fold != number)  # of which every hypothesis is fitted to the same ones
+        sample = candidates[:: max(1, len(candidates) // FITTED_TOKENS)]
+        weights, numbers = (_fit(logs[sample[has_value[sample]]], blocks) @ moves).T, response[is_judged]
         highest = logs[is_judged].max(axis=1, keepdims=True, initial=-1e300)
         values = highest + np.log(np.maximum(np.exp(logs[is_judged] - highest) @ weights, 1e-300))
         if lowest is not None:
