@@ -97,8 +97,9 @@ def test_copies_are_noted_once_and_paired_with_samples(runs):
     for name, count in (("samples", 8), ("copies", 32), ("responses", 32)):
         plain = [note for note in Measurement.read(runs[name]).notes if "are plain text" in note]
         assert len(plain) == 1 and plain[0].startswith(f"the {count} prompts are plain text, read without")
-    copies, responses = compare([runs["samples"], runs["copies"], runs["responses"]]).differences
-    for difference in (copies, responses):
+    comparison = compare([*runs.values()])
+    assert comparison.warnings == ("responses was measured with source responses, samples with prompts",)
+    for difference in comparison.differences:
         assert difference.shared_prompts == 8 and difference.only_here == difference.only_there == 0
         assert difference.differences["kl_policy_reference"].value == pytest.approx(0, abs=1e-6)
 

@@ -35,8 +35,12 @@ SUMMED = (*COMPARED, *PERPLEXITIES)
 """Statistics that are summed for each prompt."""
 MIN_SHARED = 0.5
 """Share of a run's prompts below which a difference gets a warning."""
-SETTINGS = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "window", "stride")
-"""Options that change what is measured."""
+SETTINGS = {
+    "prompts": ("temperature", "top_p", "top_k", "min_p", "max_new_tokens"),
+    "responses": ("temperature", "top_p", "top_k", "min_p"),
+    "text": ("temperature", "window", "stride"),
+}
+"""Source -> the options that change what is measured."""
 
 
 def compare(
@@ -308,13 +312,17 @@ def _warnings(runs: list[_Run], names: list[str]) -> tuple[str, ...]:
         warnings += [
             f"{name} was measured with {option} {value}, {names[0]} with {first_settings[option]}"
             for option, value in settings.items()
-            if value != first_settings[option]
+            if value != first_settings.get(option, value)
         ]
     return tuple(warnings)
 
 
 def _settings(measurement: Measurement) -> dict[str, Any]:
-    """What changes the numbers, by name: options, and the dtype that the models had ("auto" is one on each device)."""
+    """What changes the numbers, by name: source, options, and the models' dtype ("auto" is one on each device)."""
     dtypes = dict.fromkeys(model.dtype for model in measurement.models.values())
     dtypes.pop("unknown", None)  # of a model behind a server
-    return {option: measurement.job.get(option) for option in SETTINGS} | {"dtype": " and ".join(dtypes)}
+    return {
+        "source": measurement.source_kind,
+        **{option: measurement.job.get(option) for option in SETTINGS[measurement.source_kind]},
+        "dtype": " and ".join(dtypes),
+    }
