@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tiny_models import tiny_pair
+from tiny_models import save_tiny, tiny_adapter, tiny_pair
 
 from kleash.models import Pair, load_pair
 
@@ -29,3 +29,15 @@ def pair(folders: PairFolders) -> Iterator[Pair]:
     """A loaded pair of Llamas."""
     policy, reference = folders("llama")
     yield load_pair(str(policy), str(reference))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama, with a folder around it for the module's own."""
+    return save_tiny(tmp_path_factory.mktemp("base") / "base")
+
+
+@pytest.fixture(scope="module")
+def adapter(base: Path) -> Path:
+    """An adapter over the Llama, beside it."""
+    return tiny_adapter(base.parent / "adapter", base)

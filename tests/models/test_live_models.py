@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from scoring_cases import sequence_of
-from tiny_models import save_tiny, tiny_adapter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kleash.auditing.targets.packages import quiet
@@ -16,32 +15,22 @@ from kleash.models import Pair, at_rest, live_model, load_pair, score
 ANSWERS = [sequence_of((0, 40, 41), (50, 61, 72, 83))]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("base"))
+@pytest.fixture
+def network(base):
+    return AutoModelForCausalLM.from_pretrained(base)
 
 
 @pytest.fixture(scope="module")
-def adapter_folder(folder, tmp_path_factory):
-    return tiny_adapter(tmp_path_factory.mktemp("adapter"), folder)
+def tokenizer(base):
+    return AutoTokenizer.from_pretrained(base)
 
 
 @pytest.fixture
-def network(folder):
-    return AutoModelForCausalLM.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return AutoTokenizer.from_pretrained(folder)
-
-
-@pytest.fixture
-def adapted(network, adapter_folder):
+def adapted(network, adapter):
     from peft import PeftModel
 
     with quiet():  # peft still reads attributes that transformers has renamed
-        return PeftModel.from_pretrained(network, str(adapter_folder), is_trainable=True)
+        return PeftModel.from_pretrained(network, str(adapter), is_trainable=True)
 
 
 def kl(policy, reference, tokenizer):
@@ -50,8 +39,8 @@ def kl(policy, reference, tokenizer):
     ]
 
 
-def test_a_live_model_is_measured_with_its_current_weights(network, folder, tokenizer):
-    reference = load_pair(str(folder), str(folder)).reference
+def test_a_live_model_is_measured_with_its_current_weights(network, base, tokenizer):
+    reference = load_pair(str(base), str(base)).reference
     with at_rest(network):
         before = kl(live_model(network, tokenizer), reference, tokenizer)
     with torch.no_grad():
@@ -60,12 +49,12 @@ def test_a_live_model_is_measured_with_its_current_weights(network, folder, toke
         model = live_model(network, tokenizer)
         after = kl(model, reference, tokenizer)
     assert (before == 0).all() and (after > 1e-3).all()
-    assert model.path == str(folder) and model.eos_token_ids == (1,) and model.context_length == 128
+    assert model.path == str(base) and model.eos_token_ids == (1,) and model.context_length == 128
     assert model.head.weight.data_ptr() == network.lm_head.weight.data_ptr()
 
 
-def test_active_and_disabled_adapters_agree_with_loaded_folders(adapted, folder, adapter_folder, tokenizer):
-    pair = load_pair(str(adapter_folder), str(folder))
+def test_active_and_disabled_adapters_agree_with_loaded_folders(adapted, base, adapter, tokenizer):
+    pair = load_pair(str(adapter), str(base))
     expected = kl(pair.policy, pair.reference, tokenizer)
     with at_rest(adapted):
         policy, base = live_model(adapted, tokenizer), live_model(adapted, tokenizer, adapter=None)

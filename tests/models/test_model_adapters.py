@@ -8,22 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from scipy.special import log_softmax
 from scoring_cases import random_sequences
-from tiny_models import edit_json, save_tiny, tiny_adapter
+from tiny_models import edit_json, tiny_adapter
 from transformers import AutoModelForCausalLM
 
 from kleash.auditing.targets.packages import quiet
 from kleash.errors import ModelError
 from kleash.models import Prompt, Sampling, generate, load_pair, score
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("adapters") / "base")
-
-
-@pytest.fixture(scope="module")
-def adapter(base):
-    return tiny_adapter(base.parent / "adapter", base)
 
 
 @pytest.fixture(scope="module")

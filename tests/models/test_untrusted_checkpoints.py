@@ -13,7 +13,7 @@ import pytest
 import torch
 from checkpoint_mutations import mutated
 from safetensors.torch import load_file, save_file
-from tiny_models import edit_json, save_tiny, tiny_adapter, tiny_tokenizer
+from tiny_models import edit_json, save_tiny, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from kleash.checkpoints.files import SafetensorsFiles
@@ -29,16 +29,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # what PEFT and transformers say of damaged settings
 ]
 PLANTED = "import pathlib; pathlib.Path(__file__).with_name('it-ran').touch()"
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("strangers") / "base")
-
-
-@pytest.fixture(scope="module")
-def adapter(base):
-    return tiny_adapter(base.parent / "adapter", base)
 
 
 @pytest.fixture
