@@ -297,6 +297,15 @@ def train_distill(job: DistillJob, run_log: RunLog | None) -> TrainingResult:
             shuffle_dataset=False,
             temperature=job.temperature,
             max_completion_length=job.max_new_tokens,
+            # where the heads are cut to the tokens, TRL would draw from the rows beyond, which a teacher may lack
+            generation_kwargs={
+                "suppress_tokens": [
+                    *range(
+                        networks.pair.policy.vocab_size,
+                        len(networks.policy.get_output_embeddings().weight),
+                    )
+                ]
+            },
         ),
         train_dataset=in_step_order(rows, job, copies=job.samples_per_prompt),
         processing_class=networks.pair.tokenizer,
