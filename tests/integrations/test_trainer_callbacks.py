@@ -219,7 +219,7 @@ def test_monitor_requires_reference_and_temperature(training, folder):
     with pytest.raises(
         ModelError, match=r"the policy must be .* it is of type LlamaForSequenceClassification"
     ):
-        monitor(folder).attach(rewarding).measure()
+        monitor(folder, reference=None).attach(rewarding)
     with pytest.raises(OptionError, match="a temperature above 0"):
         monitor(folder, sampling=Sampling(temperature=0.0)).attach(trainer).measure()
     trainer.ref_model = AutoModelForCausalLM.from_pretrained(folder)

@@ -534,7 +534,7 @@ def test_controller_of_a_beta_that_prices_no_kl_is_refused(folder, tmp_path, kin
     with pytest.raises(OptionError, match=f"{kind.__name__} has no beta that is the price of a KL"):
         kleash.attach(trainer, target_nats=0.1, out=tmp_path / "run")
     trainer.model = torch.nn.Sequential(trainer.model)  # without a configuration
-    log = kleash.attach(trainer, monitor=PROMPTS, reference=str(folder), out=tmp_path / "run")
+    log = kleash.attach(trainer, out=tmp_path / "run")
     name = kind.__name__.removeprefix("Unsloth").removesuffix("Trainer")
     assert log.algorithm == (name.lower() or "trainer")
     assert not any(isinstance(one, BetaController) for one in trainer.callback_handler.callbacks)

@@ -13,7 +13,7 @@ from kleash.jobs.reading import SourceKind
 from kleash.launch_environment import require_one_process
 from kleash.measuring.live_pair import live_pair, load_beside_live
 from kleash.models import Model, Pair, at_rest
-from kleash.models.live_models import require_language_model
+from kleash.models.live_models import checked_language_model
 from kleash.models.tokenizers import load_named_tokenizer
 from kleash.sources.in_memory import naming_entries, write_source
 from kleash.store.job_folder import SOURCE
@@ -84,13 +84,13 @@ def pair_in_memory(options: Mapping[str, Any]) -> Generator[tuple[dict[str, Any]
         ModelError: if a network cannot be measured, or the two cannot be compared.
         RankError: if a launcher started several processes.
     """
-    networks = {role: options[role] for role in ROLES if not _is_name(options.get(role))}
+    networks = {
+        role: checked_language_model(options[role], role) for role in ROLES if not _is_name(options.get(role))
+    }
     if not networks:
         yield dict(options), None
         return
     require_one_process("a measurement of a model in memory")
-    for role, network in networks.items():
-        require_language_model(network, role)
     for name in OF_FILES:
         if options.get(name) not in (None, False, "auto", "local"):
             raise OptionError(

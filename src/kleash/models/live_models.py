@@ -54,7 +54,7 @@ def live_model(
             is not supported; if an adapter has changed the base to be measured, or needs a forward pass of PEFT's; if
             several adapters act at once, or not everywhere.
     """
-    require_language_model(network, role)
+    checked_language_model(network, role)
     storage = shard_storage(network, f"the {role}")
     is_peft = hasattr(network, "get_base_model")
     with nullcontext() if storage is None else storage.raising_together():
@@ -81,8 +81,8 @@ def base_network(network: Any) -> Any:
     return network.get_base_model() if hasattr(network, "get_base_model") else network
 
 
-def require_language_model(network: Any, role: str) -> None:
-    """Check that a network in memory is one of transformers with a head that gives logits of all tokens.
+def checked_language_model(network: Any, role: str) -> Any:
+    """The network in memory, checked to be one of transformers with a head that gives logits of all tokens.
 
     Raises:
         ModelError: if it is not, such as a reward model or an encoder with a decoder.
@@ -96,6 +96,7 @@ def require_language_model(network: Any, role: str) -> None:
             f"the {role} must be a name or a transformers model with a language-model head, as AutoModelForCausalLM "
             f"loads; it is of type {type(base).__name__}"
         )
+    return network
 
 
 def dropouts_of(network: Any) -> list[tuple[torch.nn.Module, str]]:

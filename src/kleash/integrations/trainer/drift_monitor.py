@@ -23,7 +23,7 @@ from kleash.models import (
     tokenise_prompts,
     turns_of,
 )
-from kleash.models.live_models import require_two_networks
+from kleash.models.live_models import checked_language_model, require_two_networks
 from kleash.registry import options_given, require_above, require_at_least, require_choice
 from kleash.store.metrics import with_errors
 
@@ -93,6 +93,7 @@ class DriftMonitor(AttachedCallback):
 
         Raises:
             OptionError: if it is attached already, there is no reference, or it is the policy's own network.
+            ModelError: if a network has no language-model head, such as a reward model.
         """
         self._networks(trainer)
         return super().attach(trainer)
@@ -171,10 +172,11 @@ class DriftMonitor(AttachedCallback):
 
         Raises:
             OptionError: if there is no reference, or it is the policy's own network.
+            ModelError: if a network has no language-model head.
         """
         reference = getattr(trainer, "ref_model", None) if self.reference is None else self.reference
         networks = {
-            role: trainer.accelerator.unwrap_model(network)
+            role: checked_language_model(trainer.accelerator.unwrap_model(network), role)
             for role, network in (("policy", trainer.model), ("reference", reference))
             if not isinstance(network, str | None)
         }
