@@ -44,7 +44,7 @@ class CacheJob(ScoringOptions):
     """Temperature of the measurements to come, for which rounding is looked at; others work as well, but
     then without a noise floor."""
     batch_tokens: int = 4096
-    """Tokens in a batch, padding counted; measuring with the same number gives the same bits."""
+    """Tokens in a batch, padding counted; measuring with the same number gives the same bits for what occurs once."""
     limit: Count | None = None
     """Read only so many documents or responses."""
     from_hidden_states: str | None = None
