@@ -326,7 +326,8 @@ def test_kl_to_the_start_is_beside_that_to_a_reference_that_moves(trl, folder, t
     """The reference becomes the policy after each step, so that the KL to it is 0 before each update."""
     moves = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
     trainer = grpo(trl, folder, tmp_path, leashed=leashed, max_steps=2, learning_rate=1e-2, **moves)
-    kleash.attach(trainer, monitor=prompts, out=tmp_path / "run")
+    data = prompts and type(trainer.train_dataset).from_dict({"prompt": prompts})
+    kleash.attach(trainer, monitor=data, out=tmp_path / "run")
     trainer.train()
     first, last = (step.metrics for step in read_steps(tmp_path / "run"))
     assert first["kl/k3"] == last["kl/k3"] == first["drift/kl_per_sequence"] == 0
@@ -545,6 +546,7 @@ def test_controller_of_a_beta_that_prices_no_kl_is_refused(folder, tmp_path, kin
     [
         ({"on_hacking": "pray"}, OptionError, "--on-hacking must be one of warn, .*; it is 'pray'"),
         ({"on_hacking": "tighten"}, OptionError, "doubles the beta of a controller; give target_nats"),
+        ({"per": "response"}, OptionError, "per is 'response'; there are sequence, token"),
         ({"report_to": "wandb"}, OptionError, "must be a list of texts; it is 'wandb'"),
         ({"controller": "hope"}, UnknownNameError, "no beta controller is called 'hope'"),
         ({"controller": "dual"}, OptionError, "the controller dual steers to a target; give target_nats"),

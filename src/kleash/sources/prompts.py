@@ -81,15 +81,15 @@ def count_columns(name: str, limit: int | None = None, reading: DatasetOptions |
     return Counter(column for record in records for column in record.fields)
 
 
-def tokenise_prompts(prompts: Iterable[Any], pair: TokenLimits) -> list[Prompt]:
-    """Tokenise prompts in memory as ``read_prompts`` does: texts, lists of messages, or records.
+def tokenise_prompts(prompts: Iterable[Any], pair: TokenLimits, limit: int | None = None) -> list[Prompt]:
+    """Tokenise prompts in memory, the first ``limit``, as ``read_prompts`` does: texts, lists of messages, or records.
 
     Raises:
         SourceError: as ``read_prompts`` and ``records_in_memory``.
     """
     records = (
         SourceRecord(location=f"prompt {number}", fields=fields)
-        for number, fields in enumerate(records_in_memory(prompts, "prompts"), start=1)
+        for number, fields in enumerate(islice(records_in_memory(prompts, "prompts"), limit), start=1)
     )
     return _prompts("the list", records, pair)
 

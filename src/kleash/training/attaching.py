@@ -12,7 +12,8 @@ from kleash.errors import KleashError, OptionError
 from kleash.jobs.options import checked_option
 from kleash.jobs.train import TrainJob
 from kleash.leash import CONTROLLERS, FixedBeta, Leash, PIDBeta
-from kleash.registry import look_up
+from kleash.leash.controller_base import KL_UNITS
+from kleash.registry import look_up, require_choice
 from kleash.training.job_schedule import controller_of
 from kleash.training.run_log import LogOptions
 
@@ -98,7 +99,7 @@ def attach(
     from kleash.integrations.trainer.compat import makes_trl_passes, moves_reference
     from kleash.training.step_logger import FolderLog
 
-    _check(trainer, on_hacking, report_to)
+    _check(trainer, on_hacking, report_to, per)
     if target_nats is not None and getattr(controller, "target_nats", None) is not None:
         raise OptionError(f"a {type(controller).__name__} has a target of its own; leave target_nats out")
     algorithm = _algorithm(trainer)
@@ -173,13 +174,14 @@ def _measure(
     return recorder
 
 
-def _check(trainer: Any, on_hacking: str, report_to: Sequence[str]) -> None:
+def _check(trainer: Any, on_hacking: str, report_to: Sequence[str], per: str) -> None:
     """Refuse invalid options, and a trainer that has a run log, or learns from itself."""
     from kleash.models.live_models import require_two_networks
     from kleash.training.step_logger import StepLogger
 
     for name, value in (("on_hacking", on_hacking), ("report_to", report_to)):
         checked_option(name, value, TrainJob.__dataclass_fields__[name].type)
+    require_choice(KL_UNITS, per=per)
     if not hasattr(trainer, "callback_handler"):
         raise OptionError(
             f"trainer must be a trainer of TRL or transformers; it is of type {type(trainer).__name__}"

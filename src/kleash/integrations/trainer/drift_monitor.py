@@ -1,7 +1,7 @@
 """A callback that measures KL(policy || reference) while a transformers ``Trainer`` trains."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable
 from time import monotonic
 from typing import Any
 
@@ -47,7 +47,7 @@ class DriftMonitor(AttachedCallback):
     def __init__(
         self,
         *,
-        prompts: str | Sequence[Any],
+        prompts: str | Iterable[Any],
         reference: Any = None,
         every: int = 100,
         sampling: Sampling | None = None,
@@ -60,8 +60,8 @@ class DriftMonitor(AttachedCallback):
         """Create the callback; ``attach`` adds it to a trainer.
 
         Args:
-            prompts: a file in a format of ``kleash measure --prompts``, "shipped:prompts", or texts, lists of messages
-                or records.
+            prompts: a file in a format of ``kleash measure --prompts``, "shipped:prompts"; or texts, lists of messages
+                or records, such as a data set.
             reference: a folder, hub id or "shipped:…"; a model in memory; or None for the trainer's reference: the base
                 with adapters disabled, the adapter "ref", or its ``ref_model``; if TRL moves that one
                 (``sync_ref_model``, ``update_ref_model`` of a BEMACallback), the checkpoint that it was loaded from.
@@ -128,7 +128,7 @@ class DriftMonitor(AttachedCallback):
                 self._parsed_prompts = (
                     read_prompts(self.prompts, pair, limit=self.limit)
                     if isinstance(self.prompts, str)
-                    else tokenise_prompts(self.prompts[: self.limit], pair)
+                    else tokenise_prompts(self.prompts, pair, self.limit)
                 )
             rank, world_size = self.trainer.accelerator.process_index, self.trainer.accelerator.num_processes
             prompts = self._parsed_prompts[rank::world_size]

@@ -289,6 +289,8 @@ def train_distill(job: DistillJob, run_log: RunLog | None) -> TrainingResult:
     trainer_class: Any = type(
         "KleashDistillationTrainer", (mixin, import_extra("trl", "trl").DistillationTrainer), {}
     )
+    # rows of the head that stand for no token, from which TRL would draw, and which a teacher may lack
+    beyond = range(networks.pair.policy.vocab_size, len(networks.policy.get_output_embeddings().weight))
     trainer = trainer_class(
         model=networks.policy,
         args=trl_config(
@@ -297,15 +299,7 @@ def train_distill(job: DistillJob, run_log: RunLog | None) -> TrainingResult:
             shuffle_dataset=False,
             temperature=job.temperature,
             max_completion_length=job.max_new_tokens,
-            # where the heads are cut to the tokens, TRL would draw from the rows beyond, which a teacher may lack
-            generation_kwargs={
-                "suppress_tokens": [
-                    *range(
-                        networks.pair.policy.vocab_size,
-                        len(networks.policy.get_output_embeddings().weight),
-                    )
-                ]
-            },
+            **({"generation_kwargs": {"suppress_tokens": [*beyond]}} if beyond else {}),
         ),
         train_dataset=in_step_order(rows, job, copies=job.samples_per_prompt),
         processing_class=networks.pair.tokenizer,
