@@ -133,6 +133,7 @@ def test_rewards_are_added_with_weights() -> None:
         ("my_rewards:lenght", UnknownNameError, "my_rewards has no 'lenght'; did you mean length"),
         ("no_such_file:f", UnknownNameError, "there is no module no_such_file, neither"),
         ("my_rewards:calls", OptionError, "my_rewards:calls is of type list, which cannot be called"),
+        ("builtins:max", OptionError, "the reward <built-in function max> does not say which"),
         ("", OptionError, "a reward is package.module:function or a model's folder, and '' is neither"),
         ("my rewards:length", OptionError, "a reward is written package.module:function"),
         ("my_rewards.length", OptionError,

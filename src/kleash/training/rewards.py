@@ -49,9 +49,18 @@ class RewardFunction:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """Read the arguments of ``function``."""
+        """Read the arguments of ``function``.
+
+        Raises:
+            OptionError: if it does not say which it takes, as some that are written in C.
+        """
         self.function = function
-        parameters = inspect.signature(function).parameters
+        try:
+            parameters = inspect.signature(function).parameters
+        except ValueError as error:
+            raise OptionError(
+                f"the reward {function!r} does not say which arguments it takes; call it in a function of Python"
+            ) from error
         named = {
             name: each
             for name, each in parameters.items()
