@@ -88,6 +88,8 @@ def test_each_fault_is_named_alone_with_its_number_and_what_to_change(kind: str)
     alerts = [(record.step, alert) for record in played(faulty, monitor) for alert in record.alerts]
     twice = [each for record in faulty for each in (record, replace(record, metrics={"loss": 0.1}))]
     assert said(twice, monitor) == said(faulty, monitor), "a step that draws no responses changes nothing"
+    alone = [each for record in faulty for each in (record, replace(record, metrics={"reward/score": 0.4}))]
+    assert not target or all(len(record.metrics) > 1 for record in played(alone, monitor) if record.alerts)
     assert {alert.kind for _, alert in alerts} == {kind.partition(" ")[0]}
     step, first = alerts[0]
     assert 40 < step <= 56

@@ -22,6 +22,7 @@ KL_METRICS = {
     "token": ("kl/exact_per_token", "kl/k3"),
 }
 """Unit of a target -> the metrics of the KL: exact, and where it is not measured."""
+KL_MEASURED = {name for names in KL_METRICS.values() for name in names}
 History = Sequence[StepRecord]
 
 
@@ -93,31 +94,34 @@ class HackingMonitor:
     def check(self, history: History) -> tuple[HackingAlert, ...]:
         """The alerts after the last step of ``history``; none with fewer than ``steps`` steps that draw responses.
 
+        What is said of the KL is of the steps that have it, which may be those of a DriftMonitor alone.
+
         Args:
             history: all steps of a run so far, with their alerts.
         """
-        history = drawing_steps(history)
-        if len(history) < self.steps:
-            return ()
-        recent = {alert.kind for record in history[-self.silence - 1 :] for alert in record.alerts}
-        checks: tuple[tuple[str, Callable[[History], Iterator[str]], bool], ...] = (
-            ("update_too_large", self._update_too_large, True),
-            ("far_from_target", self._far_from_target, True),
-            ("far_from_target", self._above_target, False),
-            ("below_target", self._below_target, False),
-            ("runaway", self._runaway, True),
-            ("held_out_fell", self._held_out_fell, True),
-            ("no_signal", self._no_signal, False),
-            ("entropy_collapse", self._entropy_collapse, True),
-            ("prompt_runaway", self._prompt_runaway, True),
-            ("repetition", self._repetition, True),
+        drawn = drawing_steps(history)
+        measured = [record for record in drawn if record.metrics.keys() & KL_MEASURED]
+        recent = {alert.kind for record in drawn[-self.silence - 1 :] for alert in record.alerts}
+        checks: tuple[tuple[str, Callable[[History], Iterator[str]], History, bool], ...] = (
+            ("update_too_large", self._update_too_large, measured, True),
+            ("far_from_target", self._far_from_target, measured, True),
+            ("far_from_target", self._above_target, measured, False),
+            ("below_target", self._below_target, measured, False),
+            ("runaway", self._runaway, measured, True),
+            ("held_out_fell", self._held_out_fell, drawn, True),
+            ("no_signal", self._no_signal, drawn, False),
+            ("entropy_collapse", self._entropy_collapse, drawn, True),
+            ("prompt_runaway", self._prompt_runaway, measured, True),
+            ("repetition", self._repetition, drawn, True),
         )
         alerts: dict[str, HackingAlert] = {}
-        for kind, sentences_of, acts in checks:
+        for kind, sentences_of, steps, acts in checks:
             raised = {*recent, *alerts}
-            if kind in raised or (kind == "far_from_target" and "update_too_large" in raised):
-                continue  # a larger beta, which is the advice about the KL, does not help against large updates
-            for sentence in sentences_of(history):
+            # a larger beta, which is the advice about the KL, does not help against large updates
+            is_said = kind in raised or (kind == "far_from_target" and "update_too_large" in raised)
+            if is_said or len(steps) < self.steps or steps[-1] is not drawn[-1]:
+                continue
+            for sentence in sentences_of(steps):
                 alerts.setdefault(kind, HackingAlert(kind=kind, sentence=sentence, acts=acts))
         return tuple(alerts.values())
 
