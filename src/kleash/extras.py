@@ -129,9 +129,8 @@ def require_attributes(package: str, attributes: Mapping[str, tuple[str, ...]]) 
             continue
         if arguments:
             parameters = inspect.signature(attribute).parameters
-            takes_any = any(
-                each.kind is each.VAR_KEYWORD for each in parameters.values()
-            )  # as a wrapper does
+            # as a wrapper does
+            takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
             missing += [
                 f"argument {name!r} of {path}" for name in arguments if not (takes_any or name in parameters)
             ]
