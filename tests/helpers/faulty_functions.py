@@ -300,6 +300,7 @@ def batches() -> dict[str, FaultyFunction]:
             denominator, reduction
         ),
         "divided by the longest length": mean(lambda x, m: x.sum() / (m.sum(-1).max() * len(m)))(reduction),
+        "over the first response's length": mean(lambda x, m: x.sum() / (m[0].sum() * len(m)))(reduction),
         "without the last response": faulty(left_out, "mean_loss_with_mask", reduction, denominator),
         "batch norm of logits": faulty(normalised, "logits", batch),
         "gradient of the neighbour": faulty(
