@@ -408,31 +408,29 @@ def test_certain_tokens_at_the_end_are_no_padding(tmp_path):
     assert len(read_rollouts(written(tmp_path / "counted.jsonl", counted))) == 30
 
 
-def test_a_dump_of_texts_is_refused_with_what_writes_the_numbers(tmp_path):
-    row = {"input": "What?", "output": "That.", "gts": None, "score": 1.0, "step": 3}
-    with pytest.raises(SourceError, match=r"rollout_data_dir.*write_rollouts"):
-        read_rollouts(written(tmp_path / "3.jsonl", [row]))
-
-
 @pytest.mark.peers("verl")
 def test_a_batch_of_verl_is_written_and_read(tmp_path):
+    """Padded, as in DataProto, and with a length of each row, as the queue of verl's default trainer has it."""
     from verl import DataProto
+    from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
     ids = torch.arange(20).reshape(2, 10)
     masks = torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1, 0, 0], [1] * 10])
     columns = -torch.rand(3, 2, 6, generator=torch.Generator().manual_seed(0))
-    batch = {"prompts": ids[:, :4], "responses": ids[:, 4:], "attention_mask": masks}
-    batch |= {"response_mask": masks[:, 4:], "token_level_scores": columns[0]}
+    batch = {"responses": ids[:, 4:], "response_mask": masks[:, 4:], "token_level_scores": columns[0]}
     batch |= dict(zip(("old_log_probs", "rollout_log_probs", "ref_log_prob"), columns, strict=True))
-    data = DataProto.from_dict(batch)
+    padded = DataProto.from_dict({"prompts": ids[:, :4], "attention_mask": masks, **batch}).batch
+    rows = [{"prompts": ids[0, 1:4], **{name: column[0, :4] for name, column in batch.items()}}]
+    rows += [{"prompts": ids[1, :4], **{name: column[1] for name, column in batch.items()}}]
     path = tmp_path / "rollouts" / "3.jsonl"
-    write_rollouts(path, data.batch, version=3)
-    first, second = read_rollouts(str(path))
-    assert first.prompt_ids == (1, 2, 3) and first.response_ids == (4, 5, 6, 7)
-    assert second.trainer.tolist() == columns[0, 1].tolist()
-    assert first.engine.tolist() == columns[1, 0, :4].tolist()
-    assert first.reference is not None and first.reference.tolist() == columns[2, 0, :4].tolist()
-    assert json.loads(path.read_text().splitlines()[0])["version"] == 3
+    for data in (padded, list_of_dict_to_tensordict(rows)):
+        write_rollouts(path, data, version=3)
+        first, second = read_rollouts(str(path))
+        assert first.prompt_ids == (1, 2, 3) and first.response_ids == (4, 5, 6, 7)
+        assert second.trainer.tolist() == columns[0, 1].tolist()
+        assert first.engine.tolist() == columns[1, 0, :4].tolist()
+        assert first.reference is not None and first.reference.tolist() == columns[2, 0, :4].tolist()
+        assert json.loads(path.read_text().splitlines()[0])["version"] == 3
 
 
 @pytest.mark.peers("openrlhf")
@@ -461,9 +459,11 @@ def test_an_experience_of_openrlhf_is_written_and_read(tmp_path):
     assert second.engine.tolist() == columns[1, 1, 1:].tolist()
 
 
-def test_a_batch_without_a_column_is_not_written(tmp_path):
+def test_what_lacks_a_column_is_refused_with_its_name_or_what_writes_it(tmp_path):
     ids = torch.ones(2, 3, dtype=torch.long)
-    batch = {"prompts": ids, "responses": ids, "old_log_probs": -ids.float()}
     with pytest.raises(OptionError, match="rollout_log_probs"):
-        write_rollouts(tmp_path / "x.jsonl", batch)
+        write_rollouts(tmp_path / "x", {"prompts": ids, "responses": ids, "old_log_probs": -ids.float()})
     assert not list(tmp_path.iterdir())
+    texts = {"input": "What?", "output": "That.", "gts": None, "score": 1.0, "step": 3}
+    with pytest.raises(SourceError, match=r"rollout_data_dir.*write_rollouts"):
+        read_rollouts(written(tmp_path / "3.jsonl", [texts]))

@@ -268,8 +268,9 @@ def write_rollouts(path: str | Path, batch: Mapping[str, Any], **of_each: int | 
 
     Args:
         path: the file; its folder is made.
-        batch: columns [responses, time] under the names of ``kleash mismatch`` (docs/reference/doctor.md): a batch of
-            TRL, verl's ``DataProto.batch``, or ``vars`` of an ``Experience`` of OpenRLHF. Other entries are left out.
+        batch: columns [responses, time], or nested ones without padding, under the names of ``kleash mismatch``
+            (docs/reference/doctor.md): a batch of TRL, verl's ``DataProto.batch`` or what its queue returns, or
+            ``vars`` of an ``Experience`` of OpenRLHF. Other entries are left out.
         **of_each: further fields of each line, such as ``version=step``.
 
     Raises:
@@ -288,13 +289,15 @@ def write_rollouts(path: str | Path, batch: Mapping[str, Any], **of_each: int | 
                 f"the batch has no {' or '.join(map(repr, group))}, which a rollout needs; it has "
                 f"{', '.join(map(repr, batch.keys()))}"
             )
-    rows = zip(*(column.detach().cpu().tolist() for column in columns.values()), strict=True)
+    rows = zip(*(column.detach().cpu().unbind() for column in columns.values()), strict=True)
     lines = [json.dumps({**of_each, **dict(zip(columns, map(_finite, row), strict=True))}) for row in rows]
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, "".join(f"{line}\n" for line in lines))
 
 
-def _finite(values: list[Any]) -> list[Any]:
+def _finite(row: Tensor) -> list[Any]:
     """The values, null for those that are not finite, which JSON does not have."""
-    return [None if isinstance(value, float) and not math.isfinite(value) else value for value in values]
+    return [
+        None if isinstance(value, float) and not math.isfinite(value) else value for value in row.tolist()
+    ]
