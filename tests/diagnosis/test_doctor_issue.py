@@ -145,9 +145,10 @@ def test_tokens_of_another_sampler_are_a_finding_where_the_columns_agree(penalis
     finding = first_cause(penalised.records(column, column), pair)
     assert finding.cause == "sampler" and "standard errors" in finding.evidence
     without = diagnose(penalised.records(column, column))
-    assert (
-        without.findings == () and "equal bit for bit" in without.notes[0] and "without" in without.notes[1]
-    )
+    assert without.findings == ()
+    assert "equal bit for bit" in without.notes[0] and "without" in without.notes[1]
+    column[:, 5:12] = 0.0  # as at results of tools, which no sampler drew
+    assert first_cause(penalised.records(column, column), pair).cause == "mask"
 
 
 def test_a_temperature_of_both_columns_and_of_the_sampler_is_no_finding(pair):
@@ -198,9 +199,7 @@ def changed(pair: Pair, change: Callable[[str, Tensor], Tensor]) -> Iterator[Non
     try:
         yield
     finally:
-        with torch.no_grad():
-            for name, weight in weights.items():
-                weight.copy_(saved[name])
+        pair.policy.network.load_state_dict(saved, strict=False)
 
 
 @pytest.mark.parametrize("is_of_trainer", [False, True])

@@ -113,10 +113,7 @@ def test_the_names_of_other_frameworks_are_understood(system, tmp_path):
         *("reference_logprobs", "response_mask"),
     )
     renamed = [{theirs: row[name] for name, theirs in zip(ours, NAMES[system], strict=True)} for row in rows]
-    first, second = (
-        read_rollouts(written(tmp_path / name, content))
-        for name, content in (("ours.jsonl", rows), ("theirs.jsonl", renamed))
-    )
+    first, second = (read_rollouts(written(tmp_path / "r.jsonl", each)) for each in (rows, renamed))
     for mine, theirs in zip(first, second, strict=True):
         assert (mine.prompt_ids, mine.response_ids) == (theirs.prompt_ids, theirs.response_ids)
         for column in ("trainer", "engine", "reference", "is_counted"):
@@ -124,26 +121,15 @@ def test_the_names_of_other_frameworks_are_understood(system, tmp_path):
 
 
 def test_padding_of_verl_and_masks_of_trl_are_applied(tmp_path):
-    row = {
-        "prompts": [0, 0, 5, 6],
-        "responses": [7, 8, 9, 0],
-        "attention_mask": [0, 0, 1, 1, 1, 1, 1, 0],
-        "old_log_probs": [-1.0, -2.0, -3.0, 0.0],
-        "rollout_log_probs": [-1.0, -2.0, -3.0, 0.0],
-        "response_mask": [1, 1, 1, 0],
-    }
+    row = {"prompts": [0, 0, 5, 6], "responses": [7, 8, 9, 0], "response_mask": [1, 1, 1, 0]}
+    row |= {name: [-1.0, -2.0, -3.0, 0.0] for name in ("old_log_probs", "rollout_log_probs")}
+    row |= {"attention_mask": [0, 0, 1, 1, 1, 1, 1, 0]}
     (rollout,) = read_rollouts(written(tmp_path / "verl.jsonl", [row]))
     assert (rollout.prompt_ids, rollout.response_ids) == ((5, 6), (7, 8, 9))
     assert rollout.is_counted.tolist() == [True, True, True] and rollout.trainer.tolist() == [-1, -2, -3]
-    row = {
-        "prompt_ids": [0, 5],
-        "prompt_mask": [0, 1],
-        "completion_ids": [7, 8, 9],
-        "completion_mask": [1, 1, 0],
-        "tool_mask": [1, 0, 1],
-        "old_per_token_logps": [-1.0, -2.0, -3.0],
-        "sampling_per_token_logps": [-1.0, None, -3.0],
-    }
+    row = {"prompt_ids": [0, 5], "prompt_mask": [0, 1], "completion_ids": [7, 8, 9]}
+    row |= {"completion_mask": [1, 1, 0], "tool_mask": [1, 0, 1]}
+    row |= {"old_per_token_logps": [-1.0, -2.0, -3.0], "sampling_per_token_logps": [-1.0, None, -3.0]}
     (rollout,) = read_rollouts(written(tmp_path / "trl.jsonl", [row]))
     assert rollout.prompt_ids == (5,) and rollout.response_ids == (7, 8, 9)
     assert rollout.is_counted.tolist() == [True, False, False]
@@ -395,6 +381,21 @@ def test_padding_without_a_mask_is_named_before_any_number(tmp_path, capsys, val
         row["response_mask"] = [index < 4 + number % 7 for index in range(12)]
     kept = measure_mismatch(written(tmp_path / "masked.jsonl", rows))
     assert kept.tokens == sum(4 + number % 7 for number in range(40))
+
+
+def test_padding_before_prompts_without_a_mask_is_left_out(tmp_path):
+    """Paddings of a prompt are one cluster; with a mask, or in a few responses, these tokens are the prompt's."""
+    ids = "prompt_token_ids"
+    plain = [{**row, ids: [7, *row[ids]]} for row in records()]
+    rows = [{**row, ids: [0] * (at % 4) + row[ids]} for at, row in enumerate(plain)]
+    masked = [{**row, "prompt_mask": [1] * len(row[ids])} for row in rows]
+    files = [plain, rows, masked, [*plain[:39], rows[39]]]
+    expected, found, *others = (measure_mismatch(written(tmp_path / "r.jsonl", each)) for each in files)
+    read = read_rollouts(written(tmp_path / "r.jsonl", rows))
+    assert [list(each.prompt_ids) for each in read] == [row[ids] for row in plain]
+    assert found.prompts == 20 and found.numbers == expected.numbers
+    assert "10 of 40 prompts begin with the token 0" in found.notes[0]
+    assert [each.prompts for each in others] == [40, 21]
 
 
 def test_certain_tokens_at_the_end_are_no_padding(tmp_path):

@@ -165,9 +165,8 @@ def test_adapters_that_change_their_base_get_a_separate_base(made, ids, truth, n
         assert_right(pair, sides, base, ids, truth)
         assert pair.policy.network is not pair.reference.network
         assert "one base, which is in memory 2 times (2 x " in pair.notes[1]
-        assert (
-            rules.find_rule(json.loads((adapter / "adapter_config.json").read_text())).reason in pair.notes[1]
-        )
+        config = json.loads((adapter / "adapter_config.json").read_text())
+        assert rules.find_rule(config).reason in pair.notes[1]
 
 
 @pytest.mark.parametrize("name", [*SEPARATE, "lora", "tokens"])

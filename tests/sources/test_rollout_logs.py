@@ -112,6 +112,7 @@ def test_every_run_of_drawn_tokens_of_prime_rl_is_a_response(pair, write):
         ({**TRAINED, "loss_mask": [True]}, "expected 'loss_mask'"),
         ({**TRAINED, "loss_mask": [False] * 6}, "'loss_mask' is false at every token"),
         ({"traces": [3]}, "expected a field 'prompt'"),
+        ({"prompt": "a", "response_token_ids": [6, 7], "tool_mask": [1, 0]}, "'tool_mask' leaves out tokens"),
     ],
 )
 def test_damaged_rollouts_of_prime_rl_are_refused(read, record, message, unhooked):

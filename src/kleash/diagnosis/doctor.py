@@ -25,6 +25,7 @@ from kleash.diagnosis.model_hypotheses import (
     model_hypotheses,
     other_sampler,
     reference_hypotheses,
+    unfilled_tokens,
     wrong_side,
 )
 from kleash.diagnosis.model_scores import ModelScores
@@ -276,7 +277,7 @@ def _findings(
     if pair is None:
         return _ranked(table, _hypotheses(table, None, limit), has_models=False)
     scores = common_temperature(ModelScores.of(pair, rollouts, table, batch_tokens))
-    findings = _ranked(table, _hypotheses(table, scores, limit), has_models=True)
+    findings = unfilled_tokens(scores) or _ranked(table, _hypotheses(table, scores, limit), has_models=True)
     return (findings or other_sampler(scores, limit)) + _ranked(
         table, reference_hypotheses(scores, limit), has_models=True
     )

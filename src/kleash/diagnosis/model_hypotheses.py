@@ -446,8 +446,21 @@ def _systematic(scores: ModelScores) -> Floats:
     return predicted
 
 
+LARGEST_UNFILLED, LEAST_UNFILLED = -1.0, 0.01
+"""A log-probability of which the policy is not certain; a share of tokens with values of 0 that is no chance."""
 SAMPLER_PRIOR_NATS = 9.0
 """Log of the prior odds against another sampler; a deviation of z standard errors is z^2 / 2 nats for it."""
+
+
+def unfilled_tokens(scores: ModelScores) -> list[LikelyCause]:
+    """The finding that tokens count at which both columns are 0, as at results of tools; none where the policy is
+    certain of these tokens, too."""
+    lower = np.minimum(scores.table.trainer, scores.table.engine)
+    is_unfilled = (lower == 0) & scores.table.placeholder_runs(lower) & (scores.policy < LARGEST_UNFILLED)
+    what = (
+        f"both columns are 0 at {is_unfilled.sum():,} tokens, in runs, and the policy is not certain of them"
+    )
+    return [likely_cause("mask", what)] if is_unfilled.mean() > LEAST_UNFILLED else []
 
 
 def other_sampler(scores: ModelScores, limit: float) -> list[LikelyCause]:

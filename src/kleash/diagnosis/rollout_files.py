@@ -4,13 +4,14 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, zip_longest
+from itertools import dropwhile, islice, zip_longest
 from pathlib import Path, PurePath
 
 import numpy as np
 
 from kleash.diagnosis.rollout_records import (
     ATTENTION_MASK,
+    PROMPT_MASKS,
     RESPONSE_MASKS,
     SEQUENCES,
     RolloutRecord,
@@ -23,7 +24,7 @@ from kleash.models import find_source
 from kleash.sources.dataset_folders import SPLITS, STATE
 from kleash.sources.files import STANDARD_INPUT
 from kleash.sources.records import shorten, uncompressed_suffix
-from kleash.sources.sequences import ROUNDING_NATS, is_padded, padding_length
+from kleash.sources.sequences import LEAST_PADDING_RUN, ROUNDING_NATS, is_padded, padding_length
 from kleash.store.steps import STEPS
 from kleash.uncertainty import Estimate
 
@@ -111,7 +112,8 @@ def read_rollout_files(
     empty = [label for label, size in sizes.items() if not size]
     if empty and limit is None:
         notes.append(f"no rollout in {_listed(empty)}")
-    return RolloutFiles(rollouts=rollouts, sizes=sizes, notes=tuple(notes))
+    rollouts, notes_on_prompts = _without_padded_prompts(rollouts)
+    return RolloutFiles(rollouts=rollouts, sizes=sizes, notes=(*notes, *notes_on_prompts))
 
 
 def note_on_one_sided_files(kl: Mapping[str, Estimate]) -> tuple[str, ...]:
@@ -192,6 +194,36 @@ def _note_on_padding(padding: Sequence[tuple[RolloutRecord, int]], responses: in
         "leave the padding out"
     )
     return [sentence]
+
+
+def _without_padded_prompts(rollouts: list[RolloutRecord]) -> tuple[list[RolloutRecord], list[str]]:
+    """The rollouts without the padding before their prompts that no mask marks, and a note that says so.
+
+    Read as text, it would make two prompts of two paddings of one, and give the models another context.
+    """
+    run = LEAST_PADDING_RUN
+    padded_prompts = [
+        each
+        for each in rollouts
+        if len(each.prompt_ids) >= run and len(set(each.prompt_ids[:run])) == 1 and not each.has_prompt_mask
+    ]
+    padding = {each.prompt_ids[0] for each in padded_prompts}
+    if len(padding) != 1 or not is_padded(len(padded_prompts), len(rollouts)):
+        return rollouts, []
+    unpadded = [
+        each
+        if each.has_prompt_mask
+        else replace(
+            each, prompt_ids=tuple(dropwhile(padding.__contains__, each.prompt_ids)) or each.prompt_ids[-1:]
+        )
+        for each in rollouts
+    ]
+    note = (
+        f"{len(padded_prompts)} of {len(rollouts)} prompts begin with the token {min(padding)} several times, as that "
+        f"of {padded_prompts[0].location}: padding without a mask, which is left out; give {ATTENTION_MASK!r} or "
+        f"{PROMPT_MASKS[0]!r} if it was read"
+    )
+    return unpadded, [note]
 
 
 def _listed(labels: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kleash.errors import OptionError
 from kleash.sources.records import SourceRecord, describe_fields, get_field, show_value
-from kleash.sources.sequences import ROUNDING_NATS, hash_tokens
+from kleash.sources.sequences import RESPONSE_MASKS, ROUNDING_NATS, hash_tokens
 from kleash.store.atomic import write_atomically
 
 FIELD_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -32,8 +32,6 @@ FIELD_NAMES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """Field -> its names: kleash's, then those of verl, TRL, prime-rl and OpenRLHF."""
-RESPONSE_MASKS = ("response_mask", "completion_mask", "tool_mask", "loss_mask")
-"""Masks over the response; a token counts if all that a record has are 1."""
 PROMPT_MASKS = ("prompt_mask",)
 LOSS_MASK = "loss_mask"
 
@@ -81,6 +79,8 @@ class RolloutRecord:
     """File and line, for errors."""
     file: str = ""
     """File that it was read from."""
+    has_prompt_mask: bool = False
+    """Whether a mask says which tokens of the prompt are padding."""
 
 
 class PaddedRollouts(NamedTuple):
@@ -99,9 +99,8 @@ def padded(rollouts: Sequence[RolloutRecord]) -> PaddedRollouts:
         pad_sequence([torch.from_numpy(getattr(rollout, name)) for rollout in rollouts], batch_first=True)
         for name in ("trainer", "engine", "is_counted")
     )
-    labels: dict[str, int] = {}
-    prompts = [labels.setdefault(hash_tokens(rollout.prompt_ids), len(labels)) for rollout in rollouts]
-    return PaddedRollouts(trainer, engine, is_counted, torch.tensor(prompts))
+    labels = np.unique([hash_tokens(rollout.prompt_ids) for rollout in rollouts], return_inverse=True)[1]
+    return PaddedRollouts(trainer, engine, is_counted, torch.from_numpy(labels))
 
 
 def _split_sequence(record: SourceRecord) -> SourceRecord:
@@ -192,6 +191,7 @@ def read_rollout(record: SourceRecord, allow_logits: bool) -> RolloutRecord:
         reference=reference,
         is_counted=is_counted[stays[1]],
         location=record.location,
+        has_prompt_mask=any(record.fields.get(name) is not None for name in (ATTENTION_MASK, *PROMPT_MASKS)),
     )
 
 

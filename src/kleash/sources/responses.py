@@ -30,6 +30,7 @@ from kleash.sources.records import (
     show_value,
 )
 from kleash.sources.sequences import (
+    RESPONSE_MASKS,
     ROUNDING_NATS,
     Prompt,
     TokenLimits,
@@ -208,6 +209,16 @@ def _answer(
     values = get_field(record, "response_token_ids", list, "a list of token ids")
     if values is not None:
         token_ids = check_token_ids(record, "response_token_ids", values, pair)
+        partial_masks = [
+            name
+            for name in RESPONSE_MASKS
+            if not all(get_field(record, name, list, "a list of 0 and 1") or [])
+        ]
+        if partial_masks:
+            raise record.error(
+                f"{partial_masks[0]!r} leaves out tokens of the response, all of which would be scored: cut off "
+                "padding; where tools wrote some, give prompt and response as one 'token_ids', with its 'loss_mask'"
+            )
         text = text_after(pair.tokenizer, prompt.token_ids, token_ids) if text is None else text
         return token_ids, text, False
     if text is None:

@@ -15,6 +15,8 @@ SourceForm = Literal["messages", "text", "rendered text", "token ids"]
 """What a source has for a prompt or document; "rendered text" is plain text that a chat template made."""
 ROUNDING_NATS = 1e-3
 """Largest log-probability above 0 that is taken for a rounding error."""
+RESPONSE_MASKS = ("response_mask", "completion_mask", "tool_mask", "loss_mask")
+"""Masks over the response; a token was drawn by the model if all that a record has are 1."""
 LEAST_PADDING_RUN = 3
 """Tokens of the shortest end of a response that counts as padding."""
 LEAST_RESPONSES, LEAST_SHARE = 2, 0.1
