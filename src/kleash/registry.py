@@ -30,7 +30,7 @@ def look_up(table: Mapping[str, T], name: str | T, kind: str) -> T:
     if str(name) in table:
         return table[str(name)]
     near = get_close_matches(str(name), table, n=1, cutoff=0.65)
-    listed = f"; there are {', '.join(table)}" if len(table) <= MOST_LISTED else ""
+    listed = f"; there are {', '.join(table)}" if 0 < len(table) <= MOST_LISTED else ""
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise UnknownNameError(f"no {kind} is called {name!r}{listed}{hint}")
 

@@ -46,7 +46,7 @@ def fish(script, line):
 
 
 @pytest.mark.parametrize(
-    ("line", "word"),
+    ("line", "words"),
     [
         ("kleash mea", "measure"),
         ("kleash --ver", "--version"),
@@ -57,15 +57,6 @@ def fish(script, line):
         ("kleash measure --out ru", "runs"),
         ("kleash report ru", "runs"),
         ("kleash compare runs runs ru", "runs"),
-    ],
-)
-def test_a_beginning_is_completed(complete, line, word):
-    assert complete(line) == [word]
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
         ("kleash ", "audit cache compare doctor env measure mismatch report sweep train"),
         ("kleash train ", "distill dpo grpo ppo rloo"),
         ("kleash measure --quiet --rev", "--revision-policy --revision-reference"),

@@ -12,13 +12,7 @@ from kleash.jobs import GRPOJob, MeasureJob
 from kleash.store.codec import to_json
 from kleash.store.job_folder import RunHeader
 
-JOB = {
-    "limit": 4,
-    "max-new-tokens": 8,
-    "temperature": 0.5,
-    "trust_remote_code": True,
-    "report_to": ["tensorboard"],
-}
+JOB = {"limit": 4, "max-new-tokens": 8, "temperature": 0.5, "quiet": True, "report_to": ["tensorboard"]}
 
 
 def config(folder: Path, text: str, name: str = "job.yaml") -> str:
@@ -34,12 +28,23 @@ def yaml_of(options: dict[str, Any]) -> str:
 @pytest.mark.parametrize("write", [json.dumps, yaml_of])
 def test_options_come_from_the_file_and_those_of_the_line_win(tmp_path: Path, write: Any) -> None:
     path = config(tmp_path, write(JOB))
-    expected = {name.replace("-", "_"): value for name, value in JOB.items()} | {
-        "report_to": ("tensorboard",)
-    }
+    expected: Any = {name.replace("-", "_"): value for name, value in JOB.items()}
+    expected["report_to"] = ("tensorboard",)
     assert read_words(["measure", "--config", path]) == MeasureJob(**expected)
     told = read_words(["measure", "--limit", "9", "--config", path, "--report-to", "wandb"])
     assert told == MeasureJob(**{**expected, "limit": 9, "report_to": ("wandb",)})
+
+
+def test_words_without_an_option_are_in_the_file_too(tmp_path: Path) -> None:
+    for command, name, words in (
+        ("compare", "folders", ["a", "b"]),
+        ("report", "folder", ["a"]),
+        ("audit", "target", ["kleash:kl"]),
+        ("mismatch", "rollouts", ["a"]),
+    ):
+        path = config(tmp_path, yaml_of({name: words if name.endswith("s") else words[0]}))
+        for given in ([], [f"other-{word}" for word in words]):
+            assert read_words([command, *given, "--config", path]) == read_words([command, *(given or words)])
 
 
 def test_numbers_that_yaml_takes_for_text_are_numbers(tmp_path: Path) -> None:
@@ -100,3 +105,5 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(OptionError, match=reason):
             read_words(["measure", "--config", str(path)])
+    with pytest.raises(OptionError, match=r"no option of kleash env is called 'limit'$"):
+        read_words(["env", "--config", config(tmp_path, "limit: 4")])

@@ -319,27 +319,27 @@ def test_padding_that_is_left_out_is_no_second_cause():
 
 
 @pytest.mark.parametrize(
-    ("place", "sizes"), [(16, (0.01, 0.1)), (96, (0.01, 0.1)), (160, (0.01, 0.1)), (96, (0.1, 0.01))]
+    ("place", "sizes", "of_prompt"),
+    [
+        (16, (0.01, 0.1), 0),
+        (96, (0.01, 0.1), 0),
+        (160, (0.01, 0.1), 0),
+        (96, (0.1, 0.01), 0),
+        (64, (0.01, 0.1), 1),
+    ],
 )
-def test_a_break_is_named_with_its_position(place, sizes):
-    world = Synthetic(64, 192)
-    engine = world.noisy(lambda position, _: np.where(position < place, *sizes))
+def test_a_break_is_named_with_its_position_in_the_response_or_the_sequence(place, sizes, of_prompt):
+    world = Synthetic(64, 128 if of_prompt else 192)
+    engine = world.noisy(lambda position, prompt: np.where(position + of_prompt * prompt < place, *sizes))
     finding = first_cause(world.records(world.column, engine))
-    assert finding.cause == "break" and "of the response" in finding.evidence
+    assert finding.cause == "break"
+    assert ("of the sequence" if of_prompt else "of the response") in finding.evidence
     assert abs(int(finding.evidence.split("from token ")[1].split()[0]) - place) <= 8
 
 
 def test_errors_of_one_size_have_no_break():
     world = Synthetic(64, 192)
     assert diagnose(world.records(world.column, world.noisy(lambda position, _: 0.01))).findings == ()
-
-
-def test_a_break_of_the_sequence_is_told_from_one_of_the_response():
-    world = Synthetic(64, 128)
-    engine = world.noisy(lambda position, prompt: np.where(position + prompt < 64, 0.01, 0.1))
-    finding = first_cause(world.records(world.column, engine))
-    assert finding.cause == "break" and "of the sequence" in finding.evidence
-    assert abs(int(finding.evidence.split("from token ")[1].split()[0]) - 64) <= 8
 
 
 @pytest.mark.parametrize("share", [1, 8])

@@ -75,29 +75,22 @@ def test_kl_masks_agree_with_verls_rejection(verl, batch, option, threshold, ask
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_truncated_weights_agree_with_verl(verl, batch, level):
+@pytest.mark.parametrize("bounds", ["1.5", "0.6_1.8"])
+def test_truncated_and_window_weights_agree_with_verl_and_its_icepop(verl, batch, level, bounds):
     policy, behaviour, mask, _ = batch
-    given = policy - behaviour, mask.long(), level, "1.5"
-    theirs, metrics = verl.corr.compute_rollout_correction_weights(*given)
-    ours = truncated_weights(policy, behaviour, mask, cap=1.5, level=level)
+    theirs, metrics = verl.corr.compute_rollout_correction_weights(
+        policy - behaviour, mask.long(), level, bounds
+    )
+    if bounds == "1.5":
+        ours = truncated_weights(policy, behaviour, mask, cap=1.5, level=level)
+        share, their_share = ours.capped_share.item(), metrics["rollout_is_ratio_fraction_high"]
+    else:
+        ours = window_weights(policy, behaviour, mask, bounds=(0.6, 1.8), level=level)
+        share, their_share = ours.removed_share.item(), metrics.get("rollout_is_oob_ratio")
+        their_share = their_share if level == "token" else share  # theirs counts tokens
     torch.testing.assert_close(ours.weights, theirs, rtol=1e-5, atol=0)
-    high = metrics["rollout_is_ratio_fraction_high"]
-    assert high > 0.05 and ours.capped_share.item() == pytest.approx(high, rel=1e-5)
+    assert 0.05 < share < 0.9 and share == pytest.approx(their_share, rel=1e-5)
     if level == "token":
-        size = metrics["rollout_is_eff_sample_size"] * mask.sum().item()
-        assert ours.effective_sample_size.item() == pytest.approx(size, rel=1e-4)
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_window_weights_agree_with_verls_icepop(verl, batch, level):
-    policy, behaviour, mask, _ = batch
-    given = policy - behaviour, mask.long(), level, "0.6_1.8"
-    theirs, metrics = verl.corr.compute_rollout_correction_weights(*given)
-    ours = window_weights(policy, behaviour, mask, bounds=(0.6, 1.8), level=level)
-    torch.testing.assert_close(ours.weights, theirs, rtol=1e-5, atol=0)
-    assert 0.1 < ours.removed_share < 0.9
-    if level == "token":
-        assert ours.removed_share.item() == pytest.approx(metrics["rollout_is_oob_ratio"], rel=1e-5)
         size = metrics["rollout_is_eff_sample_size"] * mask.sum().item()
         assert ours.effective_sample_size.item() == pytest.approx(size, rel=1e-4)
 

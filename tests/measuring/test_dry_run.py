@@ -1,17 +1,20 @@
 """``--dry-run``: its numbers against the tokenizer and the weights, and that nothing is loaded or written."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf_file import write_gguf
 from tiny_models import save_tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kleash.cli import main
+from kleash.errors import ModelError
 from kleash.jobs import CacheJob, MeasureJob, SweepJob
-from kleash.measuring import measure
+from kleash.measuring import cache_reference, measure
 from kleash.measuring.dry_run import dry_run
 
 LINES = ["the sea was calm and grey", "a long road", "she counted the ships"]
@@ -48,22 +51,38 @@ def test_models_and_prompts_are_counted(folder: Path, source: str) -> None:
     weights = sum(x.numel() for x in AutoModelForCausalLM.from_pretrained(folder).parameters())
     (table,) = plan.tables
     assert [row[1] for row in table.rows] == [f"{weights:,}"] * 2
-    assert table.rows[0][3] == f"{4 * weights / 1e6:.3g} MB" or table.rows[0][3].startswith(
-        f"{4 * weights / 1e3:.3g}"
-    )
+    assert table.rows[0][3].startswith((f"{4 * weights / 1e6:.3g} MB", f"{4 * weights / 1e3:.3g}"))
 
 
-def test_a_text_has_the_tokens_that_are_scored(folder: Path, source: str, tmp_path: Path) -> None:
-    job = MeasureJob(
-        policy=str(folder), reference=str(folder), text=source, out=str(tmp_path / "run"), quiet=True
-    )
-    counts = measure(job).counts
-    read = counts.tokens  # a window's first token is read and not scored, its last scored and not read
-    for kind in (replace(job, out=None), CacheJob(reference=str(folder), text=source)):
-        assert f"{read:,} tokens in {counts.sequences} sequences" in dry_run(kind).headline
+@pytest.mark.parametrize("is_gguf", [False, True])
+def test_a_text_has_the_tokens_and_windows_that_are_scored(
+    is_gguf: bool, source: str, tmp_path: Path
+) -> None:
+    model = save_tiny(tmp_path / "model", max_position_embeddings=8)
+    name = str(write_gguf(model, model / "model.gguf") if is_gguf else model)
+    job = MeasureJob(policy=name, reference=name, text=source)
+    counts = measure(replace(job, out=str(tmp_path / "run"))).counts
+    assert counts.sequences > len(LINES)
+    for kind in (job, CacheJob(reference=name, text=source)):
+        assert f"{counts.tokens} tokens in {counts.sequences} sequences" in dry_run(kind).headline
+
+
+def test_what_the_scored_run_does_not_load_or_refuses(folder: Path, source: str, tmp_path: Path) -> None:
     sweep = SweepJob(reference=str(folder), candidates=(str(folder), "shipped:policy"), text=source)
     with pytest.raises(Exception, match="token"):
         dry_run(sweep)
+    cache = str(tmp_path / "cache")
+    cache_reference(CacheJob(reference=str(folder), text=source, out=cache))
+    cached = MeasureJob(policy=str(folder), reference=cache, reference_cache=cache, text=source)
+    plan, measured = dry_run(cached), measure(replace(cached, out=str(tmp_path / "cached")))
+    assert f"the reference {folder} is read from {cache} and not loaded" in measured.notes
+    assert plan.headline.startswith(f"1 model would be loaded and {measured.counts.tokens} tokens")
+    assert [row[0] for row in plan.tables[0].rows] == [str(folder)]
+    for change in ({"limit": 1, "window": 8}, {"dtype": "bfloat16"}):
+        with pytest.raises(ModelError) as refused:
+            measure(replace(cached, **change))
+        with pytest.raises(ModelError, match=re.escape(str(refused.value))):
+            dry_run(replace(cached, **change))
 
 
 def test_command_writes_nothing_and_prints_json(

@@ -11,6 +11,7 @@ from tiny_models import tiny_adapter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kleash
+from kleash.cli.parsing import read_words
 from kleash.errors import (
     KleashError,
     ModelError,
@@ -20,6 +21,7 @@ from kleash.errors import (
     SourceError,
     UnknownNameError,
 )
+from kleash.reports.text_formats import model_card
 
 TEXTS = ["The sea was calm and the boat went out.", "A long road leads out of the town."]
 MESSAGES = [{"role": "user", "content": "Count the birds"}]
@@ -54,12 +56,11 @@ def mean_kl(policy, reference, tokenizer, texts, *, backward=False):
 
 
 def test_a_model_in_memory_is_measured_as_it_is_and_left_as_it_was(policy, pair, tokenizer, tmp_path):
-    state = random.getstate(), torch.random.get_rng_state()
-    measured = kleash.measure(
-        policy=policy, reference=pair[1], tokenizer=tokenizer, text=TEXTS, out=tmp_path / "run"
-    )
-    assert policy.training and random.getstate() == state[0]
-    assert torch.equal(torch.random.get_rng_state(), state[1])
+    state, state_of_torch = random.getstate(), torch.random.get_rng_state()
+    models = {"policy": policy, "reference": pair[1], "tokenizer": tokenizer}
+    measured = kleash.measure(**models, text=TEXTS, out=tmp_path / "run")
+    assert policy.training and random.getstate() == state
+    assert torch.equal(torch.random.get_rng_state(), state_of_torch)
     reference = AutoModelForCausalLM.from_pretrained(pair[1])
     for name, backward in (("kl_policy_reference", False), ("kl_reference_policy", True)):
         expected = mean_kl(policy.eval(), reference.eval(), tokenizer, TEXTS, backward=backward)
@@ -93,21 +94,19 @@ def test_the_reference_of_an_adapter_in_memory_is_its_base(pair, tokenizer, tmp_
             )
     adapted.add_adapter("other", adapted.peft_config["default"])
     adapted.base_model.set_adapter(["default", "other"])
-    with pytest.raises(
-        ModelError, match=r"one adapter of the policy must act in all layers, .* default with other"
-    ):
+    with pytest.raises(ModelError, match=r"of the policy must act in all layers, .* default with other"):
         kleash.measure(policy=adapted, tokenizer=alone, text=TEXTS, out=tmp_path / "two")
 
 
 def test_a_policy_by_name_is_loaded_beside_a_reference_in_memory_of_two_bytes(pair, tokenizer, tmp_path):
     reference = AutoModelForCausalLM.from_pretrained(pair[1], dtype=torch.bfloat16)
-    measured = kleash.measure(
-        policy=pair[0], reference=reference, tokenizer=tokenizer, prompts=TEXTS, max_new_tokens=4,
-        out=tmp_path / "run",
-    )  # fmt: skip
+    models = {"policy": pair[0], "reference": reference, "tokenizer": tokenizer}
+    measured = kleash.measure(**models, prompts=TEXTS, max_new_tokens=4, out=tmp_path / "run")
     assert {model.dtype for model in measured.models.values()} == {"bfloat16"}
     assert measured.models["policy"].fingerprint.startswith("sha256:")
     assert measured.dtype_gap is None  # there are no files to load it from in float32
+    repeated = read_words(model_card(measured).partition("```bash\nkleash ")[2].partition("\n```")[0].split())
+    assert (repeated.policy, repeated.reference) == (str(pair[0]), "REFERENCE")
 
 
 def test_models_in_memory_are_one_pair_whatever_their_names(policy, tokenizer, tmp_path):
@@ -116,6 +115,8 @@ def test_models_in_memory_are_one_pair_whatever_their_names(policy, tokenizer, t
     assert measured.per_token["kl_policy_reference"].value == 0 and "one network" in measured.warnings[0]
     with pytest.raises(RunFolderError, match=r"holds a run already; .* --resume \(resume=True\)"):
         kleash.measure(**models, text=TEXTS, out=tmp_path / "same")
+    with pytest.raises(OptionError, match=r"be text; it is a .*; save it with save_pretrained and give"):
+        kleash.sweep(candidates=[policy], text=TEXTS)
 
 
 def test_a_folder_that_is_left_is_not_joined_by_other_weights_in_memory(policy, tokenizer, tmp_path):
@@ -177,21 +178,15 @@ def test_prompts_in_memory_give_the_numbers_of_a_file(pair, tmp_path):
 
 
 def test_messages_and_responses_in_memory(pair, tmp_path):
-    asked = kleash.measure(
-        policy=pair[0], reference=pair[1], prompts=[MESSAGES, TEXTS[0]], max_new_tokens=4, out=tmp_path / "a"
-    )
+    both = {"policy": pair[0], "reference": pair[1]}
+    asked = kleash.measure(**both, prompts=[MESSAGES, TEXTS[0]], max_new_tokens=4, out=tmp_path / "a")
     prompts = pq.read_table(tmp_path / "a" / "sequences")["prompt"].to_pylist()
     assert prompts[0].endswith("user: Count the birds\nassistant: ")
     assert asked.counts.prompts == 2
-    answered = [
-        {"prompt": "Two", "response": " men"},
-        {"prompt_token_ids": [5, 6], "response_token_ids": [7]},
-    ]
-    with pytest.raises(
-        SourceError, match=r"^responses, entry 1: expected a field 'response'"
-    ):  # which leaves the folder to others
-        kleash.measure(policy=pair[0], reference=pair[1], responses=[{"prompt": "Two"}], out=tmp_path / "b")
-    given = kleash.measure(policy=pair[0], reference=pair[1], responses=answered, out=tmp_path / "b")
+    answered = [{"prompt": "Two", "response": " men"}, {"prompt_token_ids": [5], "response_token_ids": [7]}]
+    with pytest.raises(SourceError, match=r"^responses, entry 1: expected a field 'response'"):
+        kleash.measure(**both, responses=[{"prompt": "Two"}], out=tmp_path / "b")  # leaves it to others
+    given = kleash.measure(**both, responses=answered, out=tmp_path / "b")
     assert given.counts.sequences == 2
     lines = (tmp_path / "b" / "source.jsonl").read_text().splitlines()
     assert list(map(json.loads, lines)) == answered

@@ -1,6 +1,7 @@
 """``kleash sweep``: candidates against one reference, their ranking, and what happens to those that fail."""
 
 import json
+import platform
 import re
 import shutil
 from dataclasses import replace
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from tiny_models import save_tiny, tiny_tokenizer
 
 from kleash.cli import main
+from kleash.cli.parsing import read_words
 from kleash.cli.printing import print_summary
 from kleash.errors import Interrupted, ModelError, OptionError, RunFolderError
 from kleash.jobs import SweepJob
@@ -94,12 +96,15 @@ def test_a_pair_has_the_paired_difference_of_compare(job, result):
     assert pair.difference.standard_error == pytest.approx(expected.standard_error, rel=1e-9)
 
 
-def test_a_candidate_with_another_tokenizer_is_named_and_the_others_are_kept(job, result):
+def test_a_candidate_with_another_tokenizer_is_named_and_the_page_has_the_others_and_the_command(job, result):
     (failed,) = result.failed
     assert failed.number == 3 and "token" in failed.failure
     assert Sweep.read(Path(str(job.out))).to_json() == result.to_json()
     page = (Path(str(job.out)) / "sweep.html").read_text()
     assert "Not measured" in page and 'href="candidates/01-far/report.html"' in page
+    command = page.partition('<pre class="command" tabindex="0"><code>')[2].partition("</code>")[0]
+    assert replace(read_words(command.split()[1:]), out=job.out) == job
+    assert f'<th scope="row">python</th><td>{platform.python_version()}</td>' in page
 
 
 def test_without_a_candidate_the_reference_is_not_run(job, folder, tmp_path):

@@ -139,21 +139,21 @@ def test_the_zero_of_all_candidates_leaves_a_linear_axis():
 
 
 def test_a_sweep_is_drawn_by_size_with_its_pareto_front():
-    sweep = synthetic_sweep(("q8", "q6", "q4"))
+    sweep = synthetic_sweep([f"{name}{'-of-a-model' * 5}" for name in ("q8", "q6", "q4")])
     off_front = tuple(
-        replace(candidate, is_on_pareto_front=candidate.name != "q6") for candidate in sweep.candidates
+        replace(each, is_on_pareto_front=not each.name.startswith("q6")) for each in sweep.candidates
     )
     ranking, size, *_ = sweep_charts(replace(sweep, candidates=off_front))
     values = [candidate.numbers["kl_policy_reference"].value for candidate in sweep.ranking]
     (rows,), (axes,) = drawn(ranking), drawn(size)
-    assert ticks(rows.yaxis) == ["1  q8  a", "2  q6  b", "3  q4  c"]
+    end = "…" + ("-of-a-model" * 2)[1:]
+    assert ticks(rows.yaxis) == [f"1  {end}  a", f"2  {end}  b", f"3  {end}  c"]
     assert dots(rows) == [[(value, row) for row, value in enumerate(values)]]
-    on_front = [(c.bytes_on_disk, v) for c, v in zip(sweep.ranking, values, strict=True) if c.name != "q6"]
+    on_front = [(c.bytes_on_disk, v) for c, v in zip(sweep.ranking, values, strict=True) if c.name[1] != "6"]
     assert dots(axes) == [sorted(on_front), [(sweep.ranking[1].bytes_on_disk, values[1])]]
     assert legend(axes) == ["on the Pareto front", "not on it"]
-    front = axes.lines[0]
-    assert list(front.get_xdata()) == sorted(size for size, _ in on_front)
-    assert front.get_drawstyle() == "steps-post"
+    assert list(axes.lines[0].get_xdata()) == sorted(size for size, _ in on_front)
+    assert axes.lines[0].get_drawstyle() == "steps-post"
     assert sorted(text.get_text() for text in axes.texts) == ["1", "2", "3"]
 
 

@@ -3,7 +3,7 @@
 import ast
 import inspect
 import textwrap
-from argparse import Action, ArgumentError, ArgumentTypeError, Namespace
+from argparse import SUPPRESS, Action, ArgumentError, ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field
 from functools import cache
@@ -72,20 +72,19 @@ def _argument(field: "Field[Any]", docstring: str, group: str) -> tuple[str, str
     value_type = get_args(hint)[0] if is_list else hint
     if get_origin(value_type) is Annotated:
         value_type = get_args(value_type)[0]
-    shows_default = field.default not in (None, False, True, MISSING, ())
+    has_default = field.default not in (None, MISSING, ())
+    shows_default = has_default and value_type is not bool
     help_words = [*docstring.split(), *([f"[{field.default}]"] if shows_default else [])]
     settings: dict[str, Any] = {"help": " ".join(help_words).replace("%", "%%")}
     if value_type is bool:
         settings |= {"dest": field.name, "action": "store_false" if field.default else "store_true"}
         return group, flag(f"no_{field.name}" if field.default else field.name), settings
-    settings |= {
-        "type": _converter(value_type, is_optional),
-        "metavar": METAVARS.get(field.name, METAVARS_OF_TYPES.get(value_type, "WORD")),
-    }
+    settings["metavar"] = METAVARS.get(field.name, METAVARS_OF_TYPES.get(value_type, "WORD"))
     if field.name in POSITIONAL:
-        settings |= {"nargs": "+"} if is_list else {}
-        settings |= {"nargs": "?", "default": field.default} if field.default is not MISSING else {}
+        # --config may give it, and the record converts it: argparse would convert SUPPRESS
+        settings |= {"nargs": "*" if is_list else "?", "default": SUPPRESS}
         return "arguments", field.name, settings
+    settings["type"] = _converter(value_type, is_optional)
     if value_type is Path:
         settings["metavar"] = METAVARS_OF_TYPES[Path]
     settings |= {"nargs": "*", "action": "extend"} if is_list else {"action": StoreOnce}

@@ -6,7 +6,7 @@ import shutil
 import sys
 from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, HelpFormatter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -246,12 +246,18 @@ class CommandParser(ArgumentParser):
             ]
         if name in RECORDS:
             self._add_record(RECORDS[name])
-        words = [action.metavar if action.required else f"[{action.metavar}]" for action in self.positionals]
+        words = [
+            action.metavar if self.requires(action) else f"[{action.metavar}]" for action in self.positionals
+        ]
         words += {"": ["COMMAND"], "train": ["ALGORITHM"]}.get(name, [])
         self.usage = " ".join([self.prog, *map(str, words), "[options]"])
         for names, flags, settings in GENERAL_OPTIONS:
             if name in names:
                 self.group("options").add_argument(*flags, **settings)
+
+    def requires(self, positional: Action) -> bool:
+        """Whether the command needs a positional argument, from the command line or from ``--config``."""
+        return vars(RECORDS[self.name]).get(positional.dest, MISSING) is MISSING
 
     def group(self, title: str) -> Any:
         """The group of arguments under one heading of the help, created on first use."""
@@ -315,7 +321,6 @@ class CommandParser(ArgumentParser):
         Raises:
             OptionError: with ``message`` and the command that shows the help.
         """
-        message = message.replace("the following arguments are required:", f"{self.name} needs")
         raise OptionError(f"{message}{'' if message.endswith(('?', '.')) else '.'} See {self.prog} --help")
 
     def _unknown_option_message(self, option: str) -> str:
@@ -360,11 +365,17 @@ def read_words(words: Sequence[str]) -> Command | DryRun:
     while rest and name in SUBCOMMANDS and not rest[0].startswith("-"):
         name = _subcommand(name, rest.pop(0))
     rest = ["--help"] if name in SUBCOMMANDS and not rest else rest
-    values = parser_of(name).read(rest)
+    parser = parser_of(name)
+    values = parser.read(rest)
     if (config := values.pop("config", None)) is not None:
-        actions = parser_of(name).options.values()
+        actions = parser.options.values()
         converters = {action.dest: action.type for action in actions if callable(action.type)}
         values = {**options_of_file(config, name, RECORDS[name], converters), **values}
+    missing = [
+        str(each.metavar) for each in parser.positionals if parser.requires(each) and each.dest not in values
+    ]
+    if missing:
+        parser.error(f"{name} needs {', '.join(missing)}")
     is_dry = values.pop("dry_run", False)
     job: Any = RECORDS[name](**values)
     return DryRun(job) if is_dry else job

@@ -12,7 +12,7 @@ from rich.table import Column, Table
 
 from kleash.cli.terminal import Terminal, on_one_line, remark, say, terminal_sentence
 from kleash.errors import OptionError
-from kleash.reports.formatting import as_sentence, keep_end, measure_command
+from kleash.reports.formatting import as_sentence, keep_end, repeating_command
 from kleash.reports.gate_verdicts import describe_gate, describe_sweep_gate
 from kleash.reports.text_formats import model_card, to_csv, to_markdown
 from kleash.store import Comparison, Measurement, MismatchRecord, TrainingResult
@@ -162,7 +162,7 @@ def _summary_with_command(result: NumericResult) -> Summary:
     """The summary of a result with the version of kleash and the command that repeats it, where they are recorded."""
     summary = summarize(result)
     facts = (fact for fact in summary.facts if not fact[0].startswith(GATE))  # sentences follow
-    command = (("command", Name(measure_command(result.job))),) if isinstance(result, Measurement) else ()
+    command = (("command", Name(repeating_command(result))),) if isinstance(result, Measurement) else ()
     return replace(summary, facts=(*facts, ("kleash", result.kleash), *command))
 
 

@@ -124,7 +124,10 @@ def checked_option(name: str, value: Any, annotation: Any) -> Any:
         wrong = str(wrong) if isinstance(wrong, PurePath) else wrong
         is_plain = isinstance(wrong, str | int | float | None) or type(wrong) in (tuple, list)
         shown = repr(wrong)[:MAX_SHOWN] if is_plain else f"a {type(wrong).__name__}"
-        raise OptionError(f"{flag(name)} must be {words}; it is {shown}") from error
+        advice = (
+            "; save it with save_pretrained and give its folder" if hasattr(wrong, "save_pretrained") else ""
+        )
+        raise OptionError(f"{flag(name)} must be {words}; it is {shown}{advice}") from error
 
 
 def _converted(value: Any, annotation: Any) -> Any:

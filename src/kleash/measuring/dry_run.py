@@ -14,10 +14,12 @@ from kleash.extras import import_extra, suppress_library_output
 from kleash.jobs import CacheJob, MeasureJob, SweepJob
 from kleash.jobs.option_groups import is_endpoint
 from kleash.linear.chunked import ENOUGH_TOKENS
-from kleash.measuring.shards import source_sequences
+from kleash.measuring.model_pair import check_covered, finished_cache
+from kleash.measuring.shards import hash_source, source_sequences
 from kleash.measuring.sweep_run import check_sweep_folder
 from kleash.models import read_prompts
 from kleash.models.cache.reference_cache import check_cache_folder
+from kleash.models.cache.stored_reference import StoredReference
 from kleash.models.model_building import DENSE_TYPES, read_context_length
 from kleash.models.pair_loading import resolve_device, resolve_dtype
 from kleash.models.tokenizers import load_tokenizers, token_count
@@ -46,12 +48,17 @@ def dry_run(job: MeasureJob | CacheJob | SweepJob) -> Summary:
         raise OptionError(
             "--dry-run reads checkpoints; a server and a file of base logits show none, so leave it out"
         )
-    revisions = {role: getattr(job, f"revision_{role}", None) for role in ("policy", "reference")}
-    checkpoints = {role: find_checkpoint(name, revisions.get(role), role) for role, name in names.items()}
     device = resolve_device(job.device, job.device_map)
     dtype = resolve_dtype(job.dtype, device)
+    stored = _stored_reference(job, dtype)
+    revisions = {role: getattr(job, f"revision_{role}", None) for role in ("policy", "reference")}
+    checkpoints = {
+        role: find_checkpoint(name, revisions.get(role), role)
+        for role, name in names.items()
+        if role != "reference" or stored is None
+    }
     kind, path = source.source
-    limits: Any = _limits(checkpoints, job)
+    limits: Any = _limits(checkpoints, job, stored)
     if kind == "prompts":
         prompts = read_prompts(path, limits, limit=source.limit, reading=source)
         drawn = len(prompts) * source.samples_per_prompt
@@ -59,14 +66,17 @@ def dry_run(job: MeasureJob | CacheJob | SweepJob) -> Summary:
         tokens += drawn * source.max_new_tokens
         read = f"at most {counted(tokens, 'token')} in {counted(drawn, 'response')} and their prompts"
     else:
+        if stored is not None:
+            check_covered(source, limits, stored, hash_source(source))
         lengths = [sequence.num_input_tokens for sequence in source_sequences(source, limits)]
         read = f"{counted(sum(lengths), 'token')} in {counted(len(lengths), 'sequence')}"
     chunk_bytes = CPU_BUFFER_BYTES if device.type == "cpu" else GPU_BYTES_A_TOKEN * limits.vocab_size
     rows = tuple(_model_row(checkpoint, dtype) for checkpoint in checkpoints.values())
     return Summary(
-        headline=f"{counted(len(rows), 'model')} would be loaded and {read} scored; nothing was loaded or written",
+        headline=f"{counted(len(rows), 'model')} would be loaded and {read} read; nothing was loaded or written",
         facts=(
             ("source", f"{kind} of {path}"),
+            *([] if stored is None else [("reference", f"read from {stored.folder} and not loaded")]),
             ("device", str(device)),
             ("a batch", f"{counted(job.batch_tokens, 'token')} at most, padding counted"),
             ("a chunk of logits", f"about {format_bytes(chunk_bytes)}, beside the models and a batch"),
@@ -99,28 +109,54 @@ def _models_and_source(job: MeasureJob | CacheJob | SweepJob) -> tuple[dict[str,
             return {"reference": job.reference, **candidates}, job.cache_job(Path()).measurement()
 
 
-def _limits(checkpoints: Mapping[str, Checkpoint], job: MeasureJob | CacheJob | SweepJob) -> SimpleNamespace:
+def _stored_reference(
+    job: MeasureJob | CacheJob | SweepJob, dtype: torch.dtype | str
+) -> StoredReference | None:
+    """The finished cache that a measurement reads its reference from; raises ModelError if it is of another one."""
+    folder = finished_cache(job) if isinstance(job, MeasureJob) else None
+    if folder is None:
+        return None
+    stored = StoredReference(folder)
+    stored.check_reference(job.reference, job.revision_reference, str(dtype).removeprefix("torch."))
+    return stored
+
+
+def _limits(
+    checkpoints: Mapping[str, Checkpoint],
+    job: MeasureJob | CacheJob | SweepJob,
+    stored: StoredReference | None,
+) -> SimpleNamespace:
     """What the source must suit, as of a pair; raises ModelError if a tokenizer is not that of the reference."""
-    reference = {"reference": checkpoints["reference"]}
-    policies = [checkpoint for role, checkpoint in checkpoints.items() if role not in reference]
-    lengths: list[int] = []
+    reference = {role: checkpoint for role, checkpoint in checkpoints.items() if role == "reference"}
+    configs = import_extra("transformers", "models").AutoConfig
     with suppress_library_output():
+        stored_tokenizer = stored and stored.tokenizer(job.trust_remote_code)
         loaded = [
-            load_tokenizers(pair, job.trust_remote_code, job.tokenizer)[0]
-            for pair in [{"policy": policy, **reference} for policy in policies] or [reference]
+            load_tokenizers(pair, job.trust_remote_code, job.tokenizer, stored_tokenizer)[0]
+            for pair in [
+                {"policy": checkpoint, **reference}
+                for role, checkpoint in checkpoints.items()
+                if role not in reference
+            ]
+            or [reference]
         ]
-        for checkpoint in checkpoints.values():
-            if not checkpoint.gguf:
-                config = import_extra("transformers", "models").AutoConfig.from_pretrained(
-                    checkpoint.folder, trust_remote_code=job.trust_remote_code
-                )
-                length = read_context_length(config)
-                lengths += [] if length is None else [length]
+        lengths = [
+            read_context_length(
+                configs.from_pretrained(checkpoint.folder, trust_remote_code=job.trust_remote_code)
+            )
+            for checkpoint in checkpoints.values()
+            if not checkpoint.gguf
+        ]
+    settings_of_files = [
+        checkpoint.gguf_files.settings for checkpoint in checkpoints.values() if checkpoint.gguf
+    ]
+    lengths += [each.get(f"{each.get('general.architecture')}.context_length") for each in settings_of_files]
+    lengths += [] if stored is None else [stored.contents.context]
     tokenizer = loaded[0]["reference"]
     return SimpleNamespace(
         tokenizer=tokenizer,
         vocab_size=token_count(tokenizer),
-        context_length=min(lengths, default=None),
+        context_length=min((length for length in lengths if length is not None), default=None),
         eos_token_ids=(),
         reference=None,
     )

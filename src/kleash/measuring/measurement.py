@@ -1,10 +1,8 @@
 """The measurement of a finished run, from its files and a second scoring of some sequences."""
 
-import platform
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -40,7 +38,7 @@ from kleash.measuring.estimates import (
     with_reasons,
 )
 from kleash.measuring.largest_drift import LargestDrift, write_alternatives
-from kleash.measuring.model_pair import PACKAGES
+from kleash.measuring.model_pair import recorded_versions
 from kleash.measuring.rescoring import measure_rounding
 from kleash.measuring.sequence_clusters import (
     Clusters,
@@ -178,7 +176,7 @@ def _provenance(run: OpenRun, estimand: Estimand, models: Mapping[str, ModelReco
         "headline": run.job.headline,
         "folder": run.folder.root,
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        "versions": recorded_versions(),
     }
 
 

@@ -1,6 +1,7 @@
 """The pair of models of a measurement, both loaded or one stored or served, and the header that identifies its run."""
 
 import os
+import platform
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -58,6 +59,11 @@ from kleash.version import __version__
 
 PACKAGES = ("torch", "transformers", "numpy", "peft", "pyarrow")
 """Packages whose versions are recorded, and are the same in all processes of a run."""
+
+
+def recorded_versions() -> dict[str, str]:
+    """The versions of Python and of the packages that measure, as results record them."""
+    return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
 
 
 def load_models(job: MeasureJob, source_sha256: str | None) -> Pair:
@@ -134,7 +140,7 @@ def _load_models(job: MeasureJob, source_sha256: str | None) -> Pair:
         loading=job,
     )
     if source_sha256 is not None:
-        _check_covered(job, pair, stored, source_sha256)
+        check_covered(job, pair, stored, source_sha256)
     return pair
 
 
@@ -296,7 +302,7 @@ def finished_cache(job: MeasureJob) -> Path | None:
     return folder if StoredReference.exists_in(folder) else None
 
 
-def _check_covered(job: MeasureJob, pair: Pair, stored: StoredReference, sha256: str) -> None:
+def check_covered(job: MeasureJob, pair: Pair, stored: StoredReference, sha256: str) -> None:
     """Raise ModelError unless the cache holds every sequence of the job."""
     missing, total, first = stored.count_missing(source_sequences(job, pair))
     if not missing:

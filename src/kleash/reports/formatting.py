@@ -12,6 +12,7 @@ from typing import Any
 from kleash.estimate import Estimate
 from kleash.jobs import MeasureJob
 from kleash.jobs.option_groups import in_order_of_help
+from kleash.store import Measurement
 from kleash.store.codec import encode
 from kleash.store.summary import cells
 
@@ -168,6 +169,12 @@ def measure_command(job: Mapping[str, Any]) -> str:
         job: the settings of its ``MeasureJob``.
     """
     return command_line(("kleash", "measure"), in_order_of_help(MeasureJob), job)
+
+
+def repeating_command(measurement: Measurement) -> str:
+    """The command that repeats a measurement; POLICY and REFERENCE are folders for models that were in memory."""
+    saved = {role: role.upper() for role, model in measurement.models.items() if model.storage == "in memory"}
+    return measure_command({**measurement.job, **saved})
 
 
 def command_line(command: Sequence[str], options: Sequence[Field[Any]], settings: Mapping[str, Any]) -> str:

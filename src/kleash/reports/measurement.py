@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kleash.reports.drawing import Chart
-from kleash.reports.formatting import format_value, make_visible, measure_command, with_narrow_spaces
+from kleash.reports.formatting import format_value, make_visible, repeating_command, with_narrow_spaces
 from kleash.reports.gate_verdicts import describe_gate
 from kleash.reports.heatmap import (
     SequenceKey,
@@ -93,7 +93,7 @@ def report_context(files: RunFolder, measurement: Measurement) -> dict[str, Any]
         "heat": heat,
         "worst_tokens": [token_row(drift, tokens, shown) for drift in measurement.worst_tokens],
         "prompts": measurement.prompts,
-        "command": measure_command(measurement.job),
+        "command": repeating_command(measurement),
         "warnings": headline_warnings(measurement),
         "gate": None if measurement.gate is None else describe_gate(measurement.gate),
         "has_warnings": bool(all_warnings(measurement)),

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kleash.estimate import Estimate
+from kleash.jobs import SweepJob
+from kleash.jobs.option_groups import OUTPUT_OPTIONS, in_order_of_help
 from kleash.reports.drawing import (
     ACCENT,
     INK,
@@ -24,10 +26,12 @@ from kleash.reports.drawing import (
     shown_ends,
 )
 from kleash.reports.formatting import (
+    command_line,
     format_bytes,
     format_count,
     format_percent,
     format_with_interval,
+    keep_end,
     make_visible,
     short_names,
 )
@@ -44,6 +48,8 @@ Point = tuple[int, SweepCandidate, float]
 PAGE = "sweep.html"
 MAX_CANDIDATES = 40
 """Candidates in the chart of the ranking."""
+MAX_NAME = 22
+"""Characters of a name in that chart, so that its place and letters are on it, too."""
 CHANGE = "change of the KL, nats per token"
 MAX_LABELLED_LAYERS = 14
 """Layers of which each has a label on the axis; of more, every second, fourth, ... has."""
@@ -78,6 +84,11 @@ def write_sweep(path: Path, sweep: Sweep) -> Path:
         charts=sweep_charts(sweep),
         pairs=pairs_in_order(sweep),
         gate=describe_sweep_gate(sweep),
+        command=command_line(
+            ("kleash", "sweep"),
+            [option for option in in_order_of_help(SweepJob) if option.name not in OUTPUT_OPTIONS],
+            sweep.job,
+        ),
         attributions=[attribution_context(sweep, each) for each in sweep.attributions],
     )
 
@@ -133,11 +144,11 @@ def sweep_charts(sweep: Sweep) -> list[Chart]:
 
 def _ranking_chart(sweep: Sweep) -> Chart:
     """A row for each candidate, the smallest KL first."""
-    ranking, names = sweep.ranking[:MAX_CANDIDATES], names_of_candidates(sweep, 22)
+    ranking, names = sweep.ranking[:MAX_CANDIDATES], names_of_candidates(sweep, MAX_NAME)
     left_out = len(sweep.ranking) - len(ranking)
     numbers = [candidate.numbers[sweep.rank_by] for candidate in ranking]
     labels = [
-        f"{place}  {names[candidate.number]}  {candidate.letters}".rstrip()
+        f"{place}  {keep_end(names[candidate.number], MAX_NAME)}  {candidate.letters}".rstrip()
         for place, candidate in enumerate(ranking, 1)
     ]
     return Chart(

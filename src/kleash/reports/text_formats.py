@@ -12,7 +12,7 @@ from typing import Any
 from kleash.estimate import Estimate
 from kleash.extras import import_extra
 from kleash.jobs.option_groups import is_gguf
-from kleash.reports.formatting import as_sentence, make_visible, measure_command
+from kleash.reports.formatting import as_sentence, make_visible, repeating_command
 from kleash.sources.dataset_folders import HUB_ID, has_data_suffix
 from kleash.sources.records import COMPRESSED_SUFFIXES
 from kleash.store.codec import encode
@@ -200,7 +200,7 @@ def card_section(measurement: Measurement) -> str:
             ),
         )
     ]
-    command = measure_command(measurement.job)
+    command = repeating_command(measurement)
     fence = max(["``", *re.findall(r"`+", command)], key=len) + "`"
     parts = [
         "## Drift from the reference",

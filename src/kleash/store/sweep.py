@@ -180,6 +180,8 @@ class Sweep(MeasuredResult):
     """What groups of weights contribute to the KL of candidates, if that was asked for."""
     gate: SweepGate | None = None
     """The verdict of ``--at-most``; absent without that option."""
+    versions: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Of Python and of the packages that measured; empty in files of older versions."""
 
     @property
     def ranking(self) -> list[SweepCandidate]:
