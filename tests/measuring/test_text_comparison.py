@@ -92,18 +92,18 @@ def test_the_clusters_of_a_comparison_are_those_of_its_runs(pair, tmp_path):
     source.write_text("\n\n".join([repeated, repeated, *tails]))
     for at in (0, 1):
         models = {"policy": str(pair[at]), "reference": str(pair[1 - at])}
-        measure(**models, text=source, window=24, out=tmp_path / str(at))
-    comparison = compare([tmp_path / "0", tmp_path / "1"])
-    first, (difference,) = comparison.runs[0], comparison.differences
+        measure(**models, text=source, window=24, out=tmp_path / str(at) / "drift")
+    comparison = compare([tmp_path / "0" / "drift", tmp_path / "1" / "drift"])
+    (first, other), (difference,) = comparison.runs, comparison.differences
+    assert (first.name, other.name) == ("0", "1"), "without what their folders have in common"
     number = difference.differences["kl_policy_reference"]
     blocks = first.counts.clusters
     assert blocks > first.counts.prompts == difference.shared_prompts == 3
     sums = np.zeros((2, 2, blocks))  # run, (tokens, total), cluster
     labels = {}
     for at in (0, 1):
-        for part in RunFolder(tmp_path / str(at)).parts(
-            "tokens", ["prompt_id", "sample_id", "kl_policy_reference"]
-        ):
+        columns = ["prompt_id", "sample_id", "kl_policy_reference"]
+        for part in RunFolder(tmp_path / str(at) / "drift").parts("tokens", columns):
             for document, window, value in zip(*part.values(), strict=True):
                 block = labels.setdefault(
                     (max(1, int(document)), int(window) // 8), len(labels)

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, repeat
+from itertools import count, repeat, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -287,10 +287,12 @@ def _compared(run: _Run, name: str, at_most: float | None = None, limited: str |
 
 
 def _short_names(folders: list[Path]) -> list[str]:
-    """The shortest ends of the paths that are all different."""
+    """The shortest ends of the paths that are all different, without what all have in common behind it."""
     parts = [folder.resolve().parts for folder in folders]
+    from_the_end = zip(*(part[::-1] for part in parts), strict=False)
+    shared = len(list(takewhile(lambda column: len(set(column)) == 1, from_the_end)))
     for length in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-length:]) for part in parts]
+        names = ["/".join(part[: len(part) - shared][-length:]) for part in parts]
         if len(set(names)) == len(names):
             return names
     return [f"{'/'.join(part[-1:])} ({place})" for place, part in enumerate(parts, start=1)]
