@@ -156,7 +156,7 @@ def _ranking_chart(sweep: Sweep) -> Chart:
         title=f"{label_of(sweep.rank_by)} of each candidate",
         panels=(partial(_draw_ranking, numbers=numbers, labels=labels, rank_by=label_of(sweep.rank_by)),),
         height=row_height(len(ranking)),
-        description="The smallest first, with 95 % intervals; candidates that share a letter are tied."
+        description="The smallest first, with 95 % intervals."
         + (f" The {left_out} farthest are not shown." if left_out else ""),
         header=("Place", "Candidate", label_of(sweep.rank_by)),
         rows=tuple(

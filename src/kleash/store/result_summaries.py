@@ -286,9 +286,9 @@ def _(sweep: Sweep) -> Summary:
         *(label_of(name) for name in sweep.other_direction),
     )
     limit = () if sweep.gate is None else (f"at most {sweep.gate.limit}",)
+    ties = "; those that share a letter are tied" if len(sweep.ranking) > 1 else ""
     return Summary(
-        headline=f"{counted(len(sweep.ranking), 'candidate')} by {label_of(sweep.rank_by)} per token; those that share "
-        "a letter are tied",
+        headline=f"{counted(len(sweep.ranking), 'candidate')} by {label_of(sweep.rank_by)} per token{ties}",
         facts=(
             ("reference", Name(sweep.reference)),
             ("sample", f"{counted(sweep.tokens, 'token')}, {counted(sweep.clusters, 'independent cluster')}"),
