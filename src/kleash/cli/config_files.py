@@ -1,4 +1,4 @@
-"""``--config``: the options of a command from a file, YAML or JSON, or from the ``run.json`` of a run."""
+"""``--config``: the options of a command from a file, YAML or JSON, or from the ``run.json`` or result of a run."""
 
 import json
 from argparse import ArgumentTypeError
@@ -10,6 +10,7 @@ from typing import Any
 
 from kleash.errors import KleashError, OptionError, summarise_error
 from kleash.extras import import_extra
+from kleash.jobs.option_groups import OUTPUT_OPTIONS
 from kleash.jobs.options import checked_option, flag
 from kleash.registry import look_up
 
@@ -19,8 +20,8 @@ def options_of_file(
 ) -> dict[str, Any]:
     """The options in a file, by the names of the record's fields.
 
-    The names are those of the command line, with ``-`` or ``_``. Of a ``run.json`` the settings are taken, which are
-    those of the run without what says where its results went.
+    The names are those of the command line, with ``-`` or ``_``. Of a ``run.json``, ``measurement.json`` or
+    ``sweep.json`` the settings are taken, without what says where the results went.
 
     Args:
         path: the file.
@@ -48,10 +49,11 @@ def options_of_file(
 
 
 def _options_for(command: str, content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options in the content of a file, which is refused if it is the ``run.json`` of another command."""
+    """The options in the content of a file, which is refused if it is ``run.json`` or the result of another command."""
     options, of_command = dict(content), command
-    if isinstance(settings := content.get("settings"), Mapping):
-        options, of_command = dict(settings), "measure"
+    if isinstance(settings := content.get("settings", content.get("job")), Mapping):
+        options = {name: value for name, value in settings.items() if name not in OUTPUT_OPTIONS}
+        of_command = "sweep" if "candidates" in settings else "measure"
     if (algorithm := options.pop("algorithm", None)) is not None:  # which the settings of training have
         of_command = f"train {algorithm}"
     if of_command != command:
