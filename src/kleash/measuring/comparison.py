@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, repeat, takewhile
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from kleash.jobs.output_options import GateOptions
 from kleash.measuring.sequence_clusters import Floats, SequenceSums, clusters_of, sum_sequences
 from kleash.measuring.training_comparison import compare_training
 from kleash.reports.folder_report import kind_of_folder
+from kleash.reports.formatting import shared_end
 from kleash.reports.gate_verdicts import gate_of_measurement
 from kleash.store import ComparedRun, Comparison, Measurement, RunDifference, RunFolder
 from kleash.store.comparison import TrainingComparison
@@ -289,8 +290,7 @@ def _compared(run: _Run, name: str, at_most: float | None = None, limited: str |
 def _short_names(folders: list[Path]) -> list[str]:
     """The shortest ends of the paths that are all different, without what all have in common behind it."""
     parts = [folder.resolve().parts for folder in folders]
-    from_the_end = zip(*(part[::-1] for part in parts), strict=False)
-    shared = len(list(takewhile(lambda column: len(set(column)) == 1, from_the_end)))
+    shared = shared_end(parts)
     for length in range(1, max(map(len, parts)) + 1):
         names = ["/".join(part[: len(part) - shared][-length:]) for part in parts]
         if len(set(names)) == len(names):

@@ -7,6 +7,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any
 
 from kleash.estimate import Estimate
@@ -151,9 +152,24 @@ def keep_end(text: str, length: int = 24) -> str:
 
 
 def short_names(names: Sequence[str], length: int = 24) -> list[str]:
-    """The end of each name, as ``keep_end``; the whole names if two have one end."""
+    """The end of each name, as ``keep_end``; of names with one end, the end before what these have in common.
+
+    The whole names if two would still look alike.
+    """
     ends = [keep_end(name, length) for name in names]
-    return ends if len(set(ends)) == len(set(names)) else list(map(make_visible, names))
+    alike = {end: [name for name, other in zip(names, ends, strict=True) if other == end] for end in ends}
+    shared = {end: shared_end(group) if len(set(group)) > 1 else 0 for end, group in alike.items()}
+    shown = [
+        keep_end(f"{name[: -shared[end]]}…", length) if shared[end] else end
+        for name, end in zip(names, ends, strict=True)
+    ]
+    return shown if len(set(shown)) == len(set(names)) else list(map(make_visible, names))
+
+
+def shared_end(names: Sequence[Sequence[str]]) -> int:
+    """How many of the last characters, or other elements, all have in common."""
+    columns = zip(*(name[::-1] for name in names), strict=False)
+    return len(list(takewhile(lambda column: len(set(column)) == 1, columns)))
 
 
 def keep_beginning(text: str, length: int = 240) -> str:
