@@ -9,7 +9,7 @@ import pytest
 from kleash.cli.parsing import read_words
 from kleash.errors import OptionError
 from kleash.jobs import GRPOJob, MeasureJob, SweepJob
-from kleash.store.codec import encode, to_json
+from kleash.store.codec import to_json
 from kleash.store.job_folder import RunHeader
 
 JOB = {"limit": 4, "max-new-tokens": 8, "temperature": 0.5, "quiet": True, "report_to": ["tensorboard"]}
@@ -58,11 +58,11 @@ def test_numbers_that_yaml_takes_for_text_are_numbers(tmp_path: Path) -> None:
     [
         ("measure", MeasureJob(limit=3, text="x.txt", window=64, device="cpu")),
         ("train grpo", GRPOJob(beta=0.3, kl="k3", kl_scope="token", steps=7, seed=5)),
-        ("sweep", SweepJob(candidates=("a", "b"), limit=3, text="x.txt", attribute=("layers",))),
+        ("sweep", SweepJob(candidates=("a", "b"), limit=3, direction="policy-reference")),
     ],
 )
 def test_a_runs_own_header_repeats_it(tmp_path: Path, command: str, job: Any) -> None:
-    written: Any = {"job": {**encode(job), "out": "s"}}  # as sweep.json
+    written: Any = {"job": job.settings()}  # as sweep.json
     if command != "sweep":
         written = RunHeader(kleash="0", settings=job.settings(), source_sha256="", fingerprints={})
     path = config(tmp_path, to_json(written), "run.json")

@@ -10,7 +10,6 @@ from typing import Any
 
 from kleash.errors import KleashError, OptionError, summarise_error
 from kleash.extras import import_extra
-from kleash.jobs.option_groups import OUTPUT_OPTIONS
 from kleash.jobs.options import checked_option, flag
 from kleash.registry import look_up
 
@@ -52,8 +51,7 @@ def _options_for(command: str, content: Mapping[str, Any]) -> Mapping[str, Any]:
     """The options in the content of a file, which is refused if it is ``run.json`` or the result of another command."""
     options, of_command = dict(content), command
     if isinstance(settings := content.get("settings", content.get("job")), Mapping):
-        options = {name: value for name, value in settings.items() if name not in OUTPUT_OPTIONS}
-        of_command = "sweep" if "candidates" in settings else "measure"
+        options, of_command = dict(settings), "sweep" if "candidates" in settings else "measure"
     if (algorithm := options.pop("algorithm", None)) is not None:  # which the settings of training have
         of_command = f"train {algorithm}"
     if of_command != command:

@@ -257,7 +257,7 @@ class CommandParser(ArgumentParser):
 
     def requires(self, positional: Action) -> bool:
         """Whether the command needs a positional argument, from the command line or from ``--config``."""
-        return vars(RECORDS[self.name]).get(positional.dest, MISSING) is MISSING
+        return RECORDS[self.name].__dataclass_fields__[positional.dest].default is MISSING
 
     def group(self, title: str) -> Any:
         """The group of arguments under one heading of the help, created on first use."""

@@ -446,21 +446,25 @@ def _systematic(scores: ModelScores) -> Floats:
     return predicted
 
 
-LARGEST_UNFILLED, LEAST_UNFILLED = -1.0, 0.01
-"""A log-probability of which the policy is not certain; a share of tokens with values of 0 that is no chance."""
+UNCERTAIN_LOGP = -1.0
+"""The policy's log-probability below which a token was not certain, so that one of 0 in both columns is none."""
+LEAST_UNFILLED_SHARE = 0.01
+"""Share of such tokens from which they are a finding."""
 SAMPLER_PRIOR_NATS = 9.0
 """Log of the prior odds against another sampler; a deviation of z standard errors is z^2 / 2 nats for it."""
 
 
 def unfilled_tokens(scores: ModelScores) -> list[LikelyCause]:
-    """The finding that tokens count at which both columns are 0, as at results of tools; none where the policy is
-    certain of these tokens, too."""
+    """The finding that tokens count at which both columns are 0, as at results of tools; none if there are few.
+
+    Tokens of which the policy is certain, too, are none of these.
+    """
     lower = np.minimum(scores.table.trainer, scores.table.engine)
-    is_unfilled = (lower == 0) & scores.table.placeholder_runs(lower) & (scores.policy < LARGEST_UNFILLED)
+    is_unfilled = (lower == 0) & scores.table.placeholder_runs(lower) & (scores.policy < UNCERTAIN_LOGP)
     what = (
         f"both columns are 0 at {is_unfilled.sum():,} tokens, in runs, and the policy is not certain of them"
     )
-    return [likely_cause("mask", what)] if is_unfilled.mean() > LEAST_UNFILLED else []
+    return [likely_cause("mask", what)] if is_unfilled.mean() > LEAST_UNFILLED_SHARE else []
 
 
 def other_sampler(scores: ModelScores, limit: float) -> list[LikelyCause]:

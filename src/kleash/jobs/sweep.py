@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path, PurePath
 from typing import Annotated
 
 from kleash.jobs.cache import CacheJob
 from kleash.jobs.measure import MeasureJob
 from kleash.jobs.option_groups import (
+    DEALING_OPTIONS,
     OUTPUT_OPTIONS,
     RANK_MAPS,
     SHIPPED_REFERENCE,
@@ -25,6 +26,7 @@ from kleash.jobs.output_options import (
     FormatOption,
     TrackerOption,
 )
+from kleash.store.codec import encode
 
 MAX_SLUG = 40
 """Characters of a candidate's name in the name of its folder."""
@@ -112,6 +114,15 @@ class SweepJob(FormatOption, TrackerOption, ScoringOptions, WorkerOptions):
     def statistic(self) -> str:
         """The name in ``STATISTICS`` of the KL of ``direction``."""
         return DIRECTIONS[self.direction]
+
+    def settings(self) -> dict[str, object]:
+        """The fields that decide the result, ready for JSON, as those of a measurement; one ranks by ``direction``."""
+        left_out = (OUTPUT_OPTIONS | DEALING_OPTIONS) - {"direction"}
+        return {
+            option.name: encode(getattr(self, option.name))
+            for option in fields(self)
+            if option.name not in left_out
+        }
 
     def cache_job(self, out: Path) -> CacheJob:
         """The job that runs the reference once, into ``reference-cache`` of the sweep's folder."""

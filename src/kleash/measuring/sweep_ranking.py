@@ -8,6 +8,7 @@ import numpy as np
 
 from kleash.errors import RunFolderError
 from kleash.jobs.sweep import SweepJob
+from kleash.measuring.model_pair import recorded_versions
 from kleash.measuring.sequence_clusters import Clusters, SequenceSums, sum_sequences
 from kleash.store import Measurement, RunFolder
 from kleash.store.measurement_summary import all_warnings
@@ -60,12 +61,13 @@ def rank_candidates(
         kleash=__version__,
         reference=job.reference,
         rank_by=job.statistic,
-        job={name: list(value) if isinstance(value, tuple) else value for name, value in vars(job).items()},
+        job=job.settings(),
         candidates=tuple(candidates),
         pairs=(),
         clusters=0,
         tokens=0,
         critical_value=float("nan"),
+        versions=recorded_versions(),
     )
     if not measured:
         return sweep

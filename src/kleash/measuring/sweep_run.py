@@ -16,7 +16,6 @@ from kleash.errors import KleashError, ModelError, RunFolderError, TrackerWarnin
 from kleash.jobs import MeasureJob, SweepJob
 from kleash.measuring.attribution import attribute
 from kleash.measuring.keywords import job_of_keywords
-from kleash.measuring.model_pair import recorded_versions
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.ray_workers import connected_cluster
 from kleash.measuring.reference_cache import cache_reference, is_cached
@@ -142,7 +141,7 @@ def _sweep(job: SweepJob, out: Path, reporter: ProgressReporter) -> tuple[Sweep,
         candidates.append(_measure_candidate(job, out, number, digest, reporter, sequences))
         _free_memory()
     source_files.require_unchanged()
-    ranked = replace(rank_candidates(job, out, candidates, sequences), versions=recorded_versions())
+    ranked = rank_candidates(job, out, candidates, sequences)
     if job.at_most is not None:
         ranked = gate_of_sweep(ranked, job.at_most)
     result = ranked

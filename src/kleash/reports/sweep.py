@@ -10,7 +10,7 @@ from typing import Any
 
 from kleash.estimate import Estimate
 from kleash.jobs import SweepJob
-from kleash.jobs.option_groups import OUTPUT_OPTIONS, in_order_of_help
+from kleash.jobs.option_groups import in_order_of_help
 from kleash.reports.drawing import (
     ACCENT,
     INK,
@@ -84,11 +84,7 @@ def write_sweep(path: Path, sweep: Sweep) -> Path:
         charts=sweep_charts(sweep),
         pairs=pairs_in_order(sweep),
         gate=describe_sweep_gate(sweep),
-        command=command_line(
-            ("kleash", "sweep"),
-            [option for option in in_order_of_help(SweepJob) if option.name not in OUTPUT_OPTIONS],
-            sweep.job,
-        ),
+        command=command_line(("kleash", "sweep"), in_order_of_help(SweepJob), sweep.job),
         attributions=[attribution_context(sweep, each) for each in sweep.attributions],
     )
 

@@ -181,7 +181,7 @@ class Sweep(MeasuredResult):
     gate: SweepGate | None = None
     """The verdict of ``--at-most``; absent without that option."""
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Of Python and of the packages that measured; empty in files of older versions."""
+    """Of Python and of the packages that measured."""
 
     @property
     def ranking(self) -> list[SweepCandidate]:
