@@ -36,7 +36,7 @@ def test_every_metric_with_values_has_a_chart(hostile):
 def test_the_headlines_are_those_of_the_last_step_and_what_happened_is_told(hostile):
     last = healthy(60)[-1].metrics
     kl, error = last["kl/exact_per_sequence"], last["kl/exact_per_sequence_error"]
-    assert f"KL per sequence {kl:.2f} ± {error:.2f} nats 0 in the first step; target 6.00" in hostile.words
+    assert f"KL per sequence {kl:.2f} ± {error:.2f} nats 0 in step 1; target 6.00" in hostile.words
     assert "Steps 60 finished" in hostile.words
     assert "Step 60: KL(p ‖ q) is gone" in hostile.words
     assert "Step 60: beta was bounded" in hostile.words
@@ -96,14 +96,11 @@ def test_a_target_per_token_is_drawn_where_kl_is_per_token():
 def test_a_dpo_run_shows_its_own_metrics(tmp_path):
     page = Page(write_report_of(write_pairs_run(tmp_path / "run")))
     assert [figure["id"] for figure in page.all("figure")] == ["pairs"]
-    assert "Preference accuracy 0.530 0.510 in the first step" in page.words
-    assert "Steps 3 running or interrupted" in page.words
+    assert "Preference accuracy 0.530 0.510 in step 1 Steps 3 running or interrupted" in page.words
+    assert "From 0.510 in step 1 to 0.530 in step 3." in page.words
     assert "kleash train dpo --pairs p.jsonl --steps 3" in page.words
     assert "No reward hacking alerts." in page.words
-    assert (
-        "over its batch, before its update; the KL, if there is one, is measured after it (in the first step, before"
-        in page.words
-    )
+    assert "is the last that was measured by then, before training or after an update, on" in page.words
     assert "Machine-readable: steps.jsonl , training.json" in page.words
 
 

@@ -109,13 +109,11 @@ def test_trls_own_trainer_is_measured_by_k3_and_trains_as_without(trl, folder, t
 def test_plain_grpo_is_steered_by_k3(trl, folder, tmp_path, caplog):
     without = grpo(trl, folder, tmp_path, leashed=False, beta=0.0)
     with pytest.raises(OptionError, match="beta is 0, which no factor raises"):
-        asked = {"monitor": monitor(folder), "rollouts_every": 1}
-        kleash.attach(without, target_nats=1.0, out=tmp_path / "none", **asked)
+        kleash.attach(without, target_nats=1.0, monitor=monitor(folder), rollouts_every=1, out=tmp_path)
     kleash.attach(without, out=tmp_path / "none")
     assert "no reference and no KL is measured" in caplog.text
     without.train()
-    assert len(read_samples(tmp_path / "none")) == 8, "what was refused has left nothing attached"
-    assert not (tmp_path / "none" / "rollouts").exists()
+    assert len(read_samples(tmp_path / "none")) == 8 and not (tmp_path / "rollouts").exists(), "none attached"
     trainer = grpo(trl, folder, tmp_path, leashed=False)
     moved(trainer.model, 0.1)
     steep = PIDBeta(beta=0.3, target_nats=1e-3, proportional=3.0)
@@ -131,11 +129,12 @@ def test_plain_grpo_is_steered_by_k3(trl, folder, tmp_path, caplog):
     assert second.metrics["beta"] > first.metrics["beta"] == 0.3
 
 
-def test_a_pass_for_the_rollouts_is_not_taken_for_that_of_a_reference(trl, folder, tmp_path):
+def test_a_pass_for_the_rollouts_is_not_taken_for_that_of_a_reference(trl, folder, tmp_path, caplog):
     trainer = grpo(trl, folder, tmp_path, leashed=False, kind="RLOO", beta=0.0)
-    kleash.attach(trainer, out=tmp_path / "run", rollouts_every=1)
+    kleash.attach(trainer, monitor=monitor(folder), out=tmp_path / "run", rollouts_every=1)
     trainer.train()
-    assert not any("kl" in name for step in read_steps(tmp_path / "run") for name in step.metrics)
+    kls = {name for step in read_steps(tmp_path / "run") for name in step.metrics if "kl" in name}
+    assert all("kl/exact" in name for name in kls) and kls and "no KL is measured" not in caplog.text
 
 
 @pytest.mark.parametrize("leashed", [False, True])
@@ -285,11 +284,8 @@ def test_equal_responses_to_two_prompts_have_rewards_of_their_own(trl, folder, t
     trainer.processing_class = metaspace_tokenizer()
     kleash.attach(trainer, out=tmp_path / "run")
     found = trainer._generate_and_score_completions([])["kleash_responses"]
-    texts = [" was"] * 4  # which the tokenizer decodes as "was"
-    assert [one["prompt"] for one in found] == [prompts[1]] * 4 and [
-        one["response"] for one in found
-    ] == texts
-    assert [one["score"] for one in found] == [len(prompts[1])] * 4
+    expected = {"prompt": prompts[1], "response": " was", "score": len(prompts[1])}  # which decodes as "was"
+    assert len(found) == 4 and all(expected.items() <= one.items() for one in found)
 
 
 def test_reused_responses_show_the_kl_of_their_updates(trl, folder, tmp_path):
@@ -412,11 +408,11 @@ def test_grpo_with_passes_of_its_own_is_steered_by_the_monitor(trl, folder, tmp_
 
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])
 def test_plain_trainer_is_logged_resumed_and_not_overwritten(folder, tmp_path, strategy):
-    def run(until, **resume):
+    def run(until, out="run", **resume):
         intervals = {"save_strategy": strategy, "save_steps": 3, "eval_strategy": strategy, "eval_steps": 3}
         length = {"max_steps": until, "num_train_epochs": until}  # which a run that goes on may raise
         trainer = plain(folder, tmp_path, per_device_train_batch_size=3, **length, **intervals)
-        log = kleash.attach(trainer, monitor=monitor(folder), out=tmp_path / "run")
+        log = kleash.attach(trainer, monitor=monitor(folder), out=tmp_path / out)
         trainer.train(**resume)
         return log
 
@@ -431,6 +427,8 @@ def test_plain_trainer_is_logged_resumed_and_not_overwritten(folder, tmp_path, s
     assert [step.step for step in steps] == [2, 3, 4, 6]
     assert [step.step for step in steps if "eval/loss" in step.metrics] == [3, 6]
     assert log.result_of_run.policy.endswith("checkpoint-6") and log.result_of_run.algorithm == "trainer"
+    run(6, "later", resume_from_checkpoint=str(tmp_path / "hf" / "checkpoint-3"))
+    assert [step.step for step in read_steps(tmp_path / "later")] == [4, 6], "begun without a log"
 
 
 def test_loss_that_is_nan_is_not_logged_as_the_mean_of_others(folder, tmp_path):
@@ -456,8 +454,8 @@ def test_alert_stops_a_run(trl, folder, tmp_path, caplog):
     trainer.train()
     assert trainer.state.global_step == HackingMonitor().steps == log.result_of_run.steps
     assert log.result_of_run.stopped.startswith("the hacking monitor stopped it after step 3")
-    assert "alert at step 3: KL(policy ‖ reference) is" in caplog.text
-    assert "raise beta, or beta_max" in caplog.text
+    for said in ("alert at step 3: KL", "over the last 3 measurements", "raise beta, or beta_max"):
+        assert said in caplog.text and log.folder.header().settings["on_hacking"] == "stop"
     assert any("eval_reward" in entry for entry in trainer.state.log_history)
     assert not any("eval/reward" in step.metrics for step in read_steps(tmp_path / "run")), "of no step"
 
@@ -505,19 +503,43 @@ def test_evaluation_is_the_headline_and_the_best_checkpoint_is_named(trl, folder
     sets = {"sea": held_out.select([0]), "rain": held_out.select([1])}
     longer = grpo(trl, folder, tmp_path, max_steps=6, **settings, more={"eval_dataset": sets})
     kleash.attach(longer, out=tmp_path / "run")
+    predicting = TrainerCallback()
+    predicting.on_step_end = lambda *_, **__: longer.predict(longer.train_dataset.select([1])) and None
+    longer.add_callback(predicting)
     longer.train(resume_from_checkpoint=True)
     last = read_steps(tmp_path / "run")[-1].metrics
+    means = read_prompt_means(tmp_path / "run")[-1].means
+    assert len(means["eval/reward"]) == 2 and "reward/score" in means, "none that were predicted"
     best_before = max(one["eval/reward"] for one in evaluated)
-    assert last["eval/reward_change"] == pytest.approx(last["eval/reward"] - best_before), (
-        "after a resume, too"
-    )
+    assert last["eval/reward_change"] == pytest.approx(last["eval/reward"] - best_before), "resumed"
 
 
 def test_a_monitor_that_stops_a_run_says_why(folder, tmp_path):
-    watch = monitor(folder, stop_at_nats=1e-9)
-    log = kleash.attach(plain(folder, tmp_path), monitor=watch, out=tmp_path / "run")
+    watch, saved = monitor(folder, stop_at_nats=1e-9), {"save_strategy": "steps", "save_steps": 2}
+    log = kleash.attach(plain(folder, tmp_path, **saved), monitor=watch, out=tmp_path / "run")
     log.trainer.train()
     assert log.result_of_run.steps == 2 and log.result_of_run.stopped == watch.stopped is not None
+    watch.stop_at_nats = None
+    log.trainer.train(resume_from_checkpoint=True)
+    assert log.result_of_run.steps == 4 and log.result_of_run.stopped is None
+
+
+@pytest.mark.parametrize("full_at", [1, 3])
+def test_a_training_that_begins_again_with_smaller_batches_has_one_log(folder, tmp_path, caplog, full_at):
+    def train(self, *args):
+        calls.append(self._train_batch_size)
+        if len(calls) == full_at:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return Trainer.training_step(self, *args)
+
+    calls, kind = [], type("Full", (Trainer,), {"training_step": train})
+    trainer = plain(folder, tmp_path, kind, auto_find_batch_size=True, logging_steps=1)
+    kleash.attach(trainer, out=tmp_path / "run")
+    trainer.train()
+    found = [(step.step, step.metrics["loss"]) for step in read_steps(tmp_path / "run")]
+    logged = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    assert found == logged and len(logged) == 4 and calls[0] > calls[-1]
+    assert "begins again after step 0 with a smaller batch" in caplog.text
 
 
 BASE = type("_BaseTrainer", (Trainer,), {"__module__": "trl.trainer"})

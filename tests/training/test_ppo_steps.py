@@ -144,9 +144,7 @@ def test_step_metrics_match_plain_sums_over_response_tokens(folder):
         assert metrics[name] == pytest.approx(value, rel=1e-6), name
     assert metrics["kl/exact_per_token_error"] > 0 and metrics["reward/score_error"] > 0
     assert 0 < metrics["policy/entropy"] < math.log(320)
-    assert metrics["value/explained_variance"] == pytest.approx(0.0, abs=1e-12), (
-        "a critic of zeros explains nothing"
-    )
+    assert metrics["value/explained_variance"] == pytest.approx(0.0, abs=1e-12), "a critic of zeros"
 
 
 def test_two_steps_draw_different_responses_to_the_same_prompts(folder):

@@ -18,25 +18,8 @@ from kleash.training import Advice, RunLog
 SAMPLES = [Sample(prompt="p", response=f"one two three four {at}", reward=1.0, kl=0.1) for at in range(6)]
 
 
-class Shown:
-    """A display that remembers."""
-
-    def __init__(self) -> None:
-        self.sentences: list[str] = []
-        self.records: list[StepRecord] = []
-
-    def note(self, sentence: str) -> None:
-        self.sentences.append(sentence)
-
-    def working(self, step: int, activity: str) -> None:
-        pass
-
-    def stepped(self, record: StepRecord) -> None:
-        self.records.append(record)
-
-
 def run_log_of(folder: Path, **options: Any) -> RunLog:
-    run_log = RunLog(folder, PPOJob(**options), display=Shown())
+    run_log = RunLog(folder, PPOJob(**options), display=mock.Mock())
     run_log.begin(0)
     return run_log
 
@@ -55,7 +38,7 @@ def test_logged_step_is_on_disk(tmp_path: Path) -> None:
     assert record.metrics == {"beta": 0.1, "reward/part/x": 2.0, **texts}
     assert record.events == ("beta was bounded",)
     assert [one.sample for one in read_samples(tmp_path)] == [SAMPLES[at] for at in (0, 1, 3, 4)]
-    assert run_log.display.records == [record]  # type: ignore[attr-defined]
+    run_log.display.stepped.assert_called_once_with(record)  # type: ignore[attr-defined]
 
 
 def test_errors_over_few_prompts_warn_once(tmp_path: Path) -> None:
@@ -66,8 +49,8 @@ def test_errors_over_few_prompts_warn_once(tmp_path: Path) -> None:
         again = RunLog(tmp_path, PPOJob(), display=run_log.display)
         again.begin(2)
         again.step(3, {"response/prompts": prompts})
-        said = [one for one in run_log.display.sentences if "only 8 clusters; below 30" in one]  # type: ignore[attr-defined]
-        assert len(said) == expected
+        notes = run_log.display.note.call_args_list  # type: ignore[attr-defined]
+        assert str(notes).count("only 8 clusters; below 30") == expected
         assert read_steps(tmp_path)[0].metrics["response/prompts"] == prompts
 
 
@@ -98,6 +81,9 @@ def test_alert_advises_the_jobs_on_hacking_action(tmp_path: Path, act: str) -> N
     assert [one.act for one in advice if one.alerts] == [None if act == "warn" else act]
     assert {one.act for one in advice if not one.alerts} == {None}
     assert [alert.kind for record in read_steps(tmp_path) for alert in record.alerts] == ["far_from_target"]
+    done = {"halve-lr": "the learning rate is halved", "tighten": "beta is doubled"}.get(act)
+    said = [event for record in read_steps(tmp_path) if record.alerts for event in record.events]
+    assert len(said) == (done is not None) and all(event.startswith(done) for event in said)
 
 
 def test_monitor_state_survives_resume(tmp_path: Path) -> None:
@@ -108,10 +94,8 @@ def test_monitor_state_survives_resume(tmp_path: Path) -> None:
     play(run_log_of(folders[0], target_nats=6.0), history)
     first = run_log_of(folders[1], target_nats=6.0)
     play(first, history[:47])
-    for steps, said in (
-        (42, "nothing is left to do after step 42; give more --steps"),
-        (60, "going on after step 42"),
-    ):
+    notes = {42: "nothing is left to do after step 42; give more --steps", 60: "going on after step 42"}
+    for steps, said in notes.items():
         again = RunLog(folders[1], PPOJob(target_nats=6.0, steps=steps), display=mock.Mock())
         again.begin(42)  # the last checkpoint
         again.display.note.assert_called_once_with(said)

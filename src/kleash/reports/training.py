@@ -87,7 +87,9 @@ def summary_cards(
             continue
         is_of_each = name in first and name in last
         note = (
-            f"{format_value(first[name])} in the first step" if is_of_each else f"after step {steps[-1].step}"
+            f"{format_value(first[name])} in step {history[0].step}"
+            if is_of_each
+            else f"after step {steps[-1].step}"
         )
         if target is not None and name == target_name:
             note += f"; target {format_value(target)}"

@@ -155,15 +155,17 @@ def metric_line(
 
 
 def describe_change(history: Sequence[StepRecord], curves: Curves, y: str, target: float | None) -> str:
-    """The first and the last value of the first curve, and the target, in a sentence."""
+    """The first and the last value of the first curve, with their steps, and the target, in a sentence."""
     metric, label = next(iter(curves.items()))
-    values = [value for value in metric_values(history, metric) if not math.isnan(value)]
-    if not values:
+    steps = [step for step in history if not math.isnan(step.metrics.get(metric, math.nan))]
+    if not steps:
         return f"No step has a number for {label}."
     target_note = "" if target is None else f"; the target is {format_value(target)}"
     unit = f" {y}" if y.startswith("nats") else ""
-    first, last = format_value(values[0]), format_value(values[-1])
-    return f"From {first} in the first step to {last}{unit} in the last{target_note}."
+    first, last = (
+        f"{format_value(at.metrics[metric])}{unit} in step {at.step}" for at in (steps[0], steps[-1])
+    )
+    return f"From {first} to {last}{target_note}."
 
 
 def metric_values(history: Sequence[StepRecord], metric: str) -> list[float]:

@@ -205,7 +205,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "policy/gradient_norm": Metric(
             unit="none",
-            meaning="norm of the gradient before clipping, mean over updates",
+            meaning="norm of the gradient before clipping, mean over updates; of a trainer, that of the last",
             verl="actor/grad_norm",
             trl="grad_norm",
         ),

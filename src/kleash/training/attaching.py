@@ -125,7 +125,10 @@ def attach(
         beta_max=getattr(leash, "beta_max", LogOptions.beta_max),
         on_hacking=on_hacking,
         report_to=tuple(report_to),
-        described=_settings(trainer, algorithm, leash, drift_monitor),
+        described={
+            **_settings(trainer, algorithm, leash, drift_monitor),
+            **({} if on_hacking == LogOptions.on_hacking else {"on_hacking": on_hacking}),
+        },
     )
     with _undone_if_refused(trainer):
         if rollouts_every is not None:
@@ -169,7 +172,7 @@ def _measure(
         monitor.attach(trainer)
     if recorder is not None:
         _keep_best(trainer.args)
-        if recorder.note is not None:
+        if recorder.note is not None and (monitor is None or trainer.beta != 0):  # else the monitor measures
             logging.getLogger(__name__).warning(recorder.note)
     return recorder
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +26,13 @@ from kleash.uncertainty import clustered_mean
 
 SAMPLES_KEPT = 4
 """Responses per step in ``samples.jsonl``."""
+RESPONSE_EVENTS: Mapping[str | None, tuple[str, ...]] = MappingProxyType(
+    {
+        "halve-lr": ("the learning rate is halved in response to an alert",),
+        "tighten": ("beta is doubled in response to an alert, at most to its largest value",),
+    }
+)
+"""Response to an alert -> what the run log says of it; that the run is stopped is in its result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +151,8 @@ class RunLog:
         for evaluation in read_prompt_means(self.folder):
             self._change_from_best(evaluation.means)
         last = self.history[-1].step if self.history else 0
-        if last != step:
+        # a training of attach may have begun without its log
+        if last != step and (self.history or not isinstance(self.job, LogOptions)):
             raise RunFolderError(
                 f"{self.folder / STEPS} ends at step {last}, and the checkpoint is of step {step}; copy the whole "
                 "folder again, or begin again in another --out"
@@ -198,7 +207,8 @@ class RunLog:
         alerts = self.monitor.check([*self.history, record])
         if isinstance(self.job, LogOptions):
             alerts = tuple(replace(alert, sentence=as_keywords(alert.sentence)) for alert in alerts)
-        record = replace(record, alerts=alerts)
+        advice = self.advice(alerts)
+        record = replace(record, alerts=alerts, events=(*events, *RESPONSE_EVENTS.get(advice.act, ())))
         TrainingFolder(self.folder).unlink_result()
         append_step(self.folder, record, spread_sample(samples), means)
         warnings = step_warnings(values)
@@ -213,7 +223,7 @@ class RunLog:
                 f"did not get step {step} and gets no further ones",
             )
         self.display.stepped(record)
-        return self.advice(alerts)
+        return advice
 
     def _change_from_best(self, means: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
         """Metrics of the paired change of the held-out reward from the best evaluation so far; empty without one.
@@ -254,8 +264,12 @@ class RunLog:
 
 
 def as_keywords(sentence: str) -> str:
-    """The options of the command line in a sentence, as the arguments of ``attach`` and TRL are called."""
+    """The options of the command line in a sentence, as the arguments of ``attach`` and TRL are called.
+
+    Not each step of a trainer is measured: TRL's default is to log every tenth.
+    """
     renamed = sentence.replace("--samples-per-prompt", "num_generations").replace("--target-per", "per")
+    renamed = re.sub("([0-9]+) steps", r"\1 measurements", renamed)
     return re.sub("--[a-z-]+", lambda flag: flag[0][2:].replace("-", "_"), renamed)
 
 

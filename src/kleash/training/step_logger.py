@@ -21,7 +21,7 @@ from kleash.store.metrics import METRICS, OTHER, PART
 from kleash.training.header_and_result import finish
 from kleash.training.job_schedule import tightened
 from kleash.training.response_metrics import of_first_process
-from kleash.training.run_log import Advice, LogOptions, RunLog, stopped_by
+from kleash.training.run_log import RESPONSE_EVENTS, Advice, LogOptions, RunLog, stopped_by
 from kleash.version import __version__
 
 LOG = logging.getLogger(__name__)
@@ -146,15 +146,12 @@ class StepLogger(AttachedCallback):
         vars(control).update({name: self._due.pop(name, False) or getattr(control, name) for name in DUE})
         control.should_log |= control.should_save or control.should_evaluate or control.should_training_stop
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Collect what is logged, and record a step if the loss is.
 
         Raises:
             NonFiniteError: if the loss is NaN or infinite.
         """
-        logs = logs or {}
         named = {
             self.metric_names.get(name, name): value
             for name, value in sorted(logs.items(), key=lambda item: item[0] not in self.metric_names)
@@ -181,18 +178,14 @@ class StepLogger(AttachedCallback):
         if not self._evaluations:
             self._record(state, control)
 
-    def on_evaluate(
-        self, args: Any, state: Any, control: Any, metrics: dict[str, float] | None = None, **_: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
         """Record the step that was evaluated, with the rewards and the KL of the evaluation's responses."""
         self._evaluations -= 1
         if self._evaluations > 0:  # the responses to all held-out sets are one evaluation
             return
         evaluation, responses = ({}, []) if self.recorder is None else self.recorder.pop_evaluation()
-        if metrics is not None and "eval/reward" in evaluation:
-            metrics["eval_reward"] = evaluation[
-                "eval/reward"
-            ]  # without a KL penalty, for the best checkpoint
+        if "eval/reward" in evaluation:  # without a KL penalty, for the best checkpoint
+            metrics["eval_reward"] = evaluation["eval/reward"]
         if self._evaluations == 0:
             self._logged |= evaluation
             self._record(state, control, held_out=responses)
@@ -311,23 +304,31 @@ class FolderLog(StepLogger):
         return self
 
     def _train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.run_log = self.stopped = None
         with self._open:
             return original(*args, **kwargs)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Open the folder, on rank 0; a run in it goes on if the trainer resumes from a checkpoint.
+        """Open the folder, on rank 0; a run in it goes on if the trainer resumes from a checkpoint, or begins again.
 
         Raises:
             RunFolderError: if the folder holds another run, or one that the trainer does not resume.
         """
         if state.is_world_process_zero:
-            resume = state.global_step > 0
+            resume, is_again = state.global_step > 0, self.run_log is not None
+            if is_again:
+                LOG.warning(
+                    "the trainer begins again after step %d with a smaller batch (auto_find_batch_size) and the "
+                    "weights of now; the steps that it had taken beyond are no longer in the run log",
+                    state.global_step,
+                )
+                self._open.close()
             if resume and moves_reference(self.trainer):
                 LOG.warning(
                     "TRL's checkpoints lack the reference, which moves here; until it moves again it is the one that "
                     "this run began with"
                 )
-            if self.folder.begun and not resume:
+            if self.folder.begun and not (resume or is_again):
                 raise RunFolderError(
                     f"{self.folder.root} holds a run already; go on with it with "
                     "trainer.train(resume_from_checkpoint=True), or give attach another out="
@@ -335,7 +336,7 @@ class FolderLog(StepLogger):
             header = RunHeader(
                 kleash=__version__, settings=self.job.settings(), source_sha256="", fingerprints={}
             )
-            self._open.enter_context(self.folder.writing(header, resume=resume))
+            self._open.enter_context(self.folder.writing(header, resume=resume or is_again))
             self.run_log = self._open.enter_context(closing(RunLog(self.folder.root, self.job)))
         super().on_train_begin(args, state, control, **more)
 
@@ -356,9 +357,13 @@ class FolderLog(StepLogger):
         self._open.close()  # also where a callback attached this one, in a training that has begun
 
     def _carry_out(self, advice: Advice, control: Any) -> None:
-        """Also log the alerts, as ``BetaController`` does its events: ``kleash train`` shows its own."""
-        if getattr(self.recorder, "event", ""):
-            LOG.warning("step %d: %s", self.step, self.recorder.event)
-        for alert in () if self.run_log is None else advice.alerts:
-            LOG.warning("alert at step %d: %s", self.step, alert.sentence)
+        """Also log alerts and response, as ``BetaController`` does its events: ``kleash train`` shows its own."""
+        sentences = [f"alert at step {self.step}: {alert.sentence}" for alert in advice.alerts]
+        sentences += [
+            f"step {self.step}: {event}"
+            for event in (getattr(self.recorder, "event", ""), *RESPONSE_EVENTS.get(advice.act, ()))
+            if event
+        ]
+        for sentence in sentences if self.run_log is not None else ():  # once for all processes
+            LOG.warning(sentence)
         super()._carry_out(advice, control)

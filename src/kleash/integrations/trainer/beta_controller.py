@@ -79,18 +79,16 @@ class BetaController(AttachedCallback, ExportableState):
             self.since = saved["attributes"]["since"]
             self.trainer.beta = self.controller.beta
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Update the controller with the logged KL."""
-        kl = (logs or {}).get(self.metric)
+        kl = logs.get(self.metric)
         if kl is None or state.global_step == self.since:
             return
         batch = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         drawn = (
             (state.global_step - self.since) * batch / getattr(args, "num_iterations", 1)
         )  # TRL reuses each
-        before, error = self.controller, (logs or {}).get(f"{self.metric}_error")
+        before, error = self.controller, logs.get(f"{self.metric}_error")
         self.controller = before.after(kl, sequences=max(1, round(drawn)), standard_error=error)
         self.reason = beta_reason(before, self.controller, kl)
         if self.reason is not None:

@@ -101,6 +101,7 @@ class DriftMonitor(AttachedCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Measure before the first step, unless training resumes."""
         super().on_train_begin(args, state, control, **more)
+        self.stopped = None
         if state.global_step == 0:
             self._measure_and_log(control)
 

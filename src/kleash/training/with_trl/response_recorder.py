@@ -227,15 +227,20 @@ class ResponseRecorder:
         return loss
 
     def log(self, original: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """TRL's method, with the metrics of the responses since the last log. A collective."""
-        if mode_of(self.trainer) == "train" and "loss" in logs:
+        """TRL's method, with the metrics of the responses since the last log. A collective.
+
+        A callback may have evaluated after the step, and TRL then logs metrics of evaluations.
+        """
+        if "loss" in logs:
+            self.trainer.model.train()
             self._add_metrics()
         original(logs, *args, **kwargs)
 
     def _add_metrics(self) -> None:
         """Add the metrics of all processes to those that TRL logs."""
         metrics = self.trainer._metrics["train"]
-        local, self._responses["train"] = self._responses["train"], []
+        # those of a prediction are of no evaluation, which comes after the log
+        local, self._responses = self._responses["train"], {"train": [], "eval": []}
         sums, self._update_sums = self._update_sums, (0, 0.0, 0)
         _, nats, tokens = (sum(each) for each in zip(*gather_object([sums]), strict=True))
         if tokens:
