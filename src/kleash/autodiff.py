@@ -114,6 +114,11 @@ def dual_level_active() -> bool:
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """The result of an autograd function, whose ``apply`` torch leaves without types."""
+    if torch.compiler.is_compiling():  # which refuses a tensor that is there twice
+        arguments = tuple(
+            x.view_as(x) if isinstance(x, Tensor) and any(x is each for each in arguments[:place]) else x
+            for place, x in enumerate(arguments)
+        )
     return cast("Callable[..., Any]", function.apply)(*arguments)
 
 

@@ -168,6 +168,10 @@ def _backpropagated(term: TermSpec) -> str:
 
 RULES: tuple[Rule, ...] = (
     Rule(
+        applies=lambda t: t.cap is not None and not t.cap > 0,
+        reason=lambda t, say: f"cap is {t.cap}; give a weight above 0, or leave it out",
+    ),
+    Rule(
         applies=lambda t: t.cap is not None and t.ratio == "none",
         reason=lambda t, say: (
             f"cap is {t.cap} and there is no ratio that it could bound; name the ratio, or leave it out"

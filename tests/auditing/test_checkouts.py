@@ -30,12 +30,13 @@ except ImportError:
 from dataclasses import dataclass
 import torch
 
-SCALE = 1.0
-SCALE += 1.0
+SCALE = [1.0]
+SCALE += [1.0]
+SCALE[1] *= 2
 
 @dataclass
 class Settings:
-    scale: "absent.Number" = SCALE
+    scale: "absent.Number" = SCALE[-1]
     kind: Batch = None
 
 class Inherits(Batch):
@@ -88,7 +89,7 @@ raise SystemExit("the whole module was executed")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A commit of stand-ins for the files of all frameworks, and of files of our own."""
     others = {
-        "pack/losses.py": LOSSES,
+        "pack/losses.py": "\ufeff" + LOSSES,
         "pack/twice.py": "def halved(x): return x\n",
         "pack/not_python.py": "def f(:\n",
         "numpy/linalg.py": "",
@@ -124,7 +125,7 @@ def test_only_what_the_function_needs_is_executed(checkout):
         ("../elsewhere.py:k2", UnknownNameError, "there is no file ../elsewhere.py in "),
         ("pack/losses.py:k1_penalty", UnknownNameError, "has no 'k1_penalty'; did you mean k2_penalty?"),
         ("pack/losses.py:uses_nothing_defined", UnknownNameError, "uses_nothing_defined uses k4_penalty"),
-        ("pack/losses.py:uses_broken", CannotRunError, "line 50, raises IndexError: list index"),
+        ("pack/losses.py:uses_broken", CannotRunError, "line 51, raises IndexError: list index"),
         ("pack/losses.py:decorated", MissingExtraError, "not_there_at_all.deep.registered is needed, but it"),
         ("pack/losses.py:Estimator.k1", OptionError, "k1 of Estimator in pack/losses.py takes self; wrap it"),
         ("pack/not_python.py:f", CannotRunError, "pack/not_python.py is not Python: "),

@@ -78,5 +78,6 @@ def test_equal_arguments_give_zero_and_empty_inputs_stay_empty(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_it_compiles_without_graph_breaks(name, compiler):
     compiled = torch.compile(lambda a, b: sampled_kl(a, b, name), fullgraph=True, backend="aot_eager")
-    a, b = torch.linspace(-3, 0, 20), torch.linspace(-1, -2, 20)
-    torch.testing.assert_close(compiled(a, b), sampled_kl(a, b, name))
+    a, b = torch.linspace(-3, 0, 20, requires_grad=True), torch.linspace(-1, -2, 20)
+    found, expected = ((x, torch.autograd.grad(x.sum(), a)) for x in (compiled(a, b), sampled_kl(a, b, name)))
+    torch.testing.assert_close(found, expected)

@@ -235,6 +235,9 @@ def test_invalid_arguments_are_refused(theirs, unhooked):
         install(controller={"kind": "pd"})
     with pytest.raises(OptionError, match="OpenRLHF sets beta; leave it out of the controller"):
         install(controller={"kind": "pid", "beta": 0.5})
+    for call in (install, lambda **cap: compute_approx_kl(torch.zeros(2), torch.zeros(2), **cap)):
+        with pytest.raises(OptionError, match="cap is 0; give a weight above 0"):
+            call(cap=0)
     with pytest.raises(CannotRunError, match=r"the installed openrlhf lacks .*: argument 'cap'"):
         require_attributes("openrlhf", {"openrlhf.models.utils:compute_reward": ("cap",)})
     assert theirs.modules["trainer.ppo_trainer"].FixedKLController is theirs.FixedKLController

@@ -120,8 +120,8 @@ def test_verl_dataclass_and_plain_object_are_accepted(core):
 def test_invalid_options_are_refused(core):
     with pytest.raises(UnknownNameError, match="no type of KL controller is called 'pd'"):
         core.ours.get_kl_controller(configuration(type="pd"))
-    with pytest.raises(OptionError, match="verl measures its KL per token; leave it out"):
-        core.ours.get_kl_controller(configuration(type="pid", per="sequence"))
+    with pytest.raises(OptionError, match=r"verl sets per, target_nats: .* per token; leave it out"):
+        core.ours.get_kl_controller(configuration(type="pid", per="token", target_nats=4.0))
     with pytest.raises(OptionError, match=r"beta is 1e-05, outside 0\.0001 to 100"):
         core.ours.get_kl_controller(configuration(type="adaptive", kl_coef=1e-5))
     assert set(CONTROLLER_TYPES) == {"fixed", "adaptive", "ziegler", "pid", "dual"}

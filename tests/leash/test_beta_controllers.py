@@ -249,7 +249,7 @@ def test_invalid_controller_settings_are_errors(call, error, message):
         call()
 
 
-def test_stateful_controller_replaces_its_controller_and_restores_a_saved_state():
+def test_stateful_controller_replaces_its_controller_and_restores_a_saved_state(unhooked):
     first = ZieglerBeta(beta=0.1, target_nats=2.0, horizon=100)
     stateful = StatefulController(first)
     stateful.update(4.0, 50, 0.5)
@@ -265,3 +265,4 @@ def test_stateful_controller_replaces_its_controller_and_restores_a_saved_state(
         (FixedBeta(beta=0.2), 0.2),
     ):
         assert with_state(other, saved) == replace(other, beta=beta), "no levels of another unit"
+    assert "0.25" in json.dumps(FixedBeta(beta=torch.tensor(0.25)).to_dict())

@@ -153,7 +153,7 @@ FOUR = torch.ones(4)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: group_advantages(FOUR, 3), OptionError, "4 responses in groups of 3; give a size"),
+        (lambda: group_advantages(FOUR, np.int64(3)), OptionError, "4 responses in groups of 3; give a size"),
         (lambda: group_advantages(FOUR, 0), OptionError, "in groups of 0"),
         (lambda: group_advantages(FOUR, torch.ones(3, dtype=torch.int64)), ShapeError, r"groups \(3,\)"),
         (lambda: group_advantages(FOUR, 2, scale="batch"), OptionError, "scale is 'batch'; there are none"),

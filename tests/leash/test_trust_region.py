@@ -243,8 +243,8 @@ def test_invalid_trust_region_arguments_are_errors(unhooked):
         kl_mask(p, p, mask, bounds=(0.0, 1.0), over="response")
     with pytest.raises(UnknownNameError, match="k3"):
         kl_mask(p, p, mask, bounds=(0.0, 1.0), estimator="k33")
-    for bounds in ((-0.5, 2), (0.0, 0.0), (NAN, 2)):
-        with pytest.raises(OptionError, match="ratios"):
+    for bounds in ((-0.5, 2), (0.0, 0.0), (NAN, 2), (2.0, 0.5)):
+        with pytest.raises(OptionError, match=f"bounds are {bounds[0]} and {bounds[1]}; give ratios"):
             window_weights(p, p, mask, bounds=bounds)
     with pytest.raises(OptionError, match="token, sequence"):
         window_weights(p, p, mask, bounds=(0.5, 2.0), level="prefix")

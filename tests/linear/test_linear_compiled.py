@@ -3,6 +3,7 @@
 import torch
 from compiling import compiles
 from linear_cases import head_case, in_float64, relative_rms
+from torch._dynamo import config
 from torch._dynamo.utils import counters
 
 from kleash.linear import LinearOptions, TokenStatistics, linear_kl_loss, linear_objective
@@ -39,22 +40,19 @@ def test_the_compiled_kl_is_exactly_zero_for_a_model_against_itself(compiler, un
 
 
 @compiles
+@config.patch(recompile_limit=1)
 def test_on_a_gpu_the_rows_of_a_vocabulary_are_compiled_once(compiler, unhooked):
-    rows = compiled(kl_gradient_rows, "cuda")
+    """And once more for what needs another gradient, also where torch's own limit is reached."""
+    rows, alone = compiled(kl_gradient_rows, "cuda"), VocabShards(None, [101], torch.device("cpu"))
     before = counters["stats"]["unique_graphs"]
     for count in (64, 33, 7, 128):
-        z = torch.randn(count, 101)
-        kl, in_p, _ = rows(
-            z,
-            z.flip(-1),
-            torch.ones(count, 1).double(),
-            VocabShards(None, [101], z.device),
-            needs=(True, False),
-        )
+        z, weight = torch.randn(count, 101), torch.ones(count, 1).double()
+        kl, in_p, in_q = rows(z, z.flip(-1), weight, alone, needs=(True, count == 128))
         logp, logq = z.log_softmax(-1), z.flip(-1).log_softmax(-1)
         torch.testing.assert_close(kl[:, 0].float(), (logp.exp() * (logp - logq)).sum(-1), rtol=1e-5, atol=0)
         assert in_p.sum(-1).abs().max() < 1e-5
-    assert counters["stats"]["unique_graphs"] == before + 1
+    torch.testing.assert_close(in_q, logq.exp() - logp.exp(), rtol=1e-4, atol=1e-7)
+    assert counters["stats"]["unique_graphs"] == before + 2
 
 
 @compiles

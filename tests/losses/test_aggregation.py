@@ -75,7 +75,7 @@ def test_shares_of_uneven_micro_batches_add_up_to_the_batch(how, options, cuts):
         logged = mean.detached if logged is None else logged + mean.detached
     value, slope = whole(how, options)
     assert isinstance(logged, Mean) and logged.value.item() == pytest.approx(value, rel=1e-12)
-    assert not logged.total.requires_grad
+    assert logged.across_ranks() == logged and not mean.across_ranks().total.requires_grad, "of one process"
     torch.testing.assert_close(model.weight.grad, slope)
 
 
@@ -92,12 +92,6 @@ def test_shares_of_two_processes_add_up_to_the_batch(tmp_path):
             assert logged == pytest.approx(value, rel=1e-12)
             torch.testing.assert_close(torch.tensor(gradient, dtype=torch.float64), slope)
             assert own < count_of(data()[2], how, **options), "the count of this rank alone stays its own"
-
-
-def test_one_process_needs_no_reduction():
-    mean = aggregate(torch.ones(2, 2, requires_grad=True), torch.ones(2, 2, dtype=torch.bool))
-    alone = mean.across_ranks()
-    assert (alone.total.item(), alone.count.item(), alone.total.requires_grad) == (4, 4, False)
 
 
 def test_invalid_aggregation_arguments_are_errors(unhooked):

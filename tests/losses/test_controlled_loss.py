@@ -11,7 +11,7 @@ from kleash.errors import DetachedError
 from kleash.estimators import importance_weights
 from kleash.losses import controlled_kl_loss, future_kl_loss, kl_loss
 
-SMALL = World(vocab=2, steps=2, seed=4)
+SMALL = World(vocab=2, steps=2, seed=1)
 
 
 def of_batch(world, table, rows, level=None):
@@ -122,6 +122,9 @@ def test_the_weight_is_one_if_it_cannot_be_fitted():
     torch.testing.assert_close(few.per_sequence.detach(), exact[:3, 0])
     same = controlled_kl_loss(logp.requires_grad_(), logp.detach(), torch.zeros(5, 1), mask)
     assert (same.weight == 1).all() and (same.per_sequence == 0).all()
+    sums = torch.tensor([[7.0], *[[-2.24]] * 31], requires_grad=True)  # a rounded mean is no member's number
+    equal = controlled_kl_loss(sums, torch.zeros(32, 1), torch.full((32, 1), 3.4333), sums < 9)
+    assert equal.weight[0] == 1
     ruled_out = logq.clone()
     ruled_out[1], exact[1] = -torch.inf, torch.inf
     loss = controlled_kl_loss(logp.detach().requires_grad_(), ruled_out, exact, mask)

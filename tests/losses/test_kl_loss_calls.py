@@ -56,10 +56,10 @@ def test_function_transforms_agree_with_autograd():
 
 
 @compiles
-@pytest.mark.parametrize("weights", [None, W])
-def test_kl_loss_compiles_without_graph_breaks(compiler, weights):
+@pytest.mark.parametrize(("weights", "estimator"), [(None, "k1"), (None, "k3"), (W, "k3")])
+def test_kl_loss_compiles_without_graph_breaks(compiler, weights, estimator):
     def loss(p, q, mask):
-        out = kl_loss(p, q, mask, weights=weights)
+        out = kl_loss(p, q, mask, weights=weights, estimator=estimator)
         return (out + future_kl_loss(p, (p - q).detach(), mask, weights=weights)).sum()
 
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")

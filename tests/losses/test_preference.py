@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy.optimize import minimize
 
-from kleash.divergences import DIVERGENCES, alpha_record, skew_kl_record
+from kleash.divergences import DIVERGENCES, alpha_record
 from kleash.errors import DetachedError, OptionError, UnknownNameError
 from kleash.losses import dpo_loss, implicit_reward, response_log_ratio
 from kleash.losses.preference import NO_REWARD
@@ -152,7 +152,7 @@ def test_response_log_ratio_sums_unmasked_tokens():
 
 
 ONE = torch.zeros(1, requires_grad=True)
-FLAT, ROOT = skew_kl_record(1.0), replace(DIVERGENCES["kl"], finish=torch.sqrt)
+FLAT, ROOT = "skew_kl:1", replace(DIVERGENCES["kl"], finish=torch.sqrt)
 
 
 @pytest.mark.parametrize(

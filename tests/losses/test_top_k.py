@@ -122,8 +122,11 @@ def test_a_list_from_an_engine_has_one_minus_its_mass_as_rest():
     listed = top_k_from(ids, log(0, 0.5, 0).expand(2, 3)).logp
     assert listed.isnan().tolist() == [[True] * 3, [False] * 3]
     assert top_k_of(logq, ids[0]).logp.isnan().all() and top_k_of(logq, ids[0, :0]).log_rest.abs() < 1e-6
-    few = top_k_of(logq, torch.tensor([2, 0, -1, -1]))  # as long as the vocabulary, and not complete
-    assert [*few.logp.exp(), few.log_rest.exp(), few.is_complete] == pytest.approx([0.07, 0.6, 0, 0, 0.33, 0])
+    # as long as the vocabulary and not complete; nothing but padding; in 16 bits
+    few = top_k_of(logq.expand(2, 4), torch.tensor([[2, 0, -1, -1], [-1] * 4], dtype=torch.int16))
+    found = torch.cat([few.logp, few.log_rest[:, None]], -1).exp()
+    torch.testing.assert_close(found, torch.tensor([[0.07, 0.6, 0, 0, 0.33], [0, 0, 0, 0, 1]]).double())
+    assert not few.is_complete
 
 
 def test_invalid_top_k_loss_arguments_are_errors(unhooked):

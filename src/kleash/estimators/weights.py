@@ -82,8 +82,7 @@ def importance_weights(
     tensor([[1.6487, 1.0000]])
     """
     require_choice(LEVELS, level=level)
-    if cap is not None and not cap > 0:
-        raise OptionError(f"cap is {cap}; give a weight above 0, or leave it out")
+    require_valid_cap(cap)
     is_counted = as_mask(mask)
     log_ratio = detached_where(token_logp, is_counted) - detached_where(behaviour_logp, is_counted)
     if level == "sequence":
@@ -102,6 +101,12 @@ def importance_weights(
         effective_sample_size=effective_sample_size(torch.where(units, log_weights, -inf)),
         truncated_share=(above_cap & units).sum() / units.sum(),
     )
+
+
+def require_valid_cap(cap: float | None) -> None:
+    """Raise OptionError unless the largest weight is above 0, or None: at a cap of 0 nothing would be trained."""
+    if cap is not None and not cap > 0:
+        raise OptionError(f"cap is {cap}; give a weight above 0, or leave it out")
 
 
 def detached_where(values: Tensor, is_counted: Tensor) -> Tensor:
@@ -146,7 +151,9 @@ def leave_one_out_weights(
     ).to(sampled.dtype)
     n = is_other.sum(-1)
     u = torch.where(usable, sampled, 0.0)
-    d = torch.where(usable, sampled - exact, 0.0)
+    difference = torch.where(usable, sampled - exact, torch.nan)
+    # Of equal numbers the mean may be rounded, but not the median: their variance is exactly 0.
+    d = torch.where(usable, difference - difference.nanmedian(), 0.0)
     mean_u, mean_d = (is_other @ u) / n.clamp(min=1), (is_other @ d) / n.clamp(min=1)
     deviation_u, deviation_d = u - mean_u.unsqueeze(-1), d - mean_d.unsqueeze(-1)
     variance = (is_other * deviation_d.square()).sum(-1)

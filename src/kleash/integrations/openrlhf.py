@@ -22,6 +22,7 @@ from kleash.arguments import validated
 from kleash.errors import OptionError
 from kleash.estimators import sampled_kl
 from kleash.estimators.sampled import with_k2_gradient
+from kleash.estimators.weights import require_valid_cap
 from kleash.extras import (
     Wrappers,
     replace_everywhere,
@@ -74,13 +75,15 @@ def compute_approx_kl(
         cap: largest w; None for no limit.
 
     Raises:
-        OptionError: for k1 with a gradient and without ``unbiased_gradient``, which would train nothing.
+        OptionError: for k1 with a gradient and without ``unbiased_gradient``, which would train nothing; if ``cap`` is
+            not above 0.
         UnknownNameError: if there is no such estimator.
         ShapeError: if shapes differ.
 
     References:
         OpenRLHF 0.11.2, https://github.com/OpenRLHF/OpenRLHF
     """
+    require_valid_cap(cap)
     value = sampled_kl(log_probs, log_probs_base, kl_estimator)
     if not unbiased_gradient:
         if value.requires_grad and CONTRACTS[kl_estimator].backpropagated == "zero":
@@ -139,8 +142,9 @@ def install(*, controller: Mapping[str, Any] | None = None, cap: float | None = 
     Raises:
         MissingExtraError: if OpenRLHF is not installed.
         CannotRunError: if OpenRLHF lacks a function or argument, when its module is imported.
-        OptionError, UnknownNameError: if there is no such controller or option.
+        OptionError, UnknownNameError: if there is no such controller or option, or ``cap`` is not above 0.
     """
+    require_valid_cap(cap)
     warn_if_untested("openrlhf", at_least="0.11", below="0.12")
     adaptive = partial(_adaptive, dict(controller or {"kind": "ziegler"}))
     adaptive(0.1, 1.0, 1000)  # raises now if an option is invalid

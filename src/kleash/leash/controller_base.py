@@ -76,9 +76,10 @@ class BetaRecord:
     """Its name in ``to_dict``."""
 
     def to_dict(self) -> dict[str, object]:
-        """Its kind and fields, JSON-serialisable; ``beta_from_dict`` restores it."""
+        """Its kind and fields, JSON-serialisable, also of numbers of torch or numpy; ``beta_from_dict`` restores it."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {"kind": self.kind, **{name: list(x) if name == "levels" else x for name, x in values.items()}}
+        plain = {name: x.item() if hasattr(x, "item") else x for name, x in values.items()}
+        return {"kind": self.kind, **{name: list(x) if name == "levels" else x for name, x in plain.items()}}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,7 @@ def group_advantages(
     | group | scale "none" | scale "std" |
     | all rewards equal, two or more | exactly 0 | exactly 0 |
     | one response | NaN (an empty comparison); 0 if not corrected | NaN |
-    | a reward is NaN or inf | NaN for its whole group | NaN |
+    | a reward is NaN or inf | NaN or inf for its whole group | NaN |
 
     Args:
         rewards: one per response (``sequence_rewards``).
@@ -162,12 +162,12 @@ def _extremes(values: Tensor, is_counted: Tensor, group: "dist.ProcessGroup | No
 def _labels(rewards: Tensor, groups: Tensor | int) -> Tensor:
     """The group of each response, numbered from 0 in the order of the ids."""
     responses = len(rewards)
-    if isinstance(groups, int):
+    if not isinstance(groups, Tensor):
         if groups < 2 or responses % groups:
             raise OptionError(
                 f"{responses} responses in groups of {groups}; give a size of at least 2 that divides them"
             )
-        return torch.arange(responses, device=rewards.device) // groups
+        return (torch.arange(responses, device=rewards.device) // groups).long()
     ids, order = groups.sort()
     label = torch.nn.functional.pad((ids[1:] != ids[:-1]).cumsum(0), (1, 0))[:responses]
     return torch.empty_like(label).scatter(0, order, label)

@@ -385,11 +385,11 @@ def log_bounds(bounds: tuple[float, float]) -> tuple[float, float]:
     """Bounds on the logarithm of a ratio, from bounds on the ratio.
 
     Raises:
-        OptionError: if the first bound is negative, or the second is not above 0.
+        OptionError: if the first bound is negative or above the second, or the second is not above 0.
     """
     least, most = bounds
-    if not (least >= 0 and most > 0):
-        raise OptionError(f"bounds are {least} and {most}; give ratios, such as 0.5 and 2")
+    if not (0 <= least <= most and most > 0):
+        raise OptionError(f"bounds are {least} and {most}; give ratios, the least first, such as 0.5 and 2")
     return -inf if least == 0 else log(least), log(most)
 
 

@@ -37,6 +37,8 @@ PHI_SERIES = {torch.float32: 11, torch.float64: 20}
 GAP_SERIES = {torch.float32: 10, torch.float64: 24}
 """The terms of the series of ``entropy_gap``, by dtype."""
 
+MOST_GRAPHS = 64
+"""The most graphs of one function."""
 PAYS_FROM = 5 * 10**9
 """Logits of one model above which compiling (about 10 s) saves time (about 2 ns a logit) on a CPU."""
 PAYS_FROM_ON_A_GPU = 10**8
@@ -81,27 +83,28 @@ def missing_for_compiling(device: str) -> str | None:
 def compiled(function: Callable[..., Any], device: str) -> Callable[..., Any]:
     """A row function, compiled by torch: for all sizes, on a GPU for all numbers of rows.
 
-    There it is tuned to the sizes of its first call, and the vocabulary of that call may be a small one.
+    There it is tuned to the sizes of its first call, and the vocabulary of that call may be a small one. Torch compiles
+    a graph for each dtype, for one row and for several, and for what needs a gradient, and raises where these are more
+    than 8.
     """
-    if device == "cpu":
-        return cast("Any", torch).compile(function, fullgraph=True, dynamic=True)
     # Torch says so where a GPU gets few rows at a time; it is slower, and no caller's doing.
     warnings.filterwarnings("ignore", r"\s*Online softmax is disabled", UserWarning)
-    from torch._dynamo.decorators import maybe_mark_dynamic  # takes a second
+    from torch._dynamo import config  # takes a second
+    from torch._dynamo.decorators import maybe_mark_dynamic
 
-    for_a_vocabulary = cast("Any", torch).compile(function, fullgraph=True)
+    is_cpu = device == "cpu"
+    graphs = cast("Any", torch).compile(function, fullgraph=True, dynamic=is_cpu or None)
 
-    def for_all_rows(
-        *arguments: Tensor | tuple[Tensor, ...] | VocabShards, **options: Any
-    ) -> tuple[Any, ...]:
+    @torch.no_grad()
+    def call(*arguments: Tensor | tuple[Tensor, ...] | VocabShards, **options: Any) -> tuple[Any, ...]:
         for argument in arguments:
-            columns = argument if isinstance(argument, tuple) else (argument,)
-            for column in columns:
-                if isinstance(column, Tensor):
+            for column in argument if isinstance(argument, tuple) else (argument,):
+                if isinstance(column, Tensor) and not is_cpu:
                     maybe_mark_dynamic(column, 0)
-        return for_a_vocabulary(*arguments, **options)
+        with config.patch(recompile_limit=MOST_GRAPHS):
+            return graphs(*arguments, **options)
 
-    return for_all_rows
+    return call
 
 
 class Exponentials(NamedTuple):

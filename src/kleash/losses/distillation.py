@@ -110,7 +110,7 @@ def top_k_distillation_loss(
     listed = top_k_of(student, ids)
     if drawn is None:
         return tail_bucket_loss(teacher, listed, is_counted, divergence=divergence)
-    tokens = torch.where(is_counted, drawn[0], 0)
+    tokens = torch.where(is_counted, drawn[0], 0).long()
     sample = Drawn(tokens, drawn[1], student.gather(-1, tokens.unsqueeze(-1)).squeeze(-1))
     return sampled_tail_loss(teacher, listed, sample, is_counted, divergence=divergence)
 

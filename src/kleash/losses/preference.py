@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from kleash.arguments import validated
-from kleash.divergences import Divergence, find_divergence
+from kleash.divergences import DIVERGENCES, Divergence, find_divergence
 from kleash.divergences.table import identity
 from kleash.errors import OptionError
 from kleash.losses.surrogate import require_gradient
@@ -163,22 +163,22 @@ def _record_with_score(divergence: str | Divergence) -> Divergence:
     Raises:
         OptionError: if it implies none.
     """
-    if isinstance(divergence, str):
-        record = find_divergence(divergence)
-        if divergence in NO_REWARD:
-            raise OptionError(f"{divergence} implies no reward: {NO_REWARD[divergence]}")
+    if isinstance(divergence, str) and divergence in NO_REWARD:
+        raise OptionError(f"{divergence} implies no reward: {NO_REWARD[divergence]}")
+    record = find_divergence(divergence)
+    if divergence in DIVERGENCES:
         return record
-    if divergence.finish is not identity:
+    if record.finish is not identity:
         raise OptionError(
             "the divergence implies no reward: it is a function of a sum, and only the sum has a score; "
             "give the record of the sum"
         )
     u = torch.linspace(-6, 6, 97, dtype=torch.float64)
-    is_flat = ~(divergence.score(u).diff() > 0)
+    is_flat = ~(record.score(u).diff() > 0)
     if is_flat.any():
         first_flat = u[:-1][is_flat][0].item()
         raise OptionError(
             f"the divergence implies no reward: its score does not rise strictly at a log ratio of {first_flat:g}, "
             "so many policies share one reward; give one whose generator is strictly convex"
         )
-    return divergence
+    return record

@@ -50,9 +50,11 @@ def top_k_of(logp: Float[Tensor, "*tokens vocab"], ids: Int[Tensor, "*tokens k"]
     padding, of logp -inf. Rows that are not normalised are refused, as by ``kl``.
     """
     upcast, is_padding = at_least_float32(logp), ids < 0
-    # Padding repeats a token of the list, which may be empty.
-    tokens = torch.where(is_padding, pad(ids, (1, 0), value=-1).amax(-1, keepdim=True), ids)
-    rest_logp = upcast.scatter(-1, tokens, -torch.inf)
+    # Padding repeats a token of the list; a list of nothing else repeats token 0, which stays in the rest.
+    tokens = torch.where(is_padding, pad(ids, (1, 0)).amax(-1, keepdim=True), ids).long()
+    has_tokens = (~is_padding).any(-1, keepdim=True).expand_as(ids)
+    is_listed = torch.zeros_like(upcast, dtype=torch.bool).scatter(-1, tokens, has_tokens)
+    rest_logp = upcast.masked_fill(is_listed, -torch.inf)
     largest = rest_logp.detach().amax(-1)
     has_rest = largest.isfinite()
     log_rest = torch.where(

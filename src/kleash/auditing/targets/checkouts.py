@@ -88,7 +88,7 @@ class NotLoaded:
 def load_function(source: Path, target: str) -> LoadedFunction:
     """The function that ``FILE:function``, ``FOLDER:function`` or ``FILE:Class.method`` names in the folder ``source``.
 
-    What it uses is executed with it: constants, functions and classes of the same file, transitively, and imports of
+    What it uses is executed with it: variables, functions and classes of the same file, transitively, and imports of
     installed packages. Any other import, also of the checkout, is a ``NotLoaded``. Annotations are not evaluated, and
     ``torch.compile`` returns a function as it is.
 
@@ -155,7 +155,7 @@ def _find_file(source: Path, path: str, name: str) -> Path:
 
 
 def _text_of(file: Path) -> str:
-    return file.read_text(encoding="utf-8", errors="replace")
+    return file.read_text(encoding="utf-8-sig", errors="replace")
 
 
 def _statements_of(file: Path, where: str) -> Iterator[Statement]:
@@ -189,8 +189,16 @@ def _names_used(table: SymbolTable) -> set[str]:
 
 
 def _needed_statements(statements: Sequence[Statement], name: str, where: str) -> list[Statement]:
-    """The statements that bind ``name`` and, transitively, the names that they use."""
+    """The statements that bind ``name`` and, transitively, the names that they use, or change what a variable holds.
+
+    The latter bind nothing: ``CONFIG.kind = "k3"``, ``TABLE["k3"] = k3``, ``NAMES.append("k3")``.
+    """
     defined = {word: part for part in statements for word in part.binds}
+    variables = {
+        word
+        for word, part in defined.items()
+        if isinstance(part.node, ast.Assign | ast.AnnAssign | ast.AugAssign)
+    }
     needed: set[int] = set()
     queue = [(name, "")]
     while queue:
@@ -202,7 +210,8 @@ def _needed_statements(statements: Sequence[Statement], name: str, where: str) -
             )
             raise UnknownNameError(f"{sentence}{f'; did you mean {near[0]}?' if near else ''}")
         for at, part in enumerate(statements):
-            if word in part.binds and at not in needed:
+            is_change = word in part.uses & variables and not part.binds
+            if (word in part.binds or is_change) and at not in needed:
                 needed.add(at)
                 queue += [(used, word) for used in part.uses]
     return [statements[at] for at in sorted(needed)]

@@ -5,8 +5,6 @@ from typing import Any
 from kleash.errors import OptionError
 from kleash.integrations.trainer.compat import Trainer, TrainerCallback
 
-__all__ = ["AttachedCallback"]
-
 
 class AttachedCallback(TrainerCallback):
     """A callback that is added to a trainer by ``attach``, since events do not pass the trainer."""

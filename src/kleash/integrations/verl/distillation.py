@@ -9,8 +9,6 @@ from torch import Tensor
 from kleash.integrations.verl.compat import packed_positions
 from kleash.losses import top_k_distillation_loss
 
-__all__ = ["compute_topk_loss"]
-
 
 def compute_topk_loss(
     divergence: str,

@@ -17,8 +17,6 @@ from kleash.linear import Head, linear_kl
 from kleash.models.heads import candidate_heads, head_logits
 from kleash.precision import normalised
 
-__all__ = ["REFERENCE_HIDDEN", "ExactKL"]
-
 REFERENCE_HIDDEN = "kleash_reference_hidden"
 """Name of the reference's hidden states in verl's data."""
 

@@ -27,8 +27,6 @@ from kleash.integrations.verl.exact import ExactKL
 from kleash.integrations.verl.kl_controller import get_kl_controller, load_checkpoint, save_checkpoint
 from kleash.masking import select_and_call
 
-__all__ = ["install"]
-
 EXACT_KL = ExactKL()
 """The exact KL of this process."""
 

@@ -14,15 +14,6 @@ from kleash.store.atomic import write_atomically
 from kleash.store.checksums import check_of
 from kleash.store.codec import parse_json
 
-__all__ = [
-    "CONTROLLER_FILE",
-    "CONTROLLER_TYPES",
-    "KLController",
-    "get_kl_controller",
-    "load_checkpoint",
-    "save_checkpoint",
-]
-
 CONTROLLER_TYPES: Mapping[str, str] = MappingProxyType(
     {**{kind: kind for kind in CONTROLLERS}, "adaptive": "ziegler"}
 )
@@ -63,13 +54,16 @@ def get_kl_controller(kl_ctrl: Any) -> KLController:
 
     Raises:
         UnknownNameError: if there is no such type.
-        OptionError: if a field is unknown or a number is out of range.
+        OptionError: if a field is unknown, or one that verl sets; or if a number is out of range.
     """
     settings: dict[str, Any] = dict(kl_ctrl if isinstance(kl_ctrl, Mapping) else vars(kl_ctrl))
     kind = look_up(CONTROLLER_TYPES, settings.get("type", "fixed"), "type of KL controller")
     record = {name: value for name, value in settings.items() if name not in VERL_FIELDS}
-    if "per" in record:
-        raise OptionError("per is given, and verl measures its KL per token; leave it out")
+    duplicates = sorted(record.keys() & {"kind", "beta", "target_nats", "per"})
+    if duplicates:
+        raise OptionError(
+            f"verl sets {', '.join(duplicates)}: by type, kl_coef and target_kl, in nats per token; leave it out"
+        )
     record |= {"kind": kind, "beta": settings["kl_coef"], "per": "token"}
     if kind == "fixed" and settings["kl_coef"] == 0:
         warnings.warn(

@@ -20,8 +20,6 @@ from kleash.estimators.sampled import with_k2_gradient
 from kleash.precision import at_least_float32, normalised
 from kleash.registry import look_up
 
-__all__ = ["NAMES", "kl_penalty"]
-
 NAMES: Mapping[str, str] = MappingProxyType(
     {
         "kl": "k1",
