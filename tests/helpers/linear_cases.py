@@ -93,14 +93,8 @@ def head_case(
         return Head(matrix.to(dtype), offset, **traits)
 
     ids = torch.randint(vocab_size, tokens, generator=random)
-    return Case(
-        hidden.to(dtype),
-        head(weight, 0.0),
-        hidden_q.to(dtype),
-        head(weight_q, distance / 10),
-        ids,
-        temperature,
-    )
+    sides = (hidden.to(dtype), head(weight, 0.0), hidden_q.to(dtype), head(weight_q, distance / 10))
+    return Case(*sides, ids, temperature)
 
 
 def logp_by_numpy(hidden: Tensor, head: Head, temperature: float) -> np.ndarray:

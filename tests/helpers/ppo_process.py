@@ -4,11 +4,13 @@ import json
 import os
 import socket
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from accelerate.state import AcceleratorState
 from ppo_cases import tiny_job
 
 from kleash.training import ppo, train
@@ -46,23 +48,13 @@ def two_steps(folder: Path, out: Path, **more: Any) -> None:
 def job_of(folder: Path, out: Path, **more: Any) -> Any:
     """The run that is compared: one process has more responses than the other, and more micro-batches."""
     return tiny_job(
-        folder,
-        "llama",
-        prompts_per_step=5,
-        samples_per_prompt=2,
-        batch_tokens=30,
-        learning_rate=1e-4,
-        seed=2,
-        controller="pid",
-        target_nats=1.0,
-        device="cpu",
-        out=str(out),
-        **more,
-    )
+        folder, "llama", prompts_per_step=5, samples_per_prompt=2, batch_tokens=30, learning_rate=1e-4, seed=2,
+        controller="pid", target_nats=1.0, device="cpu", out=str(out), **more,
+    )  # fmt: skip
 
 
-def two_ranks(folder: Path, out: Path, **more: Any) -> list[int]:
-    """``two_steps`` in two forks of this process that are ranks of one run; returns their exit codes."""
+def two_ranks(run: Callable[..., Any], *given: Any, **more: Any) -> list[int]:
+    """Call ``run`` in two forks of this process that are ranks of one run; returns their exit codes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -75,7 +67,8 @@ def two_ranks(folder: Path, out: Path, **more: Any) -> list[int]:
                 place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
                 os.environ |= {name: str(value) for name, value in {**place, "MASTER_PORT": port}.items()}
                 os.environ["MASTER_ADDR"] = "127.0.0.1"
-                two_steps(folder, out, **more)
+                AcceleratorState._reset_state(True)  # of a run of this process
+                run(*given, **more)
                 os._exit(0)
             except BaseException:
                 traceback.print_exc()

@@ -20,9 +20,9 @@ def runs(tmp_path_factory):
     replay = [[draw.randrange(3, 300) for _ in range(draw.randint(1, 8))] for _ in range(10)]
     (folder / "replay.json").write_text(json.dumps(replay))
     two_steps(folder, folder / "one")
-    assert two_ranks(folder, folder / "two") == [0, 0]
+    assert two_ranks(two_steps, folder, folder / "two") == [0, 0]
     two_steps(folder, folder / "begun", steps=1)
-    assert two_ranks(folder, folder / "begun", resume=True) == [0, 0]
+    assert two_ranks(two_steps, folder, folder / "begun", resume=True) == [0, 0]
     return folder
 
 

@@ -178,13 +178,8 @@ def test_beta_0_reads_no_kl():
 
 @pytest.mark.parametrize(
     ("value", "old", "target", "clip", "loss"),
-    [
-        (1.0, 0.0, 3.0, None, 2.0),
-        (1.0, 0.0, 3.0, 0.5, 3.125),
-        (1.0, 0.0, 0.9, 0.5, 0.08),
-        (0.3, 0.0, 3.0, 0.5, 3.645),
-    ],
-)
+    [(1.0, 0.0, 3.0, None, 2.0), (1.0, 0.0, 3.0, 0.5, 3.125), (1.0, 0.0, 0.9, 0.5, 0.08), (0.3, 0.0, 3.0, 0.5, 3.645)],
+)  # fmt: skip
 def test_clipped_value_loss_is_the_larger_of_two_errors(value, old, target, clip, loss):
     past = PastTokens(*(torch.tensor([x]) for x in (0.0, old, 0.0, target)))
     assert value_losses(torch.tensor([value]), past, clip).item() == pytest.approx(loss, rel=1e-6)

@@ -76,7 +76,7 @@ def the_prompt_itself(prompts, responses, prompt):
     return note(a=prompts, b=responses, prompt=prompt)
 
 
-async def later(prompts, completions, answer):
+async def later(*, prompts, completions, answer):
     return note(a=prompts, b=completions, answer=answer)
 
 
@@ -224,6 +224,7 @@ def test_missing_column_is_refused_before_models_are_loaded(
         ("float('nan') if 'Emma' in p else 1.0", "graded:bad is nan for prompt 1 (p.jsonl, line 2) and 8 of 24"),
         ("1 / ('Emma' not in p)", "by zero in line 2 of graded (given 24 responses, the first to prompt "),
         ("None if 'sea' in p else 1.0", "bad returned None for prompt 2 (p.jsonl, line 3) and 8 of 24 responses"),
+        ("None if 'road' in p else 1.0", "bad returned None for prompt 3 (held.txt, line 1) and 8 of 8 responses"),
     ],
 )  # fmt: skip
 def test_an_error_in_a_trainer_of_trl_names_the_row_and_the_line(
@@ -231,6 +232,8 @@ def test_an_error_in_a_trainer_of_trl_names_the_row_and_the_line(
 ) -> None:
     code = f"def bad(prompts, responses):\n    return [{returned} for p in prompts]\n"
     (here / "graded.py").write_text(code)
-    words = ["train", "grpo", *SHORT[:9], *SHORT[-2:], "--reward", "graded:bad", "--out", "run"]
+    (here / "held.txt").write_text("The road was\n")
+    held_out = ["--eval-prompts", "held.txt", "--checkpoint-every", "1"]
+    words = ["train", "grpo", *SHORT[:9], *SHORT[-2:], "--reward", "graded:bad", *held_out, "--out", "run"]
     assert main(words) == 2
     assert said in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """``kleash train grpo|rloo|dpo|distill``: real short runs on the shipped models and on tiny ones."""
 
 import json
+import logging
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from accelerate.logging import MultiProcessAdapter
+from ppo_process import two_ranks
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny, tiny_adapter
 from transformers import AutoTokenizer
@@ -21,18 +24,15 @@ from kleash.records import DistillJob, DPOJob, GRPOJob, RLOOJob, read_samples, r
 from kleash.store.metrics import METRICS, PART
 from kleash.store.steps import held_out as held_out_metrics
 from kleash.store.training_folder import last_checkpoint
+from kleash.training import train as train_job
 from kleash.training.hacking_monitor import HackingMonitor
 from kleash.training.run_log import RunLog
 
 pytestmark = TRL_MARKS
 HEROINE = "kleash.training.example_rewards:heroine"
 SMALL = {
-    "learning_rate": 1e-3,
-    "limit": 6,
-    "prompts_per_step": 2,
-    "samples_per_prompt": 2,
-    "max_new_tokens": 5,
-}
+    "learning_rate": 1e-3, "limit": 6, "prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 5,
+}  # fmt: skip
 
 
 def go(train, job, out, monitor=None, **changes):
@@ -123,14 +123,15 @@ def test_dpo_learns_its_pairs_and_measures_drift(trl, tmp_path, dtype):
     assert weights.read_bytes() == trained
 
 
-def test_dpo_evaluates_held_out_pairs_and_keeps_the_best_checkpoint(trl, tmp_path, capfd):
+def test_dpo_evaluates_held_out_pairs_and_keeps_the_best_checkpoint(trl, tmp_path, capfd, monkeypatch):
+    """Also in two processes, which have no files of TRL's in common."""
     pairs, held_out = tmp_path / "pairs.jsonl", tmp_path / "held_out.jsonl"
     for path, chosen, rejected in ((pairs, " kind", " cold"), (held_out, " cold", " kind")):
         rows = [
             {"prompt": f"{who} was", "chosen": chosen, "rejected": rejected} for who in ("She", "He", "Emma")
         ]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = {"pairs_per_step": 3, "checkpoint_every": 1, "learning_rate": 1e-3}
+    options = {"limit": 2, "pairs_per_step": 2, "checkpoint_every": 1, "learning_rate": 1e-3}
     job = DPOJob(pairs=str(pairs), eval_pairs=str(held_out), steps=2, **options)
     result, steps = go(trl.train_dpo, job, tmp_path / "run")
     losses = [step.metrics["eval/loss"] for step in steps]
@@ -143,33 +144,44 @@ def test_dpo_evaluates_held_out_pairs_and_keeps_the_best_checkpoint(trl, tmp_pat
         tmp_path / "run" / "checkpoints" / "checkpoint-2" / "training_args.bin", weights_only=False
     )
     assert config.precompute_ref_log_probs and "log probs" not in capfd.readouterr().err
+    monkeypatch.setattr("datasets.fingerprint._TEMP_DIR_FOR_TEMP_CACHE_FILES", None)
+    assert two_ranks(train_job, replace(job, out=str(tmp_path / "two"))) == [0, 0]
+    of_one, of_two = ([step.metrics["loss"] for step in run] for run in (steps, read_steps(tmp_path / "two")))
+    assert of_two == pytest.approx(of_one, rel=1e-5)
+    _, in_one_batch = go(trl.train_dpo, job, tmp_path / "batch", set=("per_device_eval_batch_size=3",))
+    margins = ([step.metrics["eval/margin"] for step in run] for run in (steps, in_one_batch))
+    assert next(margins) == pytest.approx(next(margins), rel=1e-5), "each pair counts as much as any other"
 
 
 def test_dpo_renders_pairs_as_kleash_does(trl, tmp_path, monkeypatch):
-    """The chat template gets tools and variables of each pair, and the model no more tokens than it reads."""
+    """The chat template gets tools and variables of each pair; a prompt beyond the model's context is left out."""
     folder, pairs = save_tiny(tmp_path / "tiny"), tmp_path / "pairs.jsonl"
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = (
         "{{ mood + '' }}{{ tools | map(attribute='name') | list }}" + tokenizer.chat_template
     )
     tokenizer.save_pretrained(folder)
-    said = [
+    asked, chosen, rejected, long = (
         [{"role": role, "content": text}]
-        for role, text in (("user", "Q"), ("assistant", "a"), ("assistant", "b"))
-    ]
-    pair = dict(
-        zip(("prompt", "chosen", "rejected"), said, strict=True), chat_template_kwargs={"mood": "calm"}
+        for role, text in (("user", "Q"), ("assistant", "a"), ("assistant", "b"), ("user", "sea " * 128))
     )
-    rows = [{**pair, "tools": []}, {**pair, "tools": [{"name": "sea"}]}]
+    pair = {"prompt": asked, "chosen": chosen, "rejected": rejected, "chat_template_kwargs": {"mood": "calm"}}
+    rows = [{**pair, "prompt": long}, {**pair, "tools": []}, {**pair, "tools": [{"name": "sea"}]}]
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr("kleash.training.with_trl.preferences.run_trainer", lambda trainer, *_: trainer)
+    ran = "kleash.training.with_trl.preferences.run_trainer"
+    monkeypatch.setattr(ran, lambda trainer, *_, notes: (trainer, notes))
     job = DPOJob(policy=str(folder), pairs=str(pairs), out=str(tmp_path / "run"))
-    trainer = trl.train_dpo(job, None)
+    with pytest.raises(SourceError, match="holds no pair with a prompt of fewer than 128 tokens; give"):
+        trl.train_dpo(replace(job, limit=1), None)
+    MultiProcessAdapter.warning_once.cache_clear()
+    monkeypatch.setattr(logging.getLogger("trl"), "propagate", False)  # as without pytest's handlers
+    trainer, notes = trl.train_dpo(job, None)
+    assert "prompt is not a prefix" in notes[0], "TRL's warning"
+    assert notes[1:] == ["1 of 3 pairs are left out: their prompts have 128 tokens or more"]
     (monitor,) = [each for each in trainer.callback_handler.callbacks if isinstance(each, DriftMonitor)]
     monitor.measure()
     texts = [tokenizer.decode(ids) for ids in trainer.train_dataset["prompt_ids"]]
     assert texts == [prompt.text.rstrip() for prompt in monitor._parsed_prompts] and "calm['sea']" in texts[1]
-    assert trainer.args.max_length == 128
     texts = tmp_path / "texts.jsonl"
     texts.write_text(json.dumps({"prompt": "Q", "chosen": "a", "rejected": "b"}))
     with pytest.raises(SourceError, match="line 1: a chat template renders its 'chosen', and the pol"):

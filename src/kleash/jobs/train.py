@@ -181,8 +181,10 @@ class RewardJob(OnlineJob):
                 f"--horizon belongs to --controller ziegler, and the controller is {self.controller}; leave it out",
             ),
             Refusal(
-                self.beta == 0 and self.on_hacking == "tighten",
-                "--on-hacking tighten doubles beta, and --beta is 0; give a beta, or another response",
+                self.on_hacking == "tighten"
+                and (self.beta == 0 or (not steers and self.beta >= self.beta_max)),
+                f"--on-hacking tighten doubles beta up to --beta-max {self.beta_max:g}, and --beta is {self.beta:g}; "
+                "give one between 0 and that, or another response",
             ),
             Refusal(
                 steers and self.target_nats is None,

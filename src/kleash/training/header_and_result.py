@@ -98,8 +98,5 @@ def source_fingerprint(path: str) -> str:
         OptionError, UnknownNameError, MissingExtraError, CannotRunError: if the function cannot be imported.
     """
     resolve_function(path, "a reward")
-    file = getattr(sys.modules.get(split_path(path)[0]), "__file__", None)
-    try:
-        return "" if file is None else f"{KIND_OF_FINGERPRINT}{sha256(Path(file).read_bytes()).hexdigest()}"
-    except OSError:
-        return ""
+    file = Path(getattr(sys.modules.get(split_path(path)[0]), "__file__", None) or "")
+    return f"{KIND_OF_FINGERPRINT}{sha256(file.read_bytes()).hexdigest()}" if file.is_file() else ""

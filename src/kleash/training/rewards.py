@@ -69,7 +69,9 @@ class RewardFunction:
         self.takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         """Whether it takes all other columns: ``**columns``."""
         names_responses = any(
-            name in named and list(named)[1:2] != [name] for name in ("responses", "completions")
+            name in named
+            and (list(named)[1:2] != [name] or named[name].kind is inspect.Parameter.KEYWORD_ONLY)
+            for name in ("responses", "completions")
         )
         is_by_name = names_responses or (self.takes_all and len(named) < 2)
         self.by_position = () if is_by_name else tuple(named)[:2]

@@ -2,7 +2,6 @@
 
 import json
 from contextlib import redirect_stderr
-from functools import partial
 from io import StringIO
 from itertools import islice
 from typing import Any
@@ -12,14 +11,23 @@ from kleash.extras import import_extra
 from kleash.integrations.trainer import DriftMonitor
 from kleash.jobs import DPOJob
 from kleash.jobs.reading import DatasetOptions
-from kleash.models import Sampling, find_source
+from kleash.launch_environment import launched_world_size
+from kleash.models import Pair, Sampling, find_source
 from kleash.sources.chat_rendering import render_messages, template_options
 from kleash.sources.dataset_formats import parse_preference
+from kleash.sources.prompts import tokenise_prompt
+from kleash.sources.records import SourceRecord
 from kleash.store import TrainingResult
 from kleash.training.library_fields import trl_config
 from kleash.training.networks import load_networks
 from kleash.training.run_log import RunLog
-from kleash.training.with_trl.runs import held_out_arguments, run_trainer, shared_arguments, suppress_output
+from kleash.training.with_trl.runs import (
+    even_batch,
+    held_out_arguments,
+    run_trainer,
+    shared_arguments,
+    suppress_output,
+)
 
 DRIFT_PROMPTS, DRIFT_TOKENS = 32, 32
 """Number of the pairs' prompts, and of new tokens for each, on which the drift is measured."""
@@ -45,14 +53,23 @@ def train_dpo(job: DPOJob, run_log: RunLog | None) -> TrainingResult:
     import kleash.integrations.trl.compat  # noqa: F401 (checks the installed TRL)
 
     networks = load_networks(job, job.reference_name, device=job.device)
-    read = partial(read_pairs, options=job, tokenizer=networks.pair.tokenizer)
-    rows = read(str(job.pairs), limit=job.limit)
-    held_out = None if job.eval_pairs is None else read(job.eval_pairs, limit=None)
+    rows = read_pairs(str(job.pairs), limit=job.limit, options=job, tokenizer=networks.pair.tokenizer)
+    held_out = (
+        None
+        if job.eval_pairs is None
+        else read_pairs(job.eval_pairs, limit=None, options=job, tokenizer=networks.pair.tokenizer)
+    )
+    max_length = min(job.max_tokens, networks.pair.context_length or job.max_tokens)
+    short = short_pairs(rows, str(job.pairs), networks.pair, max_length)
     arguments = shared_arguments(job, rows=job.pairs_per_step, row_tokens=2 * job.max_tokens)
     if held_out is not None:
-        arguments |= held_out_arguments(job, rows=arguments["per_device_train_batch_size"], best="eval_loss")
+        evaluated = short_pairs(held_out, str(job.eval_pairs), networks.pair, max_length)
+        # TRL's accuracy and margin are means over batches, which are therefore of one size
+        batch_size = even_batch(len(evaluated), arguments["per_device_train_batch_size"])
+        arguments |= held_out_arguments(job, rows=batch_size, best="eval_loss")
     datasets = import_extra("datasets", "trl")
-    with redirect_stderr(StringIO()):  # a progress bar of the reference's passes
+    library_output = StringIO()
+    with redirect_stderr(library_output):
         trainer = import_extra("trl", "trl").DPOTrainer(
             model=networks.policy,
             ref_model=networks.frozen,
@@ -60,16 +77,25 @@ def train_dpo(job: DPOJob, run_log: RunLog | None) -> TrainingResult:
                 job,
                 **arguments,
                 beta=job.beta,
-                # the reference does not change, so that its pass over each pair is made once where pairs are read again
-                precompute_ref_log_probs=job.steps * job.pairs_per_step > len(rows),
-                max_length=min(job.max_tokens, networks.pair.context_length or job.max_tokens),
+                # the reference does not change, so that its pass over each pair is made once where pairs are read
+                # again; TRL keeps it in a file that only the first process has, since the pairs are in memory
+                precompute_ref_log_probs=job.steps * job.pairs_per_step > len(rows)
+                and launched_world_size() == 1,
+                max_length=max_length,
             ),
             train_dataset=datasets.Dataset.from_list(rows),
             eval_dataset=None if held_out is None else datasets.Dataset.from_list(held_out),
             processing_class=networks.pair.tokenizer,
             peft_config=networks.lora,
         )
-    questions = [{name: row[name] for name in row if name not in ("chosen", "rejected")} for row in rows]
+    # TRL's warnings, and not the progress bar of the reference's passes
+    notes = [line for line in library_output.getvalue().splitlines() if line and "log probs for" not in line]
+    if len(trainer.train_dataset) < len(rows):
+        notes.append(
+            f"{len(rows) - len(trainer.train_dataset)} of {len(rows)} pairs are left out: their prompts have "
+            f"{max_length} tokens or more"
+        )
+    questions = [{name: row[name] for name in row if name not in ("chosen", "rejected")} for row in short]
     DriftMonitor(
         prompts=list({str(question): question for question in questions}.values()),
         limit=DRIFT_PROMPTS,
@@ -77,7 +103,26 @@ def train_dpo(job: DPOJob, run_log: RunLog | None) -> TrainingResult:
         sampling=Sampling(max_new_tokens=DRIFT_TOKENS, seed=job.seed),
         batch_tokens=job.batch_tokens,
     ).attach(trainer)
-    return run_trainer(trainer, job, run_log, networks)
+    return run_trainer(trainer, job, run_log, networks, notes=notes)
+
+
+def short_pairs(rows: list[dict[str, Any]], source: str, pair: Pair, max_tokens: int) -> list[dict[str, Any]]:
+    """The pairs with prompts of fewer than ``max_tokens`` tokens; TRL leaves out the others.
+
+    Raises:
+        SourceError: if there are none, of which TRL makes an error of torch's.
+    """
+    short = [
+        row
+        for row in rows
+        if len(tokenise_prompt(SourceRecord(location=source, fields=row), pair).token_ids) < max_tokens
+    ]
+    if not short:
+        raise SourceError(
+            f"{source} holds no pair with a prompt of fewer than {max_tokens} tokens; give shorter ones, or raise "
+            "--max-tokens if the models read more"
+        )
+    return short
 
 
 def read_pairs(
@@ -109,6 +154,4 @@ def read_pairs(
                 "'chat_template_kwargs' has other variables than before; split the file by them"
             )
         rows.append({**row, "tools": tools and json.dumps(tools), "chat_template_kwargs": variables})
-    if not rows:
-        raise SourceError(f"{name} holds no pair; give a file with at least one")
     return rows

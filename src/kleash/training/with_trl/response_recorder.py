@@ -64,8 +64,8 @@ class ResponseRecorder:
 
         Args:
             trainer: TRL's GRPO or RLOO trainer.
-            name_of: the name of a row of the data set, by which a CannotRunError in training says to which prompt a
-                response is to which no reward applies; None to let such responses be.
+            name_of: the name of a row of the data set, by which a CannotRunError says to which prompt a response is to
+                which no reward applies; None to let such responses be.
         """
         self.trainer, self.name_of = trainer, name_of
         self.note: str | None = None
@@ -137,12 +137,12 @@ class ResponseRecorder:
             )
         )
         scores = torch.where(columns.isnan().all(-1), torch.nan, totals)
+        if self.name_of is not None:
+            require_scored(
+                dict(zip(self.trainer.reward_func_names, columns.numpy().T, strict=True)),
+                gather_object([self.name_of(row) for row in inputs]),
+            )
         if mode_of(self.trainer) == "train":
-            if self.name_of is not None:
-                require_scored(
-                    dict(zip(self.trainer.reward_func_names, columns.numpy().T, strict=True)),
-                    gather_object([self.name_of(row) for row in inputs]),
-                )
             groups = scores.view(-1, self.trainer.num_generations)
             # of those that have a score; in RLOO, TRL's rewards may contain the KL
             same = groups.nan_to_num(torch.inf).amin(-1) == groups.nan_to_num(-torch.inf).amax(-1)

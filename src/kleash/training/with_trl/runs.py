@@ -113,7 +113,7 @@ def shared_arguments(job: TrainJob, *, rows: int, row_tokens: int, updates: int 
         )
     rows_per_process = rows // processes
     most = min(rows_per_process, max(1, job.batch_tokens // row_tokens))
-    batch_size = next(size for size in range(most, 0, -1) if rows_per_process % size == 0)
+    batch_size = even_batch(rows_per_process, most)
     return {
         "output_dir": str(Path(str(job.out)) / CHECKPOINTS),
         "per_device_train_batch_size": batch_size,
@@ -132,6 +132,11 @@ def shared_arguments(job: TrainJob, *, rows: int, row_tokens: int, updates: int 
         "report_to": "none",
         "disable_tqdm": True,
     }
+
+
+def even_batch(rows: int, most: int) -> int:
+    """The largest size of batches, up to ``most``, that divides the rows evenly."""
+    return next(size for size in range(most, 0, -1) if rows % size == 0)
 
 
 def held_out_arguments(job: TrainJob, *, rows: int, best: str, updates: int = 1) -> dict[str, Any]:
