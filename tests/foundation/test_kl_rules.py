@@ -155,7 +155,7 @@ def test_every_rule_refuses_a_term_that_no_earlier_rule_refuses():
     reached = set()
     for estimator, place, scope, rule, ratio, credit, follows, cap, sums in product(
         ESTIMATOR_NAMES, *(VALUES[x] for x in ("place", "scope", "gradient", "ratio", "credit")),
-        (KL, REVERSE_KL), (None, 2.0), (True, False),
+        (KL, REVERSE_KL), (None, 0.0, 2.0), (True, False),
     ):  # fmt: skip
         term = term_spec(
             estimator, CONTRACTS.get(estimator), place=place, scope=scope, gradient=rule, ratio=ratio,
