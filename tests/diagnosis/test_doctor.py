@@ -143,14 +143,13 @@ def errors_of_one_size(world: World) -> tuple[Array, Array]:
     return trainer, np.minimum(trainer + 0.02 * world.random.standard_normal(len(trainer)), 0)
 
 
-def placeholders(value: float) -> Callable[[World], tuple[Array, Array]]:
+def placeholders(value: float, at: int = 15) -> Callable[[World], tuple[Array, Array]]:
     """Their differences are as large as those of another model, so only that they repeat gives them away."""
-    return lambda world: (world.logp(world.logits), np.where(world.position >= 15, value, world.noisy(0.02)))
+    return lambda world: (world.logp(world.logits), np.where(world.position >= at, value, world.noisy(0.02)))
 
 
 FAULTS: dict[str, tuple[str, Callable[[World], tuple[Array, Array]]]] = {
     "temperature": ("temperature", temperature),
-    "a low temperature": ("temperature", at_temperature(0.5)),
     "raw logits": ("processed", raw_logits),
     "top-p": ("truncation", top_p),
     "top-k": ("truncation", top_k),
@@ -159,8 +158,8 @@ FAULTS: dict[str, tuple[str, Callable[[World], tuple[Array, Array]]]] = {
     "a shifted column": ("shift", shift),
     "a shift of three": ("shift", shift_of_three),
     "padding that counts": ("mask", padding),
-    "placeholders of -1": ("mask", placeholders(-1.0)),
     "placeholders of -3": ("mask", placeholders(-3.0)),
+    "end tokens without a value": ("mask", placeholders(0.0, at=TIME - 1)),
     "another prompt": ("context", another_prompt),
     "other weights": ("weights", other_weights),
     "small errors": ("weights", errors(0.06)),
@@ -182,15 +181,15 @@ def test_a_fault_is_named_first_without_models(fault, is_of_trainer):
     cause, plant = FAULTS[fault]
     if is_of_trainer and fault in OF_THE_ENGINE:
         return
-    value = {"temperature": 0.7, "a low temperature": 0.5}.get(fault, 1.0)
+    value = 0.7 if fault == "temperature" else 1.0
     columns = plant(world := World(7 if is_of_trainer else 2, temperature=value))
     first = diagnose(world.rollouts(*columns[:: -1 if is_of_trainer else 1])).findings[0]
     assert first.cause == cause and first.probability > 0.6 and first.next_test == CAUSES[cause].next_test
     assert fault not in ALIKE or ALIKE[fault] in first.alike
 
 
-def summed(logp: Array) -> Array:
-    return logp.reshape(SEQUENCES, TIME).sum(1).repeat(TIME)
+def of_responses(logp: Array) -> Array:
+    return logp.reshape(SEQUENCES, TIME).mean(1).repeat(TIME)
 
 
 OTHER_COLUMNS: dict[str, tuple[str, Callable[[Array], Array]]] = {
@@ -199,7 +198,7 @@ OTHER_COLUMNS: dict[str, tuple[str, Callable[[Array], Array]]] = {
     "probabilities": ("probabilities, not their logarithms", np.exp),
     "negative": ("negative log-likelihoods", np.negative),
     "zeros": ("are all 0: the column was not filled in, or that side is greedy", np.zeros_like),
-    "sums of responses": ("do not depend on each other", summed),
+    "means of responses": ("one number for each response", of_responses),
     "entropies": ("they are logits", lambda logp: 2 - 0.2 * logp + np.sin(np.arange(len(logp)))),
     "other responses": ("do not depend on each other", lambda logp: np.roll(logp, TIME)),
 }

@@ -329,7 +329,7 @@ BAD_FILES = {
         (["zero.jsonl"], "zero.jsonl is empty; give a file of JSONL, a JSON array or Parquet"),
         (["table.csv"], "table.csv is read as CSV, and rollouts come as JSONL"),
         (["escape.jsonl"], r"the record has '\x1b[31m'"),
-        (["a.jsonl", "missing.jsonl"], "there is no file"),
+        (["a.jsonl", "x" * 300], "cannot be read (File name too long); give the name of a file"),
         (["rank-*.jsonl"], "no file matches"),
         (["empty"], "is a folder without a file of rollouts (.jsonl"),
         (["run"], "kleash.attach(trainer, rollouts_every=…) writes those of a training run"),

@@ -129,6 +129,7 @@ def test_unusable_output_folders_raise(refused, pair, tmp_path, capsys):
         (["report", long], "cannot be read: File name too long"),
         (["report", source], "has no measurement.json; is it a run folder?"),
         (["cache", "--reference", pair[1], "--text", source, "--out", long], "File name too long"),
+        (["measure", "--policy", f"{long}.gguf", "--text", source], "xxx.gguf; give a GGUF file, all parts"),
         (["audit", "kleash:sampled_k1", "--quiet", "--out", "au"], "must be a file that ends in .html"),
     ):
         assert main([*map(str, words)]) == 2

@@ -1,5 +1,6 @@
 """A checkpoint with what was read of its files, and how a model's name is resolved to one."""
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from kleash.store.checksums import reading
 from kleash.store.file_hashes import hash_files, watch_files
 from kleash.store.job_folder import KIND_OF_FINGERPRINT
 
-HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
+HUB_ID = re.compile(r"[\w][\w.-]{0,95}(/[\w][\w.-]{0,95})?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 FETCHED_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py"]
 IGNORED_FILES = ["*/*", "consolidated*"]
@@ -287,7 +288,8 @@ def _find_gguf(name: str, revision: str | None, role: str) -> Checkpoint:
     """
     path = Path(name).expanduser()
     match = HUB_FILE.fullmatch(name)
-    if match is not None and not path.exists():
+    # no name is too long to ask
+    if match is not None and not os.path.exists(path):  # noqa: PTH110
         part_names = list_part_names(match[2])
         folder, commit = _fetch(match[1], revision, part_names)
         paths = tuple(folder / part for part in part_names)
@@ -297,7 +299,7 @@ def _find_gguf(name: str, revision: str | None, role: str) -> Checkpoint:
         commit = None
         paths = tuple(path.parent / part for part in list_part_names(path.name))
     for part in paths:
-        if not part.is_file():
+        if not os.path.isfile(part):  # noqa: PTH113
             raise ModelError(
                 f"there is no file {part}; give a GGUF file, all parts of it if it is split, or "
                 "owner/name:file.gguf of the hub"
@@ -329,10 +331,7 @@ def resolve_commit(name: str, revision: str | None) -> str:
 
 def repository_of(name: str) -> str | None:
     """The repository of the hub that a name means; None for a file or folder, and for what cannot be a hub id."""
-    try:
-        is_here = name.startswith("shipped:") or Path(name).expanduser().exists()
-    except (OSError, ValueError):  # a name that is too long, or has a NUL
-        return None
+    is_here = name.startswith("shipped:") or os.path.exists(Path(name).expanduser())  # noqa: PTH110
     match = None if is_here else (HUB_FILE if is_gguf(name) else HUB_ID).fullmatch(name)
     if match is None:
         return None

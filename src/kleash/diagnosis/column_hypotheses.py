@@ -340,11 +340,14 @@ def _is_of_likeliest(table: TokenTable, limit: float) -> bool:
 def _placeholders(
     table: TokenTable, name: str, column: Floats, in_run: np.ndarray, limit: float
 ) -> Hypothesis:
-    """The hypothesis that runs of equal values are placeholders, and the other tokens differ by rounding."""
-    values, runs = np.unique(column[in_run]), int(np.sum(np.diff(np.r_[False, in_run].astype(int)) == 1))
-    what = f"the {name}'s value is {values[0]:g} in {runs} runs of tokens ({in_run.sum()} tokens)"
+    """The hypothesis that repeated values are placeholders, and the other tokens differ by rounding."""
+    values, count = np.unique(column[in_run]), int(in_run.sum())
+    what = (
+        f"the {name}'s value is {' or '.join(f'{value:g}' for value in values[:3])} at "
+        f"{counted(count, 'token')} that stand in runs, or first or last in a response"
+    )
     bits = 16 if short_dtype(column) is None else 7
-    penalty = 1.0 + 2.0 * min(len(values), 3) - bits * math.log(2) * (int(in_run.sum()) - runs)
+    penalty = 1.0 + 2.0 * min(len(values), 3) - bits * math.log(2) * (count - len(values))
     rest = np.where(in_run, np.nan, table.difference)
     return _of_differences(table, "mask", what, rounding(limit, MISTAKES), penalty, residual=rest)
 
@@ -461,7 +464,7 @@ def cause_in_values(table: TokenTable) -> LikelyCause | None:
         ("engine", table.engine, table.trainer),
         ("trainer", table.trainer, table.engine),
     ):
-        content = _of_column(column, other)
+        content = _of_column(table, column, other)
         if content is not None:
             return likely_cause("column", f"the {name}'s values {content}")
         above = column > ROUNDING_NATS
@@ -474,13 +477,20 @@ def cause_in_values(table: TokenTable) -> LikelyCause | None:
     return None
 
 
-def _of_column(column: Floats, other: Floats) -> str | None:
+def _of_column(table: TokenTable, column: Floats, other: Floats) -> str | None:
     """What the values of a column are instead of log-probabilities, if they show it."""
     if np.ptp(column) == 0:
         if np.ptp(other) == 0:
             return None
         cause = "was not filled in, or that side is greedy" if column[0] == 0 else "was not filled in"
         return f"are all {column[0]:g}: the column {cause}"
+    starts = np.flatnonzero(np.diff(table.sequence, prepend=-1))
+    is_of_responses = [
+        np.array_equal(np.maximum.reduceat(each, starts), np.minimum.reduceat(each, starts))
+        for each in (column, other)
+    ]
+    if is_of_responses == [True, False]:
+        return "are one number for each response, as its sum or mean, not those of its tokens"
     if column.min() < 0 or column.mean() <= ROUNDING_NATS:
         return None
     if (column == column.round()).all():

@@ -300,11 +300,9 @@ def _modules(few: ModelScores, side: str) -> Iterator[Prediction]:
     into their modules.
     """
     policy, reference = few.pair.policy, few.pair.reference
-    if policy.network is reference.network:
-        return
     try:
         groups = [group for group in weight_groups(policy, reference, "modules") if not group.is_identical]
-    except KleashError:  # networks of two architectures, or of two dtypes
+    except KleashError:  # one network with an adapter, or two of other architectures or dtypes
         return
     target = few.table.difference if side == "engine" else -few.table.difference
 

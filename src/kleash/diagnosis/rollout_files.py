@@ -1,5 +1,6 @@
 """The files of rollouts: one, several such as one for each rank, or a folder of them, read in a stable order."""
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -136,7 +137,7 @@ def _rollouts_of(
 ) -> Iterator[RolloutRecord]:
     """Iterate over the rollouts of a file; those that end like padding and have no mask are added to ``padding``."""
     path = Path(label).expanduser()
-    if may_be_empty and label != STANDARD_INPUT and path.is_file() and not path.stat().st_size:
+    if may_be_empty and os.path.isfile(path) and not path.stat().st_size:  # noqa: PTH113
         return
     masks = (*RESPONSE_MASKS, ATTENTION_MASK, SEQUENCES.mask)
     for record in find_source(label, "rollouts").records():
@@ -154,10 +155,8 @@ def _files_of(name: str) -> list[str]:
         SourceError: if it is a folder without a file of rollouts, or a pattern that no file matches.
     """
     path = Path(name).expanduser()
-    try:
-        exists = name == STANDARD_INPUT or path.exists()
-    except OSError:  # such as a name that is too long; opening the file says what is wrong
-        exists = True
+    # no name is too long to ask; opening the file says what is wrong
+    exists = name == STANDARD_INPUT or os.path.exists(path)  # noqa: PTH110
     is_run = exists and (path / STEPS).is_file()
     path = path / "rollouts" if is_run else path
     if is_run or (exists and path.is_dir() and not any((path / mark).is_file() for mark in (SPLITS, STATE))):

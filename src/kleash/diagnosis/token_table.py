@@ -1,6 +1,7 @@
 """The tokens of rollouts as flat columns, which hypotheses about a mismatch are fitted to."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -15,6 +16,8 @@ from kleash.sources.sequences import ROUNDING_NATS
 
 SMALLEST_RUN = 3
 """Tokens of a run of equal values that count as placeholders."""
+LEAST_APART = 0.1
+"""Median difference, in nats, of equal values at the ends of responses that count as placeholders."""
 MOST_DECIMALS = 4
 """Decimals of a column whose rounding is larger than other errors of the file."""
 
@@ -105,12 +108,19 @@ class TokenTable:
         return np.where(is_same & (self.position[source] - self.position == offset), values[source], np.nan)
 
     def placeholder_runs(self, values: Floats) -> np.ndarray:
-        """Whether each token is in a run of at least 3 equal values in one response, which real log-probabilities
-        of uncertain tokens are not."""
+        """Whether each token is in a run of at least 3 equal values in one response, or is the first or last in most
+        responses, of one value far from the other column's; real log-probabilities of uncertain tokens are neither."""
         is_new = (np.diff(values) != 0) | (np.diff(self.sequence) != 0) | (np.diff(self.position) != 1)
         starts = np.flatnonzero(np.r_[True, is_new])
         lengths = np.diff(np.r_[starts, len(values)])
-        return np.repeat(lengths >= SMALLEST_RUN, lengths)
+        is_placeholder = np.repeat(lengths >= SMALLEST_RUN, lengths)
+        for is_end in (np.diff(self.sequence, prepend=-1) != 0, np.diff(self.sequence, append=-1) != 0):
+            value, count = Counter(values[is_end].tolist()).most_common(1)[0]
+            is_same = is_end & (values == value)
+            is_apart = np.median(np.abs(self.difference[is_same])) > LEAST_APART
+            if is_apart and count > max(SMALLEST_RUN, is_end.sum() / 2):
+                is_placeholder |= is_same
+        return is_placeholder
 
 
 def decimals_error(column: Floats) -> float:
