@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,14 +92,9 @@ def logit_bias(world: World) -> tuple[Array, Array]:
     return world.logp(world.logits), world.logp(biased)
 
 
-def shift(world: World) -> tuple[Array, Array]:
+def shift(world: World, by: int = 1) -> tuple[Array, Array]:
     column = world.logp(world.logits)
-    return np.roll(column.reshape(SEQUENCES, TIME), 1, axis=1).ravel(), column
-
-
-def shift_of_three(world: World) -> tuple[Array, Array]:
-    column = world.logp(world.logits)
-    return column, np.roll(column.reshape(SEQUENCES, TIME), -3, axis=1).ravel()
+    return column, np.roll(column.reshape(SEQUENCES, TIME), by, axis=1).ravel()
 
 
 def padding(world: World) -> tuple[Array, Array]:
@@ -156,7 +152,7 @@ FAULTS: dict[str, tuple[str, Callable[[World], tuple[Array, Array]]]] = {
     "min-p": ("truncation", min_p),
     "a logit bias": ("penalty", logit_bias),
     "a shifted column": ("shift", shift),
-    "a shift of three": ("shift", shift_of_three),
+    "a shift of three": ("shift", partial(shift, by=-3)),
     "padding that counts": ("mask", padding),
     "placeholders of -3": ("mask", placeholders(-3.0)),
     "end tokens without a value": ("mask", placeholders(0.0, at=TIME - 1)),
@@ -369,7 +365,7 @@ def test_a_token_of_which_a_hypothesis_says_nothing_changes_no_other_score():
     without = np.where(token == 4, np.nan, values)  # in no sample of every third token of a fold
     sides = [residuals.Residuals(each, ones, 0 * ones) for each in (values, without)]
     scores = [residuals.held_out(side, family, token % 2, token) for side in sides]
-    assert np.array_equal(*(np.delete(each, 4) for each in scores))
+    np.testing.assert_allclose(*(np.delete(each, 4) for each in scores), rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -377,7 +373,13 @@ def test_a_token_of_which_a_hypothesis_says_nothing_changes_no_other_score():
 )
 def test_rounding_is_healthy(rounding, scale):
     world = World(0)
-    diagnosis = diagnose(world.rollouts(world.logp(world.logits), world.noisy(scale)), rounding=rounding)
+    trainer, engine = world.logp(world.logits), world.noisy(scale)
+    if (
+        rounding == "bfloat16"
+    ):  # and both are sure of the end token, whose value then repeats like a placeholder
+        for column, end in ((trainer, -0.003), (engine, 0.0)):
+            column[world.position == TIME - 1] = end
+    diagnosis = diagnose(world.rollouts(trainer, engine), rounding=rounding)
     assert diagnosis.findings == () and diagnosis.examined
 
 
