@@ -178,6 +178,9 @@ def test_the_smallest_candidate_within_a_limit(points, verdict, smallest, undeci
     sentence = describe_sweep_gate(sweep)
     assert sentence.startswith(f"{verdict}: ") and LABELS[REFERENCE] in sentence
     assert all(f"q{number} (" in sentence for number in (*undecided, *([smallest] if smallest else [])))
+    lost = SweepCandidate(number=9, name="q9", folder="", failure="damaged")  # of any size and KL
+    sweep = gate_of_sweep(replace(sweep, candidates=(*sweep.candidates, lost)), 1.0)
+    assert sweep.gate.exit_code == 3 and describe_sweep_gate(sweep).endswith("; q9 could not be measured")
 
 
 def test_the_noise_floor_and_few_clusters_count_in_the_gate_of_a_sweep():

@@ -1,7 +1,8 @@
 import pytest
+from scipy.stats import norm, t
 
-from kleash.measuring.estimand import UNVERIFIED_SAMPLES, estimand_of
-from kleash.records import MeasureJob
+from kleash.measuring.estimand import UNVERIFIED_SAMPLES, estimand_of, on_policy_warning
+from kleash.records import MeasureJob, Number
 
 
 def test_on_policy_samples_allow_estimators_and_sequence_kl():
@@ -28,3 +29,12 @@ def test_off_policy_responses_are_weighted_if_they_have_logprobs(has_logprobs, i
     assert estimand.weighting == weighting and estimand.has_sequence_kl is (weighting == "importance")
     assert estimand.warnings == (() if has_logprobs else (UNVERIFIED_SAMPLES,))
     assert "both at temperature 0.6" in estimand.description
+
+
+@pytest.mark.parametrize("clusters", [2, 3, 6, 30, 3000])
+def test_few_prompts_do_not_make_tokens_look_drawn_from_another_policy(clusters):
+    estimand = estimand_of(MeasureJob())
+    limit = t.ppf(norm.cdf(4), clusters - 1)
+    for value, is_warned in ((-0.99 * limit, False), (1.01 * limit, True)):
+        error = Number(value=value, unit="nats", standard_error=1.0, ci95=(0, 0), clusters=clusters)
+        assert bool(on_policy_warning(error, estimand)) is is_warned

@@ -139,15 +139,10 @@ def test_importance_weights_correct_another_temperature(job, tmp_path):
     weighted = measure(**settings, out=tmp_path / "weighted")
     bias = weighted.estimators["k1"].bias
     assert abs(bias.value) < 4 * bias.standard_error
-    assert any(
-        "declare temperature 1.5, and both models were scored at 1" in warning
-        for warning in weighted.warnings
-    )
-    bare = [json.loads(line) for line in source.read_text().splitlines()]
+    assert any("declare temperature 1.5, and both models were scored at 1" in w for w in weighted.warnings)
+    none = {"logprobs": None, "temperature": None}
     trusted = tmp_path / "trusted.jsonl"
-    trusted.write_text(
-        "\n".join(json.dumps({**line, "logprobs": None, "temperature": None}) for line in bare)
-    )
+    trusted.write_text("\n".join(json.dumps(json.loads(x) | none) for x in source.read_text().splitlines()))
     blind = measure(**{**settings, "responses": str(trusted)}, out=tmp_path / "blind")
     assert blind.per_sequence is None
     assert any("it cannot be checked" in warning for warning in blind.warnings)

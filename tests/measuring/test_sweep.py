@@ -6,6 +6,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from command_words import words
@@ -84,6 +85,8 @@ def test_candidates_are_ranked_with_ties(result):
     assert [candidate.letters for candidate in result.candidates] == ["b", "a", "", "a"]
     tie = next(pair for pair in result.pairs if pair.is_tie)
     assert (tie.first, tie.second, tie.simultaneous_ci95) == (2, 4, (0.0, 0.0))
+    at_half = replace(result, job={**result.job, "temperature": 0.5})
+    assert "text.txt, all models at temperature 0.5" in at_half.summary()
 
 
 def test_a_pair_has_the_paired_difference_of_compare(job, result):
@@ -119,10 +122,7 @@ def test_a_missing_candidate_is_named_before_the_reference_is_run(job, folder, t
     reporter = ProgressReporter()
     monkeypatch.setattr(reporter, "note", notes.append)
 
-    def stop(*_):
-        raise OptionError("the reference would be run now")
-
-    monkeypatch.setattr(sweep_run, "_cache_reference", stop)
+    monkeypatch.setattr(sweep_run, "_cache_reference", Mock(side_effect=OptionError("would be run now")))
     candidates = (str(folder / "base"), str(folder / "typo.gguf"))
     with pytest.raises(OptionError, match="would be run now"):
         sweep(replace(job, candidates=candidates, out=str(tmp_path / "one")), reporter)
@@ -169,10 +169,7 @@ def test_other_options_leave_the_sweep_as_it_is(job, result, tmp_path, option, d
 
 
 def test_a_long_name_does_not_narrow_the_numbers_in_the_terminal(result, capsys):
-    long = [
-        replace(candidate, name="/" + 300 * "x" + Path(candidate.name).name)
-        for candidate in result.candidates
-    ]
+    long = [replace(each, name="/" + 300 * "x" + Path(each.name).name) for each in result.candidates]
     print_summary(replace(result, candidates=tuple(long)), Path("sweep.html"))
     printed = capsys.readouterr().out
     assert len(re.findall(r"nats +\d\.\d+ to \d\.\d+ ", printed)) == 3
@@ -229,10 +226,7 @@ def test_a_candidate_whose_run_is_damaged_fails_and_the_others_are_ranked(job, r
 
 
 def test_ctrl_c_names_the_command_that_resumes(job, tmp_path, monkeypatch):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("kleash.measuring.sweep_run.cache_reference", interrupt)
+    monkeypatch.setattr(sweep_run, "cache_reference", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(Interrupted, match=f"--resume --out {tmp_path / 'new'}"):
         sweep(**{**vars(job), "out": str(tmp_path / "new")})
 

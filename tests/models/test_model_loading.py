@@ -117,6 +117,8 @@ def test_a_missing_model_is_an_error_that_names_the_revision(tmp_path, unhooked,
     refuse(tmp_path / "file", "is a file; give the folder")
     refuse(tmp_path, "has no config.json; give a folder in Hugging Face format")
     refuse(folders("llama")[0].parent, "has no config.json; give the folder of a model in it, such as .*/")
+    (tmp_path / "reference.json").touch()
+    refuse(tmp_path, "the hidden states of a reference, not its weights; give --reference-cache .* as well")
     refuse("shipped:nothing", "shipped model", error=UnknownNameError)
     refuse("nobody/has-this", "did not give it out at revision v2", revision_policy="v2")
     refuse(folders("llama")[0], "which has no revision 'main'", revision_policy="main")

@@ -244,7 +244,7 @@ BAD_RESPONSES = {
     "unknown id": ([{**BASE, "response_token_ids": [5, -1]}], "from 0 to 319 and found '-1'"),
     "too long": ([{**BASE, "response_token_ids": [5] * 128}],
         "the prompt with its response is 13[0-9] tokens long and the models read at most 128"),
-    "logprobs": ([{**BASE, "logprobs": [-1.0]}], "for each of the 2 response tokens and found 1"),
+    "logprobs": ([{**BASE, "logprobs": [-1.0]}], "found 1; give one for each of 'response_token_ids'"),
     "text": ([{**BASE, "logprobs": "x"}], "expected 'logprobs' to be a list of numbers"),
     "one id for two": ([{**BASE, "prompt_id": 1}, {**BASE, "prompt": "Rain", "prompt_id": 1}],
         r"line 2: 'prompt_id' '1' stands for another prompt at .*line 1"),

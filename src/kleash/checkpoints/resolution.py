@@ -26,6 +26,7 @@ from kleash.errors import ModelError, summarise_error
 from kleash.extras import hub_errors, import_extra, suppress_library_output
 from kleash.jobs.option_groups import is_endpoint, is_gguf, shown_endpoint
 from kleash.shipped import shipped_folder
+from kleash.store.cache import LABEL
 from kleash.store.checksums import reading
 from kleash.store.file_hashes import hash_files, watch_files
 from kleash.store.job_folder import KIND_OF_FINGERPRINT
@@ -394,6 +395,10 @@ def _checked(name: str, checkpoint: Checkpoint) -> Checkpoint:
         gguf_file = next(iter(sorted(folder.glob("*.gguf"))), None)
         if gguf_file is not None:
             raise ModelError(f"{name} holds GGUF files; name one of them, such as {gguf_file}")
+        if (folder / LABEL).is_file():
+            raise ModelError(
+                f"{name} holds the hidden states of a reference, not its weights; give --reference-cache {name} as well"
+            )
         # policy/ of a training run, a checkpoint of a trainer's output
         within = sorted(folder.glob("*/config.json")) + sorted(folder.glob("*/adapter_config.json"))
         raise ModelError(

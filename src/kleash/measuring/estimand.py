@@ -12,14 +12,16 @@ from kleash.models import Model
 from kleash.sources.documents import DEFAULT_WINDOW
 from kleash.store.statistics import KL_DIRECTIONS, label_of
 from kleash.uncertainty import Estimate, effective_sample_size
+from kleash.uncertainty.student_t import student_t_quantile
 
 UNVERIFIED_SAMPLES = (
     "not every response has the log-probabilities of its tokens, so it cannot be checked that the policy drew them at "
     "this temperature and from its whole distribution; add logprobs for each token to have the responses checked and "
     "weighted"
 )
-SAMPLER_MISMATCH = 4.0
-"""Standard errors between the mean log ratio and the exact KL beyond which the samples count as another policy's."""
+SAMPLER_MISMATCH = 0.9999683
+"""Probability of Student's t beyond which, on both sides, the samples count as another policy's: four standard errors
+between the mean log ratio and the exact KL where clusters are many, 17 where they are five."""
 MIN_EFFECTIVE_SHARE = 0.5
 """Effective sample size over number of responses below which importance weights give a warning."""
 
@@ -237,7 +239,9 @@ def on_policy_warning(k1_error: Estimate, estimand: Estimand) -> str:
             "say; check that the logprobs belong to these tokens"
         )
     has_error = 0 < k1_error.standard_error < np.inf
-    if not has_error or abs(k1_error.value) <= SAMPLER_MISMATCH * k1_error.standard_error:
+    if not has_error or abs(k1_error.value) <= k1_error.standard_error * student_t_quantile(
+        SAMPLER_MISMATCH, k1_error.clusters - 1
+    ):
         return ""
     tokens = "the tokens" if estimand.weighting == "unweighted" else "even with their weights the tokens"
     return (

@@ -28,7 +28,7 @@ from kleash.measuring.sweep_ranking import (
     sum_run,
 )
 from kleash.models.cache.stored_reference import StoredReference
-from kleash.reports.gate_verdicts import gate_of_sweep
+from kleash.reports.gate_verdicts import with_gate
 from kleash.reports.sweep import PAGE, write_sweep
 from kleash.reports.trackers import require_trackers, send_result
 from kleash.store import Measurement, RunFolder
@@ -141,9 +141,7 @@ def _sweep(job: SweepJob, out: Path, reporter: ProgressReporter) -> tuple[Sweep,
         candidates.append(_measure_candidate(job, out, number, digest, reporter, sequences))
         _free_memory()
     source_files.require_unchanged()
-    ranked = rank_candidates(job, out, candidates, sequences)
-    if job.at_most is not None:
-        ranked = gate_of_sweep(ranked, job.at_most)
+    ranked = with_gate(rank_candidates(job, out, candidates, sequences), job.at_most)
     result = ranked
     if job.attribute:
         with folder_lock(out, ADVICE_IF_LOCKED, on_wait=note):

@@ -134,7 +134,7 @@ def gate_of_sweep(sweep: Sweep, at_most: float, statistic: str | None = None) ->
         gate=SweepGate(
             quantity=f"per_token.{name}",
             at_most=at_most,
-            verdict="undecided" if undecided else "failed" if smallest is None else "passed",
+            verdict="undecided" if undecided or sweep.failed else "failed" if smallest is None else "passed",
             smallest=None if smallest is None else smallest.number,
             undecided=undecided,
         ),
@@ -154,17 +154,22 @@ def describe_sweep_gate(sweep: Sweep) -> str:
     condition = f"whose {gate.label} is at most {gate.limit}"
     if gate.smallest is None:
         words = (
-            f"no candidate is known {condition}" if gate.undecided else f"there is no candidate {condition}"
+            f"no candidate is known {condition}"
+            if gate.verdict == "undecided"
+            else f"there is no candidate {condition}"
         )
     else:
         best = by_number[gate.smallest]
-        known = " known" if gate.undecided else ""
+        known = " known" if gate.verdict == "undecided" else ""
         words = f"{best.name} ({_described_size(best)}) is the smallest candidate{known} {condition}"
     undecided = [by_number[number] for number in gate.undecided]
     sentences = [
-        f"{each.name} ({_described_size(each)}) is undecided: {_remedy(each.gate)}"
-        for each in undecided
-        if each.gate is not None
+        *(
+            f"{each.name} ({_described_size(each)}) is undecided: {_remedy(each.gate)}"
+            for each in undecided
+            if each.gate is not None
+        ),
+        *(f"{each.name} could not be measured" for each in sweep.failed),
     ]
     return "; ".join((f"{gate.verdict}: {words}", *sentences))
 
@@ -207,4 +212,6 @@ def _remedy(gate: Gate) -> str:
 
 
 def _nats(value: float) -> str:
-    return f"{format_value(value, 4)} nats"
+    return (
+        f"{format_value(value, 6)} nats"  # also where an end that was printed to four digits became the limit
+    )

@@ -282,7 +282,7 @@ def _logprobs(record: SourceRecord, tokens: int, vocab_size: int) -> np.ndarray 
     if len(values) != tokens:
         raise record.error(
             f"expected a number in 'logprobs' for each of the {tokens} response tokens and "
-            f"found {len(values)}; give 'response_token_ids' with them"
+            f"found {len(values)}; give one for each of 'response_token_ids'"
         )
     for value in values:
         if not is_finite_number(value) or value > ROUNDING_NATS:

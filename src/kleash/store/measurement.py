@@ -78,8 +78,8 @@ class Gate(Verdict):
 class SweepGate(Verdict):
     """The smallest candidate of a sweep whose KL is at most the limit of ``--at-most``.
 
-    ``verdict`` is "passed" if ``smallest`` passed; "failed" if no candidate is within the limit; "undecided" if one of
-    ``undecided``, or else ``smallest``, is.
+    ``verdict`` is "passed" if ``smallest`` is the smallest of all; "failed" if all candidates are above the limit;
+    "undecided" if some are ``undecided``, or could not be measured.
     """
 
     smallest: int | None

@@ -291,6 +291,13 @@ def _(sweep: Sweep) -> Summary:
         headline=f"{counted(len(sweep.ranking), 'candidate')} by {label_of(sweep.rank_by)} per token{ties}",
         facts=(
             ("reference", Name(sweep.reference)),
+            (
+                "read",
+                (
+                    f"{sweep.job.get('text') or sweep.job.get('responses') or 'shipped:text'}, "
+                    f"all models at temperature {sweep.job.get('temperature') or 1.0:g}"
+                ),
+            ),
             ("sample", f"{counted(sweep.tokens, 'token')}, {counted(sweep.clusters, 'independent cluster')}"),
             *(("note", note) for note in sweep.notes),
             *_gate_fact(sweep.gate),
