@@ -45,9 +45,8 @@ def write_run(folder: Path, history: list[StepRecord], job: TrainJob, *, finishe
 
 def write_hostile_run(folder: Path) -> Path:
     """A run that ends badly, told in hostile words."""
-    history = bent(
-        healthy(60), 40, lambda at, now: {"policy/entropy": 2.0 * 0.8**at, "reward/part/" + EVIL: 1.0}
-    )
+    rewards = {"reward/part/" + EVIL: 1.0, "eval/reward": 1.0}
+    history = bent(healthy(60), 40, lambda at, _: {"policy/entropy": 2.0 * 0.8**at, **rewards})
     alert = HackingAlert(kind="entropy_collapse", sentence=f"KL(p ‖ q) is gone {EVIL}")
     warned = replace(history[-1], alerts=(alert,), events=(f"beta was bounded {EVIL}",))
     steering = {"controller": "pid", "target_nats": 6.0}

@@ -84,7 +84,7 @@ def test_what_only_reads_files_never_imports_torch(module):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [("measure", "no models were"), ("train ppo", "the policy is the small model")]
+    ("words", "said"), [("measure", "this measures"), ("train ppo", "the policy is the small model")]
 )
 def test_the_first_words_of_a_command_are_printed_before_torch_is_imported(words, said):
     done = run(f"deny('torch')\nfrom kleash.cli import main\nmain({words.split()!r})")

@@ -10,6 +10,7 @@ from scoring_cases import sequence_of
 
 from kleash.cli import main
 from kleash.cli.printing import print_summary
+from kleash.errors import RunFolderError
 from kleash.linear import log_probabilities
 from kleash.measuring import compare, measure
 from kleash.measuring.rescoring import noise_sequences, noise_tokens, shortened_to
@@ -233,6 +234,10 @@ def test_draws_do_not_depend_on_the_order_of_prompts(job, own, prompts, tmp_path
     assert difference.differences["kl_policy_reference"].value == pytest.approx(0, abs=1e-6)
     assert difference.differences["top1_agreement"].value == pytest.approx(0, abs=1e-6)
     assert any("share only 10 prompts" in warning for warning in difference.warnings)
+    turned.write_text("another prompt")
+    measure(**job | {"prompts": str(turned)}, out=tmp_path / "one")
+    with pytest.raises(RunFolderError, match=r"one \(1 prompt\) and .* \(40 prompts\) share no prompt;"):
+        compare([own, tmp_path / "one"])
 
 
 def test_seed_and_sampling_options_change_the_draws(job, tmp_path):

@@ -105,6 +105,7 @@ def test_a_candidate_with_another_tokenizer_is_named_and_the_page_has_the_others
     assert Sweep.read(Path(str(job.out))).to_json() == result.to_json()
     page = (Path(str(job.out)) / "sweep.html").read_text()
     assert "Not measured" in page and 'href="candidates/01-far/report.html"' in page
+    assert page.count('data-heading="KL(reference ‖ policy), nats"') == len(result.ranking), "on phones, too"
     command = page.partition('<pre class="command" tabindex="0"><code>')[2].partition("</code>")[0]
     assert replace(read_words(command.split()[1:]), out=job.out) == job
     assert f'<th scope="row">python</th><td>{platform.python_version()}</td>' in page

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from drawn_charts import drawn as axes_of
 from scipy import stats
 from synthetic_run import write_synthetic_run
 from synthetic_training import EVIL, header_of
@@ -15,7 +16,7 @@ import kleash
 from kleash.cli import main
 from kleash.errors import OptionError, RunFolderError
 from kleash.records import GRPOJob, Sample, StepRecord, TrainingFolder, read_steps
-from kleash.reports.comparison import frontier_chart
+from kleash.reports.comparison import frontier_chart, metric_chart
 from kleash.store.comparison import PAIRED
 from kleash.store.steps import append_step, keep_steps, means_by_prompt, read_prompt_means
 
@@ -37,12 +38,11 @@ def write(folder, values, job, *, reference="q", prompt="prompt", without="") ->
     files = TrainingFolder(folder)
     settings = {option: value for option, value in job.settings().items() if option != without}
     fingerprints = {"policy": "p", "reference": reference}
-    header = replace(header_of(job), fingerprints=fingerprints, settings=settings)
-    with files.writing(header, resume=False):
+    with files.writing(replace(header_of(job), fingerprints=fingerprints, settings=settings), resume=False):
         for step, drawn in enumerate(values, 1):
             held_out = samples(drawn + 1, prompt) if step == len(values) else []
             metrics = {"reward/score": drawn[..., 0].mean(), "beta": 0.1 * step, "kl/target": 4.0}
-            record = StepRecord(step=step, metrics=metrics)
+            record = StepRecord(step=step, metrics={**metrics, "response/length": 8.0, "policy/entropy": 3.0})
             append_step(folder, record, [], means_by_prompt(samples(drawn, prompt), held_out))
     return folder
 
@@ -82,8 +82,8 @@ def test_differences_are_paired_by_prompt_over_the_shared_second_half(drawn, fol
         unpaired = np.hypot(*(stats.sem(each) for each in means))
         assert number.standard_error < 0.5 * unpaired
     assert [run.numbers["beta"].value for run in comparison.runs] == pytest.approx([0.55, 0.55])
-    assert "eval/reward" not in difference.differences, "the second run answered no held-out prompt by step 7"
-    assert "eval/reward" in comparison.runs[0].numbers
+    assert comparison.runs[0].numbers["response/length"].unit == "tokens"
+    assert "eval/reward" in comparison.runs[0].numbers.keys() - difference.differences.keys()
     differing = {"beta": "0.2 for 0.1", "kl": "k3 for exact", "target_per": "token for sequence"}
     assert comparison.runs[1].settings == differing
     assert comparison.warnings == (f"{folders[1].name} has another reference than {folders[0].name}",)
@@ -94,10 +94,12 @@ def test_command_prints_writes_a_page_and_its_json_has_every_number(folders, tmp
     assert main(["compare", *map(str, folders), "--out", str(page)]) == 0
     printed = capsys.readouterr().out
     assert "2 training runs compared over steps 4 to 7" in printed and "k3 for exact" in printed
-    assert "shared prompts" in printed and "not measured" in printed and "paired by prompt" in printed
+    assert (
+        "shared prompts" in printed and "not measured" in printed and " Entropy per token, nats " in printed
+    )
     assert re.search(r"first .* 4 per sequence .*\n *second .* 4 per token ", printed)
     text = page.read_text(encoding="utf-8")
-    assert text.count("<svg") == 2 and "KL per sequence" in text, "reward and beta are drawn"
+    assert text.count("<svg") == 3 and "KL per sequence" in text, "reward, beta and entropy are drawn"
     assert main(["compare", *map(str, folders), "--out", str(page), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["differences"][0]["differences"].keys() == {"reward/score", "kl/exact_per_sequence"}
@@ -140,7 +142,11 @@ def test_runs_of_other_prompts_are_shown_and_not_paired(drawn, tmp_path):
 
 def test_the_last_reward_and_kl_stand_in_their_columns_where_a_run_has_one_alone():
     reward, kl = ([StepRecord(step=1, metrics={name: 2.0})] for name in PAIRED[:2])
-    assert frontier_chart([("a", kl), ("b", reward)]).rows == (("a", "2.00", "–"), ("b", "–", "2.00"))
+    chart = frontier_chart([("a", kl), ("b", reward)])
+    assert chart.rows == (("a", "2.00", "–"), ("b", "–", "2.00"))
+    assert axes_of(chart)[0].get_xlabel() == chart.header[1] == "KL per sequence, nats"
+    wide = [StepRecord(step=1, metrics={PAIRED[1]: 2.0, f"{PAIRED[1]}_error": 9.0})]
+    assert axes_of(metric_chart(PAIRED[1], [("a", wide)]))[0].get_ylim()[0] == 0, "no KL is below"
 
 
 def test_what_cannot_be_compared_is_refused(folders, drawn, tmp_path):
@@ -162,8 +168,7 @@ def test_what_cannot_be_compared_is_refused(folders, drawn, tmp_path):
 
 
 def test_means_leave_out_what_has_no_number_and_go_with_their_steps(tmp_path):
-    nan = float("nan")
-    rewards, kls = [1.0, nan, 4.0], [nan, nan, nan]
+    rewards, kls = [1.0, float("nan"), 4.0], [float("nan")] * 3
     drawn = [Sample(prompt="p", response="", reward=r, kl=k) for r, k in zip(rewards, kls, strict=True)]
     ((metric, means),) = means_by_prompt(drawn, []).items()
     assert metric == "reward/score" and list(means.values()) == [2.5]
@@ -171,6 +176,6 @@ def test_means_leave_out_what_has_no_number_and_go_with_their_steps(tmp_path):
         for step in (1, 2, 3):
             append_step(tmp_path, StepRecord(step=step, metrics={}), [], means_by_prompt(drawn, drawn))
         keep_steps(tmp_path, 2)
-    assert [record.step for record in read_prompt_means(tmp_path)] == [1, 2]
-    assert len(read_steps(tmp_path)) == 2
+    kept = (read_prompt_means(tmp_path), read_steps(tmp_path))
+    assert [[record.step for record in each] for each in kept] == [[1, 2], [1, 2]]
     assert read_prompt_means(tmp_path)[0].means.keys() == {"reward/score", "eval/reward"}

@@ -63,7 +63,8 @@ def test_every_result_is_shown_with_its_numbers_and_no_foreign_markup(results):
     none = shown(synthetic_sweep((), ("a", "b"))._repr_html_())
     assert ["a", "its weights are missing"] in none.cells, "of which all failed"
     assert mismatch.cells[1][:2] == ["KL(engine ‖ trainer)", "0.25"]
-    assert shown(results[-1]._repr_html_()).cells[1:3] == [["reward/score", "2.00 ± 0.25"], ["beta", "0.1"]]
+    last = shown(results[-1]._repr_html_()).cells
+    assert last[1:3] == [["reward/score", "2.00 ± 0.25", "reward"], ["beta", "0.1", ""]]
     assert "policy" in results[-1].summary() and "policy" not in replace(results[-1], policy="").summary()
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from drawn_charts import bands, curves, drawn, legend
-from histories import healthy
+from histories import bent, healthy
 from page_text import Page
 from synthetic_training import EVIL, header_of, write_hostile_run, write_pairs_run, write_run
 
@@ -29,7 +29,7 @@ def test_untrusted_text_is_escaped(hostile):
 
 
 def test_every_metric_with_values_has_a_chart(hostile):
-    names = ("reward", "kl-sequence", "kl-token", "beta", "entropy", "length", "updates", "texts")
+    names = ("reward", "held-out", "kl-sequence", "kl-token", "beta", "entropy", "length", "updates", "texts")
     assert tuple(figure["id"] for figure in hostile.all("figure")) == names
 
 
@@ -37,9 +37,9 @@ def test_the_headlines_are_those_of_the_last_step_and_what_happened_is_told(host
     last = healthy(60)[-1].metrics
     kl, error = last["kl/exact_per_sequence"], last["kl/exact_per_sequence_error"]
     assert f"KL per sequence {kl:.2f} ± {error:.2f} nats 0 in step 1; target 6.00" in hostile.words
-    assert "Steps 60 finished" in hostile.words
-    assert "Step 60: KL(p ‖ q) is gone" in hostile.words
+    assert "Steps 60 finished" in hostile.words and "Step 60: KL(p ‖ q) is gone" in hostile.words
     assert "Step 60: beta was bounded" in hostile.words
+    assert "held-out numbers those after it." in hostile.words
     assert "saw nothing" not in hostile.words and "NaN" not in hostile.words
     steps = [int(step) for step in re.findall(r"Step (\d+) Samples of step", hostile.words)]
     assert steps == [1, 13, 25, 36, 48, 60]
@@ -53,13 +53,14 @@ def test_a_number_has_its_unit_and_a_tiny_one_is_formatted_in_scientific_notatio
 
 
 def test_a_number_of_every_other_step_is_a_line_through_them():
-    kls = [{} if step % 2 else {"kl/exact_per_sequence": float(step)} for step in range(1, 10)]
+    measured = ("kl/exact_per_sequence", "eval/reward")
+    kls = [{} if step % 2 else dict.fromkeys(measured, float(step)) for step in range(1, 10)]
     history = [StepRecord(step=at, metrics={"pairs/margin": 1.0, **kl}) for at, kl in enumerate(kls, 1)]
     cards = summary_cards(header_of(GRPOJob()), history, None)
     assert ("KL per sequence", "8.00 nats", "after step 8") in cards
-    chart = run_charts(history)["kl-sequence"]
-    assert list(curves(drawn(chart)[0]).values()) == [([2, 4, 6, 8], [2.0, 4.0, 6.0, 8.0])]
-    assert chart.rows[:2] == (("1", "–"), ("2", "2.00")), "which is no NaN"
+    for chart in map(run_charts(history).__getitem__, ("held-out", "kl-sequence")):
+        assert list(curves(drawn(chart)[0]).values()) == [([2, 4, 6, 8], [2.0, 4.0, 6.0, 8.0])]
+        assert chart.rows[:2] == (("1", "–"), ("2", "2.00")), "which is no NaN"
 
 
 def test_the_command_repeats_the_run(hostile):
@@ -82,6 +83,8 @@ def test_the_curves_hold_the_numbers_with_their_errors_and_the_target():
     assert high == pytest.approx([v + 2 * e for v, e in zip(values, errors, strict=True)])
     assert legend(axes) == ["exact", "target"] and axes.lines[-1].get_ydata()[0] == 6.0
     assert "target" not in legend(drawn(charts["kl-token"])[0])
+    lost = run_charts(bent(history, 40, lambda *_: {"kl/exact_per_sequence": float("inf")}))["kl-sequence"]
+    assert lost.description.endswith(" in step 60; infinite in 20 steps, which are not drawn.")
 
 
 def test_a_target_per_token_is_drawn_where_kl_is_per_token():
@@ -98,23 +101,16 @@ def test_a_dpo_run_shows_its_own_metrics(tmp_path):
     assert [figure["id"] for figure in page.all("figure")] == ["pairs"]
     assert "Preference accuracy 0.530 0.510 in step 1 Steps 3 running or interrupted" in page.words
     assert "From 0.510 in step 1 to 0.530 in step 3." in page.words
-    assert "kleash train dpo --pairs p.jsonl --steps 3" in page.words
-    assert "No reward hacking alerts." in page.words
+    assert "kleash train dpo --pairs p.jsonl --steps 3" in page.words and "No reward hacking" in page.words
     assert "is the last that was measured by then, before training or after an update, on" in page.words
     assert "Machine-readable: steps.jsonl , training.json" in page.words
 
 
 def test_errors_over_few_prompts_carry_a_warning():
-    steps = [
-        StepRecord(step=at, metrics=each)
-        for at, each in ((1, {"response/prompts": 30.0}), (2, {"beta": 1.0}))
-    ]
+    steps = [StepRecord(step=at, metrics=each) for at, each in ((1, {"response/prompts": 30.0}), (2, {}))]
     assert run_warnings(steps) == run_warnings(steps[1:]) == ()
-    few = StepRecord(step=3, metrics={"response/prompts": 8.0})
-    (warning,) = run_warnings([*steps, few])
-    assert warning == (
-        "the errors of a step are over its prompts: only 8 clusters; below 30 the error itself is uncertain"
-    )
+    (warning,) = run_warnings([*steps, StepRecord(step=3, metrics={"response/prompts": 8.0})])
+    assert warning.startswith("the errors of a step are over its prompts: only 8 clusters; below 30 ")
 
 
 def test_a_long_run_is_thinned_with_its_first_and_last_step():
@@ -138,8 +134,8 @@ def test_a_stopped_run_shows_the_reason_and_its_command_with_disabled_switches(t
     files = TrainingFolder(write_run(tmp_path / "run", healthy(3), job))
     files.write_result(replace(files.result(), stopped="the hacking monitor stopped it"))
     text = Page(write_training_report(files.root)).words
-    assert "kleash train ppo --steps 3 --no-whiten --clip-range-value None --trust-remote-code" in text
-    assert "Steps 3 the hacking monitor stopped it" in text
+    command = "kleash train ppo --steps 3 --no-whiten --clip-range-value None --trust-remote-code"
+    assert command in text and "Steps 3 the hacking monitor stopped it" in text
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -1,6 +1,7 @@
 """``kleash train`` from its words to its files and its exit code, with the shipped model."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -65,8 +66,8 @@ def test_steps_are_printed_and_hacking_stops_the_run(
     said = capsys.readouterr()
     assert "step 1/9: reward" in said.err and "step 3/9: reward" in said.err and "step 4/9" not in said.err
     assert "alert, step 3: the updates of one step move the policy by" in said.err
-    assert "stopped: the hacking monitor stopped it after step 3" in said.out
-    assert "after step 3" in said.out and "reward/score" in said.out and "report.html" in said.out
+    assert "stopped: the hacking monitor stopped it after step 3" in said.out and "report.html" in said.out
+    assert re.search(r"kl/exact_per_sequence +\S+ ± \S+ +nats *\n", said.out)
     (alert,) = json.loads((tmp_path / "run" / "training.json").read_text())["alerts"]
     assert "divide --learning-rate by" in alert
 

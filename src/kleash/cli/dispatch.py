@@ -30,10 +30,7 @@ from kleash.store.measurement import exit_code_of
 from kleash.store.number_rows import NumericResult
 from kleash.store.summary import Summary
 
-SHIPPED_PAIR = (
-    "no models were given: this measures the small pair that ships with kleash; --policy and --reference "
-    "take others"
-)
+SHIPPED_PAIR = "this measures the small pair that ships with kleash; --policy and --reference take others"
 """Note of a measurement of the shipped models."""
 EXIT_FAILED = 2
 """Exit code of a sweep if a candidate could not be measured, or its KL not attributed."""

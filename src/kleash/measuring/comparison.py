@@ -29,6 +29,7 @@ from kleash.store.statistics import (
     columns_of,
 )
 from kleash.store.steps import STEPS
+from kleash.store.summary import counted
 from kleash.uncertainty import Estimate, paired_difference
 from kleash.version import __version__
 
@@ -175,8 +176,8 @@ def _difference(run: _Run, first: _Run, name: str, first_name: str) -> RunDiffer
     shared_keys = [key for key in first.rows if key in run.rows]
     if not shared_keys:
         raise RunFolderError(
-            f"{run.folder} ({_count(run)} {run.noun}) and {first.folder} ({_count(first)} {first.noun}) share no "
-            f"{first.noun[:-1]}; compare runs over the same ones"
+            f"{run.folder} ({counted(_count(run), run.noun[:-1])}) and {first.folder} "
+            f"({counted(_count(first), first.noun[:-1])}) share no {first.noun[:-1]}; compare runs over the same ones"
         )
     run_rows, first_rows = ([side.rows[key] for key in shared_keys] for side in (run, first))
     clusters = clusters_of(first.prompts[first_rows], first.samples[first_rows], on_text=first.on_text)

@@ -178,4 +178,4 @@ def _difference(run: _TrainingRun, first: _TrainingRun, steps: range) -> RunDiff
 
 def _unit(metric: str) -> str:
     """The unit of a metric's estimate: rewards have none."""
-    return "nats" if metric_of(metric).unit == "nats" else "none"
+    return metric_of(metric).unit.replace("reward", "none")

@@ -159,7 +159,7 @@ def write_training_comparison(path: Path, comparison: TrainingComparison) -> Pat
     names = short_names([run.name for run in comparison.runs])
     runs = [(name, read_steps(Path(run.folder))) for name, run in zip(names, comparison.runs, strict=True)]
     has = {metric for _, steps in runs for record in steps for metric in record.metrics}
-    charts = [_metric_chart(metric, runs) for metric in CHARTED if metric in has]
+    charts = [metric_chart(metric, runs) for metric in CHARTED if metric in has]
     if has.issuperset(FRONTIER):
         charts.insert(0, frontier_chart(runs))
     return write_page(
@@ -171,9 +171,8 @@ def write_training_comparison(path: Path, comparison: TrainingComparison) -> Pat
     )
 
 
-def _metric_chart(metric: str, runs: Sequence[Run]) -> Chart:
+def metric_chart(metric: str, runs: Sequence[Run]) -> Chart:
     """A metric of all runs over their steps."""
-    title = title_of(metric)
     ends = [
         f"{name}: {format_value(values[-1])}"
         for name, steps in runs
@@ -183,8 +182,8 @@ def _metric_chart(metric: str, runs: Sequence[Run]) -> Chart:
     longest = max((steps for _, steps in runs), key=len)
     return Chart(
         name=metric.replace("/", "-"),
-        title=title[0].upper() + title[1:],
-        panels=(partial(_draw_metric, metric=metric, title=title, runs=runs),),
+        title=title_of(metric),
+        panels=(partial(_draw_metric, metric=metric, runs=runs),),
         description=f"The last values: {'; '.join(ends)}.",
         header=("Step", *(name for name, _ in runs)),
         rows=tuple(
@@ -202,7 +201,7 @@ def frontier_chart(runs: Sequence[Run]) -> Chart:
         title="Reward against KL",
         panels=(partial(_draw_frontier, runs=runs),),
         description="Each line is a run, from its first step on: the higher at one KL, the more is gained by one nat.",
-        header=("Run", *(title_of(name) for name in (kl, reward))),
+        header=("Run", *(title_of(name, has_unit=True) for name in (kl, reward))),
         rows=tuple(
             (name, *(metric_cell(last, each) for each in (kl, reward)))
             for name, last in (
@@ -219,14 +218,14 @@ def _draw_frontier(axes: Any, *, runs: Sequence[Run]) -> None:
         shown = [record for record in steps if record.metrics.keys() >= {*FRONTIER}]
         reward, kl = (metric_values(thin_steps(shown, MAX_POINTS), metric) for metric in FRONTIER)
         line(axes, kl, reward, color=color, label=name, linestyle=dash)
-    name_axes(axes, title_of(FRONTIER[1]), title_of(FRONTIER[0]))
+    name_axes(axes, title_of(FRONTIER[1], has_unit=True), title_of(FRONTIER[0]))
 
 
-def _draw_metric(axes: Any, *, metric: str, title: str, runs: Sequence[Run]) -> None:
+def _draw_metric(axes: Any, *, metric: str, runs: Sequence[Run]) -> None:
     """Draw a line for each run, that of the first with a band of two standard errors."""
     for (name, steps), (dash, color) in zip(runs, cycle(STROKES), strict=False):
         metric_line(
             axes, steps, metric, has_band=steps is runs[0][1], color=color, label=name, linestyle=dash
         )
     step_axis(axes)
-    name_axes(axes, "step", title)
+    name_axes(axes, "step", title_of(metric, has_unit=True))

@@ -249,9 +249,11 @@ def band(axes: Any, x: Sequence[float], low: Sequence[float], high: Sequence[flo
 
 
 def step_axis(axes: Any) -> None:
-    """Make x an axis of training steps, with ticks only at whole steps."""
+    """Make x an axis of training steps, with ticks only at whole steps; y begins at 0 or above if no curve is below."""
     axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     axes.grid(visible=False, axis="x")
+    if not any(value < 0 for curve in axes.lines for value in curve.get_ydata()):
+        axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
 
 
 def log_axis(

@@ -78,7 +78,11 @@ def write_sweep(path: Path, sweep: Sweep) -> Path:
         sweep=sweep,
         summary=summarize(sweep),
         names=names_of_candidates(sweep),
-        columns=[name for name in columns if any(name in each.numbers for each in sweep.ranking)],
+        columns={
+            name: label_of(name) + ", nats" * name.startswith("kl_")
+            for name in columns
+            if any(name in each.numbers for each in sweep.ranking)
+        },
         quantile=lambda candidate, name: candidate.numbers.get(f"{name}_{QUANTILE}"),
         rank_label=label_of(sweep.rank_by),
         charts=sweep_charts(sweep),

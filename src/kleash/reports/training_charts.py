@@ -27,12 +27,13 @@ MAX_POINTS = 400
 MAX_ROWS = 40
 
 
-STYLES = ((ACCENT, "-"), (INK, "--"), (MUTED, "-"))
+STYLES = ((ACCENT, "-"), (INK, "--"), (MUTED, "-"), (MUTED, "--"))
 """Colour and dashes, in Matplotlib's notation, of the curves of a chart in their order."""
 Curves = Mapping[str, str]
 """Metric -> label of its curve; around the first one is the band of its error."""
 CHARTS: tuple[tuple[str, str, str, Curves], ...] = (
     ("reward", "Reward", "reward", {"reward/score": "reward", "reward/adjusted": "reward − beta · KL"}),
+    ("held-out", "Held-out reward", "reward", {"eval/reward": "held-out prompts"}),
     (
         "kl-sequence",
         "KL(policy ‖ reference) per sequence",
@@ -40,6 +41,7 @@ CHARTS: tuple[tuple[str, str, str, Curves], ...] = (
         {
             "kl/exact_per_sequence": "exact",
             "kl/k3_per_sequence": "k3",
+            "eval/kl_per_sequence": "of held-out prompts",
             "drift/kl_per_sequence": "of the monitor's prompts",
         },
     ),
@@ -117,19 +119,15 @@ def _draw_metrics(
 ) -> None:
     """Draw curves, the first with a band of two standard errors, and the target as a dotted line.
 
-    Beta has a logarithmic axis if its values differ by a factor of 5. The axis of values that are not negative begins
-    at 0 or above.
+    Beta has a logarithmic axis if its values differ by a factor of 5.
     """
     for place, ((metric, label), (color, dash)) in enumerate(zip(curves.items(), STYLES, strict=False)):
         metric_line(axes, history, metric, has_band=place == 0, color=color, label=label, linestyle=dash)
     if target is not None:
         axes.axhline(target, color=INK, linewidth=1.4, linestyle=":", label="target")
-    values = [value for metric in curves for value in metric_values(history, metric)]
-    positive = [value for value in values if value > 0]
+    positive = [value for metric in curves for value in metric_values(history, metric) if value > 0]
     if y == "beta" and positive and max(positive) > 5 * min(positive):
         log_axis(axes, "y", positive)
-    elif not any(value < 0 for value in values):
-        axes.set_ylim(bottom=max(0.0, axes.get_ylim()[0]))
     step_axis(axes)
     name_axes(axes, "step", y)
 
@@ -165,7 +163,9 @@ def describe_change(history: Sequence[StepRecord], curves: Curves, y: str, targe
     first, last = (
         f"{format_value(at.metrics[metric])}{unit} in step {at.step}" for at in (steps[0], steps[-1])
     )
-    return f"From {first} to {last}{target_note}."
+    infinite = sum(map(math.isinf, metric_values(history, metric)))
+    gap_note = f"; infinite in {infinite} steps, which are not drawn" if infinite else ""
+    return f"From {first} to {last}{target_note}{gap_note}."
 
 
 def metric_values(history: Sequence[StepRecord], metric: str) -> list[float]:

@@ -355,9 +355,10 @@ def metric_of(name: str) -> Metric:
     return look_up(METRICS, name, "metric")
 
 
-def title_of(name: str) -> str:
-    """The title of a metric that a report or the line of a step has."""
-    return METRICS[name].card or METRICS[name].heading
+def title_of(name: str, *, has_unit: bool = False) -> str:
+    """The title of a metric that a report or the line of a step has, perhaps with its unit, if that is nats."""
+    metric = METRICS[name]
+    return (metric.card or metric.heading) + ", nats" * (has_unit and metric.unit == "nats")
 
 
 def per_what(name: str, target_per: str) -> str:

@@ -31,7 +31,7 @@ from kleash.store.measurement_summary import (
     upper_bound,
     with_ranges,
 )
-from kleash.store.metrics import METRICS, OTHER, number_of, per_what, title_of
+from kleash.store.metrics import METRICS, OTHER, metric_of, number_of, per_what, title_of
 from kleash.store.rollout_results import LABELS, Diagnosis, MismatchRecord
 from kleash.store.statistics import PERPLEXITIES, kl_directions, label_of
 from kleash.store.summary import (
@@ -184,7 +184,7 @@ def _(comparison: TrainingComparison) -> Summary:
     ]
     shown = [name for name in SHOWN if any(name in run.numbers for run in comparison.runs)]
     shown_table = SummaryTable(
-        header=("run", *(title_of(name) for name in shown), "alerts", "steps"),
+        header=("run", *(title_of(name, has_unit=True) for name in shown), "alerts", "steps"),
         rows=tuple(
             (
                 Name(run.name),
@@ -493,13 +493,14 @@ def _(training: TrainingResult) -> Summary:
         ),
         tables=(
             SummaryTable(
-                header=("metric of the last step", "value"),
+                header=("metric of the last step", "value", "unit"),
                 rows=tuple(
                     (
                         name,
                         with_error(number_of(training.metrics, name))
                         if f"{name}_error" in training.metrics
-                        else f"{training.metrics[name]:.6g}{per_what(name, training.target_per)}",
+                        else f"{training.metrics[name]:.6g}",
+                        metric_of(name).unit.replace("none", "") + per_what(name, training.target_per),
                     )
                     # the main numbers of a report first
                     for name in dict.fromkeys((*(n for n in METRICS if METRICS[n].card), *training.metrics))
