@@ -105,9 +105,7 @@ NAMES = {
 
 @pytest.mark.parametrize("system", NAMES)
 def test_the_names_of_other_frameworks_are_understood(system, tmp_path):
-    rows = records(4)
-    for row in rows:
-        row["reference_logprobs"] = [value - 0.1 for value in row["trainer_logprobs"]]
+    rows = [{**row, "reference_logprobs": [x - 0.1 for x in row["trainer_logprobs"]]} for row in records(4)]
     ours = (
         *("prompt_token_ids", "response_token_ids", "trainer_logprobs", "engine_logprobs"),
         *("reference_logprobs", "response_mask"),
@@ -167,6 +165,13 @@ def test_columns_that_are_equal_bit_for_bit_pass_with_a_note_if_they_have_severa
     assert all(sentence in output for sentence in sentences)
 
 
+def test_the_mean_weight_is_noted_if_it_is_not_1_and_not_for_the_noise_of_few_prompts(tmp_path):
+    paths = [written(tmp_path / f"{seed}.jsonl", records(4, 0.1, seed)) for seed in range(20)]
+    rows = [{**row, "trainer_logprobs": [x / 2 for x in row["engine_logprobs"]]} for row in records(200)]
+    notes = [measure_mismatch(path).notes for path in (*paths, written(tmp_path / "half.jsonl", rows))]
+    assert ["mean weight" in "".join(each) for each in notes] == [False] * 20 + [True]
+
+
 def test_few_decimals_are_a_noise_floor(tmp_path):
     rows = records(80)
     for row in rows:
@@ -178,12 +183,8 @@ def test_few_decimals_are_a_noise_floor(tmp_path):
 
 
 def changed(**changes: Any) -> dict[str, Any]:
-    row = {
-        "prompt_token_ids": [1],
-        "response_token_ids": [2, 3],
-        "trainer_logprobs": [-1.0, -2.0],
-        "engine_logprobs": [-1.0, -2.0],
-    }
+    row = {"prompt_token_ids": [1], "response_token_ids": [2, 3]}
+    row |= {"trainer_logprobs": [-1.0, -2.0], "engine_logprobs": [-1.0, -2.0]}
     return {name: value for name, value in (row | changes).items() if value is not ...}
 
 
@@ -225,12 +226,11 @@ def token_export(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_a_bad_record_is_one_sentence(row, message, tmp_path, capsys):
-    path = tmp_path / "bad.jsonl"
-    path.write_text(json.dumps(row))
+    path = written(tmp_path / "bad.jsonl", [row])
     with pytest.raises(SourceError) as error:
-        measure_mismatch(str(path))
+        measure_mismatch(path)
     assert message in str(error.value)
-    assert main(["mismatch", str(path)]) == 2
+    assert main(["mismatch", path]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 

@@ -19,6 +19,7 @@ from kleash.reports.gate_verdicts import gate_of_number
 from kleash.store import MismatchRecord
 from kleash.store.file_hashes import require_unchanged_files, watching_files
 from kleash.uncertainty import Estimate
+from kleash.uncertainty.student_t import student_t_quantile
 from kleash.version import __version__
 
 
@@ -85,8 +86,9 @@ def measure_mismatch(
 
 PLAIN_NUMBERS = ("effective_sample_size", "effective_sequences", "largest_log_ratio", "ruled_out")
 """Numbers without an error."""
-CLEAR_STANDARD_ERRORS, SMALLEST_BIAS = 5.0, 0.01
-"""How far the mean weight is from 1 where a note is made: in standard errors, and in itself."""
+CLEAR, SMALLEST_BIAS = 0.9999997, 0.01
+"""How far the mean weight is from 1 where a note is made: beyond this quantile of Student's t, five standard errors of
+many clusters, and in itself."""
 
 
 def _noise_floor_of_decimals(columns: PaddedRollouts) -> float | None:
@@ -125,7 +127,10 @@ def _notes(columns: PaddedRollouts, noise_floor: float | None, weight: Estimate)
             f"the log-probabilities are written with few decimals, which alone makes a KL of up to {noise_floor:.1g} "
             "nats per token, the noise floor of the gate; write at least 6 decimals"
         )
-    if abs(weight.value - 1) > max(SMALLEST_BIAS, CLEAR_STANDARD_ERRORS * weight.standard_error):
+    bias = abs(weight.value - 1)
+    # of one cluster no error is known
+    error = weight.standard_error * student_t_quantile(CLEAR, max(1, weight.clusters - 1))
+    if bias > SMALLEST_BIAS and bias > error:
         notes.append(
             f"the mean weight is {weight.value:.3g}; it is 1 if both columns are log-probabilities of the same tokens, "
             "and neither is truncated or at another temperature: kleash doctor names the likely cause"
