@@ -178,4 +178,5 @@ def _difference(run: _TrainingRun, first: _TrainingRun, steps: range) -> RunDiff
 
 def _unit(metric: str) -> str:
     """The unit of a metric's estimate: rewards have none."""
-    return metric_of(metric).unit.replace("reward", "none")
+    unit = metric_of(metric).unit
+    return "none" if unit == "reward" else unit

@@ -79,7 +79,7 @@ def write_sweep(path: Path, sweep: Sweep) -> Path:
         summary=summarize(sweep),
         names=names_of_candidates(sweep),
         columns={
-            name: label_of(name) + ", nats" * name.startswith("kl_")
+            name: f"{label_of(name)}, nats" if name.startswith("kl_") else label_of(name)
             for name in columns
             if any(name in each.numbers for each in sweep.ranking)
         },

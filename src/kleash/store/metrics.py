@@ -358,7 +358,8 @@ def metric_of(name: str) -> Metric:
 def title_of(name: str, *, has_unit: bool = False) -> str:
     """The title of a metric that a report or the line of a step has, perhaps with its unit, if that is nats."""
     metric = METRICS[name]
-    return (metric.card or metric.heading) + ", nats" * (has_unit and metric.unit == "nats")
+    unit = ", nats" if has_unit and metric.unit == "nats" else ""
+    return (metric.card or metric.heading) + unit
 
 
 def per_what(name: str, target_per: str) -> str:
