@@ -86,9 +86,9 @@ def measure_mismatch(
 
 PLAIN_NUMBERS = ("effective_sample_size", "effective_sequences", "largest_log_ratio", "ruled_out")
 """Numbers without an error."""
-CLEAR, SMALLEST_BIAS = 0.9999997, 0.01
-"""How far the mean weight is from 1 where a note is made: beyond this quantile of Student's t, five standard errors of
-many clusters, and in itself."""
+CLEAR_PROBABILITY, SMALLEST_BIAS = 0.9999997, 0.01
+"""How far the mean weight is from 1 where a note is made: beyond the quantile of Student's t of this probability, five
+standard errors of many clusters, and in itself."""
 
 
 def _noise_floor_of_decimals(columns: PaddedRollouts) -> float | None:
@@ -129,7 +129,7 @@ def _notes(columns: PaddedRollouts, noise_floor: float | None, weight: Estimate)
         )
     bias = abs(weight.value - 1)
     # of one cluster no error is known
-    error = weight.standard_error * student_t_quantile(CLEAR, max(1, weight.clusters - 1))
+    error = weight.standard_error * student_t_quantile(CLEAR_PROBABILITY, max(1, weight.clusters - 1))
     if bias > SMALLEST_BIAS and bias > error:
         notes.append(
             f"the mean weight is {weight.value:.3g}; it is 1 if both columns are log-probabilities of the same tokens, "

@@ -212,6 +212,5 @@ def _remedy(gate: Gate) -> str:
 
 
 def _nats(value: float) -> str:
-    return (
-        f"{format_value(value, 6)} nats"  # also where an end that was printed to four digits became the limit
-    )
+    # a limit may be an end that was printed to four digits
+    return f"{format_value(value, 6)} nats"
