@@ -410,6 +410,7 @@ def test_grpo_with_passes_of_its_own_is_steered_by_the_monitor(trl, folder, tmp_
 def test_plain_trainer_is_logged_resumed_and_not_overwritten(folder, tmp_path, strategy):
     def run(until, out="run", **resume):
         intervals = {"save_strategy": strategy, "save_steps": 3, "eval_strategy": strategy, "eval_steps": 3}
+        intervals |= {"logging_steps": 500}  # the default, beside measurements every second step
         length = {"max_steps": until, "num_train_epochs": until}  # which a run that goes on may raise
         trainer = plain(folder, tmp_path, per_device_train_batch_size=3, **length, **intervals)
         log = kleash.attach(trainer, monitor=monitor(folder), out=tmp_path / out)

@@ -126,12 +126,17 @@ class StepLogger(AttachedCallback):
             self._logged["beta"] = controller.controller.beta
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Have the trainer log where it saves, evaluates or ends, so that a checkpoint is of a step that is written.
+        """Have the trainer log where it saves, evaluates or ends, and where a DriftMonitor has measured.
+
+        A checkpoint is then of a step that is written, and a KL is written with the step that it is of.
 
         After the last step of an epoch all waits for ``on_epoch_end``, where more may be due.
         """
         control.should_log |= (
-            control.should_save or control.should_evaluate or state.global_step >= state.max_steps
+            control.should_save
+            or control.should_evaluate
+            or state.global_step >= state.max_steps
+            or any(state.global_step % each.every == 0 for each in self._callbacks(DriftMonitor))
         )
         if control.should_training_stop or float(state.epoch).is_integer():
             self._due = {name: getattr(control, name) for name in DUE}
