@@ -348,7 +348,10 @@ class Measurement(MeasuredResult):
         """
         folder = Path(folder).expanduser()
         advice = "run again with --resume to make it anew"
-        missing = "is it a run folder? A run that has not finished is finished by --resume"
+        missing = (
+            "is it a run folder? A run that has not finished is finished by --resume; those of a sweep lie in its "
+            "folder candidates"
+        )
         return replace(
             read_result(cls, folder / "measurement.json", "a measurement", missing, advice), folder=folder
         )
