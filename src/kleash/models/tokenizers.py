@@ -121,7 +121,8 @@ def _check_equal(what: str, policy: dict[str, int], reference: dict[str, int]) -
     )
     raise TokenizerMismatchError(
         f"the tokenizers differ in {len(differences)} {what} (the policy's has {len(policy)}, the reference's "
-        f"{len(reference)}): {examples}; a KL between them means nothing, so compare models of one tokenizer"
+        f"{len(reference)}): {examples}; no KL is defined between them, so compare models of one tokenizer: where a "
+        "training added tokens, the reference is the model that it began with, saved with them"
     )
 
 
