@@ -1,5 +1,6 @@
 """Which columns of the prompts a reward gets: by its signature, as in TRL, in each trainer."""
 
+import asyncio
 import json
 import sys
 from collections.abc import Callable
@@ -116,6 +117,22 @@ def test_reward_receives_columns_named_by_its_arguments(
     reward = RewardFunction(function)
     assert reward_values("my:reward", reward, DIALOGUES).tolist() == [0.0, 0.0, 0.0]
     assert seen == expected
+
+
+def test_async_reward_limits_its_requests_in_each_call() -> None:
+    limit = asyncio.Semaphore(2)
+
+    async def judge(prompts, responses):
+        async def one(response):
+            async with limit:
+                await asyncio.sleep(0.0)
+                return len(response)
+
+        return await asyncio.gather(*map(one, responses))
+
+    for _ in range(2):
+        values = reward_values("my:judge", RewardFunction(judge), DIALOGUES)
+        assert values.tolist() == [*map(len, RESPONSES)]
 
 
 def test_columns_modified_by_a_reward_are_restored_for_the_next_call() -> None:

@@ -1,6 +1,7 @@
 """Rewards of responses: functions by dotted path, reward models in folders, and weighted sums of them."""
 
 import asyncio
+import atexit
 import inspect
 import math
 import re
@@ -33,6 +34,9 @@ TEXTS = (*TRL_TEXTS, "responses")
 """Arguments made from prompts and responses, never from a column of the prompts' file."""
 PROMPT = "prompt"
 """The column with the prompts, which is passed only to a reward that names it."""
+EVENT_LOOP = asyncio.new_event_loop()
+"""The one of all calls of async rewards, whose clients and semaphores belong to the loop that used them first."""
+atexit.register(EVENT_LOOP.close)
 
 DialogueReward = Callable[[Sequence[Dialogue]], Any]
 
@@ -115,7 +119,7 @@ class RewardFunction:
         }
         positional = (texts["prompts"], responses) if self.by_position else ()
         returned = self.function(*positional, **named)
-        return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
+        return EVENT_LOOP.run_until_complete(returned) if inspect.iscoroutine(returned) else returned
 
 
 def reward_values(
