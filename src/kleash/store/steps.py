@@ -88,31 +88,31 @@ T = TypeVar("T", bound=LineRecord)
 BROKEN = "go on from a copy of the folder, or begin again in another one"
 
 
-def read_steps(folder: Path) -> tuple[StepRecord, ...]:
+def read_steps(folder: Path | str) -> tuple[StepRecord, ...]:
     """The steps that a run's folder holds.
 
     Raises:
         RunFolderError: if a line but the last is damaged, or one is missing.
     """
-    return tuple(_decoded(folder / STEPS, StepRecord))
+    return tuple(_decoded(Path(folder) / STEPS, StepRecord))
 
 
-def read_samples(folder: Path) -> tuple[SampleRecord, ...]:
+def read_samples(folder: Path | str) -> tuple[SampleRecord, ...]:
     """The sampled responses that a run's folder holds.
 
     Raises:
         RunFolderError: if a line but the last is damaged, or one is missing.
     """
-    return tuple(_decoded(folder / SAMPLES, SampleRecord))
+    return tuple(_decoded(Path(folder) / SAMPLES, SampleRecord))
 
 
-def read_prompt_means(folder: Path) -> tuple[PromptRecord, ...]:
+def read_prompt_means(folder: Path | str) -> tuple[PromptRecord, ...]:
     """The means by prompt that a run's folder holds.
 
     Raises:
         RunFolderError: if a line but the last is damaged, or one is missing.
     """
-    return tuple(_decoded(folder / PROMPTS, PromptRecord))
+    return tuple(_decoded(Path(folder) / PROMPTS, PromptRecord))
 
 
 def means_by_prompt(samples: Sequence[Sample], held_out: Sequence[Sample]) -> dict[str, dict[str, float]]:
