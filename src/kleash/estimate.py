@@ -58,7 +58,7 @@ class Estimate:
         return self.format(self.value)
 
     def format(self, value: float) -> str:
-        """``value`` to the second significant digit of this error, "0.1234" or "3.2e-07"."""
+        """``value`` to the second significant digit of this error, at most the ninth decimal: "0.1234" or "3.2e-07"."""
         if not math.isfinite(value):
             return str(value)
         if value == 0:
@@ -67,10 +67,10 @@ class Estimate:
         if not math.isfinite(error) or error == 0:
             return f"{value:.4g}"
         digits = 1 - math.floor(math.log10(error))
-        if digits > 7:
+        if digits > 7 and abs(value) < 1e-4:
             leading = max(1, math.floor(math.log10(abs(value))) + digits)
             return f"{value:.{min(leading, 6)}e}"
-        return f"{value:.{max(0, digits)}f}"
+        return f"{value:.{min(max(0, digits), 9)}f}"
 
     @property
     def relative_error(self) -> float:

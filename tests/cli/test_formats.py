@@ -135,10 +135,6 @@ def test_a_training_folder_has_no_format_gate_or_picture(option, tmp_path, capsy
         ("report x --format xml", "one of csv, markdown, model-card, llama.cpp, or else --json; it is 'xml'"),
         ("compare a b --format model-card", "one of csv, markdown, or else --json; it is 'model-card'"),
         ("report x --json --format csv", "--json prints JSON; give it or --format csv, not both"),
-        (
-            "report x --format json",
-            "one of csv, markdown, model-card, llama.cpp, or else --json; it is 'json'",
-        ),
         ("measure --json --format markdown", "not both"),
         ("sweep --json --format csv --candidates a", "not both"),
         ("mismatch x --json --format csv", "not both"),

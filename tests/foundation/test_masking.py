@@ -28,8 +28,10 @@ def test_half_precision_is_summed_in_float32():
             assert mean.total.item() == 210_003
 
 
-def test_nan_inside_the_mask_propagates():
+def test_the_mean_of_a_nan_inside_the_mask_and_that_over_an_empty_one_are_nan():
     assert mean_of(torch.tensor([1.0, torch.nan]), torch.tensor([True, True])).value.isnan()
+    for shape in ((0,), (2, 3)):
+        assert mean_of(torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)).value.isnan()
 
 
 def test_adding_means_of_parts_gives_the_mean_of_the_whole():
@@ -38,11 +40,6 @@ def test_adding_means_of_parts_gives_the_mean_of_the_whole():
     parts = mean_of(values[:1], mask[:1]) + mean_of(values[1:], mask[1:])
     assert parts.value.item() == whole.value.item() == pytest.approx(2.4)
     assert isinstance(parts, Mean) and parts.count == 5
-
-
-@pytest.mark.parametrize("shape", [(0,), (2, 3)])
-def test_the_mean_over_an_empty_mask_is_nan(shape):
-    assert mean_of(torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)).value.isnan()
 
 
 def test_gradients_flow_inside_the_mask_only():

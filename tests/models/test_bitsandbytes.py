@@ -14,9 +14,12 @@ from tiny_models import edit_json, save_tiny, tiny_adapter
 from torch._dynamo.utils import counters as dynamo_counters
 from transformers import AutoModelForCausalLM, GptOssConfig
 
+from kleash.checkpoints.resolution import find_checkpoint
 from kleash.errors import ModelError
 from kleash.models import load_pair, score
 from kleash.models.filling import unpack
+from kleash.models.model_building import describe_weights
+from kleash.models.shared_base import LoadedNetwork
 
 ROWS, COLUMNS = 30, 35
 """An odd number of columns, so that rows begin within a byte and blocks within a row."""
@@ -215,11 +218,14 @@ def test_experts_of_gpt_oss_in_mxfp4_are_decoded_by_transformers(tmp_path):
 @pytest.mark.parametrize("method", ["hqq", "torchao", "exl3"])
 def test_a_format_that_cannot_be_loaded_is_named(source, tmp_path, method):
     def pack(weight: np.ndarray) -> Module:
-        return {"codes": weight.astype(np.float32)}, weight
+        return {"_weight_qdata": weight.astype(np.int8)}, weight  # as torchao calls it
 
     folder = save_packed(source, tmp_path / "packed", pack, {"quant_method": method})
     with pytest.raises(ModelError, match=rf"it is quantised \({method}\).* save it dequantised"):
         load_pair(str(folder), str(source))
+    loaded = LoadedNetwork(network=None, parameters=1000)
+    stored = describe_weights(find_checkpoint(str(folder)), loaded)
+    assert stored.types == f"{method} (I8) and F32" and stored.bits_per_weight == 8 * stored.bytes / 1000
 
 
 @pytest.mark.parametrize(

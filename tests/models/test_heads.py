@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from scoring_cases import columns_by_enumeration, random_sequences
-from tiny_models import CONFIGS, save_tiny
+from tiny_models import CONFIGS
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel
 
@@ -70,14 +70,6 @@ def test_a_network_without_a_matching_head_is_measured_through_its_logits(folder
     hot = columns_by_enumeration(policy, reference, sequences, temperature=1 / 1.001)
     np.testing.assert_allclose(found["logp_policy"], hot["logp_policy"], rtol=3e-5)
     np.testing.assert_allclose(found["logp_reference"], apart["logp_reference"], rtol=1e-6)
-
-
-def test_a_layer_between_backbone_and_head_is_detected():
-    whole = network()
-    whole.lm_head = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 320))
-    anatomy = extract_head(whole, whole.base_model, probe(), "the reference")
-    assert anatomy.head.weight is None
-    assert anatomy.note is not None
 
 
 @pytest.mark.parametrize("mask", [torch.finfo(torch.float32).min, -1e9, -torch.inf])
@@ -159,11 +151,23 @@ def test_a_non_causal_model_is_refused():
         extract_head(whole, whole.base_model, probe(), "the policy")
 
 
-def test_a_head_with_meta_weights_is_measured_through_logits(tmp_path):
-    folder = save_tiny(tmp_path / "model")
-    whole = AutoModelForCausalLM.from_pretrained(folder).eval()
-    whole.get_output_embeddings = lambda: torch.nn.Linear(32, 320, device="meta")
-    assert extract_head(whole, whole.base_model, probe(), "the policy").head.weight is None
+class OnlyInLayers(torch.Tensor):
+    """Packed weights as torchao's, which a linear layer multiplies and nothing transposes."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func == torch.Tensor.T.__get__:
+            raise NotImplementedError
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_a_head_that_is_no_dense_matrix_is_measured_through_logits():
+    whole = network()
+    whole.lm_head.weight = torch.nn.Parameter(whole.lm_head.weight.detach().as_subclass(OnlyInLayers))
+    layers = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 320))
+    for head in (whole.lm_head, layers, torch.nn.Linear(32, 320, device="meta")):
+        whole.get_output_embeddings = lambda head=head: head
+        assert extract_head(whole, whole.base_model, probe(), "the policy").head.weight is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

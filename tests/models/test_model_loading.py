@@ -98,12 +98,9 @@ def test_padded_heads_of_different_sizes_are_truncated_to_the_tokens(folders, tm
     np.testing.assert_allclose(found["kl_policy_reference"], wanted, rtol=3e-5, atol=3e-6)
 
 
-def test_fewer_embeddings_than_tokens_are_an_error(tmp_path, unhooked):
+def test_fewer_embeddings_or_logits_than_tokens_are_an_error(tmp_path, pair, unhooked):
     folder = save_tiny(tmp_path / "model", vocab_size=290)
     refuse(folder, "the policy .* has 290 embeddings for a tokenizer of 300 tokens")
-
-
-def test_fewer_logits_than_tokens_are_an_error(pair, unhooked):
     network = AutoModelForCausalLM.from_pretrained(pair.policy.path).eval()
     network.lm_head = torch.nn.Linear(network.config.hidden_size, 299, bias=False)
     with pytest.raises(ModelError, match=r"the policy .* has 299 logits"):

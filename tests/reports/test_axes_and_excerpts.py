@@ -75,7 +75,7 @@ def test_no_text_of_a_chart_lies_beyond_it(run):
 def on_text(run, **counts):
     measurement = run[1]
     job = {**measurement.job, "text": "t.txt"}
-    return replace(measurement, job=job, counts=replace(measurement.counts, **counts))
+    return replace(measurement, job=job, counts=replace(measurement.counts, truncated_sequences=0, **counts))
 
 
 def test_the_noun_is_document_on_text_and_window_only_where_they_were_split(run):
@@ -87,6 +87,10 @@ def test_the_noun_is_document_on_text_and_window_only_where_they_were_split(run)
     counts = replace(run[1].counts, prompts=2, sequences=8, clusters=2, truncated_sequences=3)
     told = "8 responses to 2 prompts, 3 of them truncated; 2 independent clusters"
     assert describe_sample_size(replace(run[1], counts=counts)) == told
+    unsaid = replace(
+        run[1], job={**run[1].job, "responses": "r"}, counts=replace(counts, truncated_sequences=0)
+    )
+    assert describe_sample_size(unsaid) == "8 responses to 2 prompts; 2 independent clusters"
     comparison = synthetic_comparison()
     texts = replace(comparison, runs=tuple(replace(run, source="text") for run in comparison.runs))
     assert comparison_charts(texts)["differences"].title.endswith("on shared documents")

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from kleash.records import RunFolder
+from kleash.store.summary import Name, Summary, SummaryTable, to_html
 
 selenium = pytest.importorskip("selenium")
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
@@ -276,3 +277,13 @@ def test_on_a_phone_the_panel_leaves_room_for_the_text(driver, report):
     assert driver.execute_script(heights)[0] <= 0.46 * window
     driver.find_element(By.CSS_SELECTOR, ".unfold").click()
     assert "Entropy" not in panel(driver)
+
+
+def test_a_name_in_a_notebook_is_not_broken_for_wide_numbers_beside_it(driver, tmp_path):
+    table = SummaryTable(
+        header=("run", *"abcdef"), rows=((Name("checkpoint"), *["0.001597 to 0.001869"] * 6),)
+    )
+    page = tmp_path / "cell.html"
+    page.write_text(to_html(Summary(headline="runs", tables=(table,))), encoding="utf-8")
+    visit(driver, page, PHONE)
+    assert driver.execute_script("return document.querySelector('code').offsetHeight") < 30

@@ -39,10 +39,6 @@ def test_a_number_survives_json_whatever_it_is(value, error):
     assert back.warnings == ("a", "b") and isinstance(back.warnings, tuple)
 
 
-def test_what_is_not_finite_is_a_word():
-    assert encode({"a": math.inf, "b": [-math.inf, math.nan]}) == {"a": "Infinity", "b": ["-Infinity", "NaN"]}
-
-
 @pytest.mark.parametrize("perhaps", [None, numbers(1.0, 0.1)])
 def test_nested_records_come_back_as_they_were(perhaps):
     outer = Outer(number=numbers(2.0, 0.5), many=(numbers(3.0, 1.0),), named={"x": math.inf}, perhaps=perhaps)
@@ -58,8 +54,9 @@ def test_keys_of_a_later_kleash_are_ignored_and_absent_ones_take_their_default()
     ("value", "error", "text"),
     [
         (0.123456, 0.00234, "0.1235 ± 0.0023 nats"),
-        (12.3456, 1.234, "12.3 ± 1.2 nats"),
+        (0.00198629, 8.4e-7, "0.00198629 ± 8.4e-07 nats"),
         (3.2e-9, 1.04e-10, "3.20e-09 ± 1.0e-10 nats"),
+        (1.0, 1.24e-8, "1.000000000 ± 1.2e-08 nats"),
         (math.inf, math.nan, "inf nats"),
         (1234.5, 321.0, "1234 ± 321 nats"),
     ],
@@ -79,6 +76,7 @@ def test_an_error_that_is_not_known_is_words(error, ends):
     assert exact.has_error and str(exact) == "0.30000 nats exactly"
 
 
-def test_what_is_nested_too_deeply_is_an_error():
+def test_what_is_not_finite_is_a_word_and_what_is_nested_too_deeply_an_error():
+    assert encode({"a": math.inf, "b": [-math.inf, math.nan]}) == {"a": "Infinity", "b": ["-Infinity", "NaN"]}
     with pytest.raises(ValueError, match="nested too deeply"):
         parse_json("[" * 200_000)

@@ -67,10 +67,12 @@ def test_nan_values_are_left_out_with_a_warning():
     assert estimate.clusters == 3
 
 
-def test_quantiles_of_no_values_are_nan():
+def test_quantiles_and_top_share_of_no_values_are_nan():
     for values in (np.zeros(0, np.float32), np.array([math.nan], np.float32)):
         estimate = quantiles(values, np.zeros(len(values), int), (0.5,))[0]
         assert math.isnan(estimate.value) and math.isnan(estimate.standard_error) and estimate.clusters == 0
+    for values in (np.zeros(0, np.float32), np.zeros(9, np.float32), np.array([1, math.inf], np.float32)):
+        assert math.isnan(top_share(values, 0.01))
 
 
 def woodruff(values: np.ndarray, clusters: np.ndarray, level: float) -> tuple[float, float]:
@@ -113,13 +115,15 @@ def test_intervals_agree_with_woodruffs(level, seed):
     )
 
 
-def test_too_few_values_give_an_infinite_or_clipped_end():
+def test_too_few_values_give_an_infinite_or_clipped_end_and_a_maximum_none():
     values = np.random.default_rng(4).random(400).astype(np.float32)
     clusters = np.arange(400) % 40
     assert quantiles(values, clusters, (0.999,))[0].ci95[1] == math.inf
     clipped = quantiles(values, clusters, (0.999, 0.001), lower=0.0, upper=1.0)
     assert (clipped[0].ci95[1], clipped[1].ci95[0]) == (1.0, 0.0)
     assert math.isinf(clipped[0].standard_error)
+    largest = quantiles(np.arange(100, dtype=np.float32), np.arange(100), (1.0,))[0]
+    assert (largest.value, largest.ci95) == (99.0, (99.0, math.inf)) and math.isnan(largest.standard_error)
 
 
 def test_a_quantile_of_identical_clusters_is_not_exact():
@@ -127,13 +131,6 @@ def test_a_quantile_of_identical_clusters_is_not_exact():
     values = np.tile(np.arange(10, dtype=np.float32), 40)
     low, high = quantiles(values, np.repeat(np.arange(40), 10), (0.5,))[0].ci95
     assert low <= 4 <= high and low < high
-
-
-def test_the_interval_of_a_maximum_has_no_upper_end():
-    values = np.arange(100, dtype=np.float32)
-    estimate = quantiles(values, np.arange(100), (1.0,))[0]
-    assert (estimate.value, estimate.ci95) == (99.0, (99.0, math.inf))
-    assert math.isnan(estimate.standard_error)
 
 
 def test_intervals_of_constant_values_depend_on_the_number_of_clusters():
@@ -176,11 +173,6 @@ def test_top_share_agrees_with_sorting(seed, size):
     assert top_share(values, 0.01) == pytest.approx(
         top.sum(dtype=np.float64) / values.sum(dtype=np.float64), rel=1e-9
     )
-
-
-def test_top_share_of_no_values_or_infinite_values_is_nan():
-    for values in (np.zeros(0, np.float32), np.zeros(9, np.float32), np.array([1, math.inf], np.float32)):
-        assert math.isnan(top_share(values, 0.01))
 
 
 def test_invalid_levels_and_clusters_raise(unhooked):

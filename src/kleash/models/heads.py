@@ -219,13 +219,19 @@ def truncate_head(head: Head, vocab_size: int) -> Head:
 
 
 def _plain_head(network: Any, vocab_size: int) -> Head | None:
-    """The output embedding as a ``Head`` with adapters merged; None if it is not a dense floating-point matrix."""
+    """The output embedding as a ``Head`` with adapters merged; None if it is not a dense floating-point matrix.
+
+    Packed weights can have a floating-point dtype, as torchao's class of tensors, which only linear layers multiply.
+    """
     layer = network.get_output_embeddings()
     if layer is None:
         return None
     weight, bias = effective_weight_and_bias(layer)
     is_matrix = (
-        isinstance(weight, Tensor) and weight.ndim == 2 and weight.is_floating_point() and not weight.is_meta
+        (type(weight) in (Tensor, torch.nn.Parameter) or hasattr(weight, "device_mesh"))
+        and weight.ndim == 2
+        and weight.is_floating_point()
+        and not weight.is_meta
     )
     if not is_matrix or weight.shape[0] < vocab_size:
         return None

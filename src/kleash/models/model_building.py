@@ -25,7 +25,7 @@ from kleash.store.measurement import StoredWeights
 
 HEAD_PROBE_TOKENS = 24
 """Number of tokens on which a network's head is tried."""
-PACKED_NAMES = ("qweight", "weight_packed", "blocks")
+PACKED_NAMES = ("qweight", "weight_packed", "blocks", "_weight_qdata")
 """Names of tensors that hold packed weights, where "weight" does not."""
 SCALE_NAMES = ("scales", "weight_scale", "weight_scale_inv", "absmax", "SCB", "_scale", "_shift", "scale")
 """Names of tensors that stand beside quantised weights."""

@@ -130,14 +130,17 @@ def source_nouns(measurement: Measurement) -> Mapping[str, str]:
 
 
 def describe_sample_size(measurement: Measurement) -> str:
-    """The number of sequences, prompts, truncated responses and clusters, in words."""
+    """The number of sequences, prompts, truncated responses and clusters, in words.
+
+    Given responses need not say why they end, so that none known to be truncated says nothing.
+    """
     counts, nouns = measurement.counts, source_nouns(measurement)
     text = counted(counts.sequences, nouns["sequence"])
     if nouns["sequence"] != nouns["prompt"]:
         text += (
             f" {'of' if nouns['sequence'] == 'window' else 'to'} {counted(counts.prompts, nouns['prompt'])}"
         )
-    if nouns["sequence"] == "response":
+    if measurement.source_kind == "prompts" or counts.truncated_sequences:
         text += f", {counts.truncated_sequences:,} of them truncated"
     return f"{text}; {counted(counts.clusters, 'independent cluster')}"
 

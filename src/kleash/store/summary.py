@@ -64,7 +64,9 @@ def with_interval(number: Estimate) -> str:
     """The value with its unit and its 95 % interval: "0.218 nats (95 % interval 0.199 to 0.237)"."""
     value, interval, _, unit = cells(number)
     text = f"{value} {unit}".rstrip()
-    return f"{text} (95 % interval {interval})" if interval else f"{text} ({NO_INTERVAL})"
+    if interval or number.clusters != 1:
+        return f"{text} (95 % interval {interval or UNKNOWN_INTERVAL})"
+    return f"{text} ({NO_INTERVAL})"
 
 
 class Name(str):
@@ -255,4 +257,8 @@ def _table(table: SummaryTable) -> str:
 def _text(text: str) -> str:
     """A text, escaped; a ``Name`` in the style of code, which can be broken into lines anywhere."""
     escaped = f"<bdi>{escape(plain_text(text))}</bdi>"
-    return f'<code style="overflow-wrap:anywhere">{escaped}</code>' if isinstance(text, Name) else escaped
+    return (
+        f'<code style="overflow-wrap:anywhere;display:inline-block;min-width:12ch">{escaped}</code>'
+        if isinstance(text, Name)
+        else escaped
+    )

@@ -25,7 +25,7 @@ PROBE = "The quick brown fox isn't quick; it jumps over 12 lazy dogs, and they s
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 ADVICE = (
     "serve the model by vLLM or SGLang with the tokenizer of the local one, returning natural logarithms of "
-    "probabilities in float32"
+    "probabilities in float32, or name a GGUF file itself, which needs no server"
 )
 
 
