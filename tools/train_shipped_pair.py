@@ -43,6 +43,7 @@ POLICY: dict[str, Any] = {
     "lora_rank": 8,
     "epochs": 1,
     "minibatches": 2,
+    "gae_lambda": 0.95,
     "kl": "exact",
     "kl_place": "loss",
     "kl_scope": "sequence",

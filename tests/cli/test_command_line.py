@@ -2,8 +2,10 @@
 
 import signal
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import torch
 from command_words import words
 
 from kleash.cli import entry, main
@@ -259,6 +261,12 @@ def test_signals_end_a_command_with_a_line_and_their_exit_code(number, code, lin
         assert entry.main(["measure"]) == code
         assert capsys.readouterr().err == line
     assert [signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def test_a_lack_of_memory_is_a_line(monkeypatch, capsys):
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 8.00 GiB.")
+    monkeypatch.setattr(entry, "_run", Mock(side_effect=error))
+    assert "Tried to allocate 2.00 GiB; give a smaller --batch-tokens, " in failing(capsys, "measure")
 
 
 @pytest.mark.usefixtures("default_signals")

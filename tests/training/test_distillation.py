@@ -2,6 +2,7 @@
 
 import json
 from shutil import copytree
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -142,10 +143,6 @@ def test_loss_of_hidden_states_is_the_enumerated_divergence_with_its_gradient(di
     assert not per_token.requires_grad and not entropy.requires_grad
 
 
-def test_every_divergence_of_the_table_is_an_option():
-    assert set(DIVERGENCES) < set(DISTILLATION_DIVERGENCES)
-
-
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "jensen_shannon"])
 def test_loss_of_lists_is_that_of_the_coarse_distributions_a_few_tokens_at_a_time(
     distill, sides, name, monkeypatch
@@ -215,10 +212,8 @@ def test_lists_of_all_tokens_train_as_the_cache_and_shorter_ones_bound_it(distil
     steps, weights = run(distill, root, tmp_path / "cached", **options)
     values = {}
     for k in (320, 8, 2):
-        path = with_lists(root, k, temperature=1.5)
-        listed, found = run(
-            distill, root, tmp_path / f"{k}", responses=str(path), teacher_cache=None, **options
-        )
+        given = {"responses": str(with_lists(root, k, temperature=1.5)), "teacher_cache": None}
+        listed, found = run(distill, root, tmp_path / f"{k}", **given, **options)
         values[k] = metric(listed)[0]
         if k == 320:
             np.testing.assert_allclose(metric(steps), metric(listed), rtol=1e-4)
@@ -286,6 +281,11 @@ def test_what_cannot_teach_is_refused(distill, root, tmp_path):
     more.write_text(json.dumps({**first, "teacher_logprobs": [[-0.1, -0.1] for _ in first["teacher_ids"]]}))
     with pytest.raises(SourceError, match="line 1: the probabilities in the list of response token 1 sum to"):
         run(distill, root, tmp_path / "d", responses=str(more), teacher_cache=None)
+    networks = SimpleNamespace(pair=load_pair(*2 * [str(root / "policy")]))
+    for reason, told in (("stop", []), (None, [distill.NO_END])):
+        more.write_text(json.dumps({"prompt": "She", "response": " was", "finish_reason": reason}))
+        job = DistillJob(policy="p", teacher="t", responses=str(more))
+        assert distill.read_given(job, networks, None)[1] == told
 
 
 @pytest.mark.parametrize(
@@ -332,6 +332,7 @@ def test_lists_that_would_train_something_else_are_refused(root, tmp_path, chang
 def test_options_that_mean_nothing_are_refused(options, said):
     with pytest.raises(OptionError, match=said):
         DistillJob(**options)
+    assert set(DIVERGENCES) < set(DISTILLATION_DIVERGENCES)
     said = "--mix does nothing with --divergence kl, which has no mixture"
     assert DistillJob(divergence="kl", mix=0.2).without_effect() == (said,)
 

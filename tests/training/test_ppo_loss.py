@@ -128,18 +128,21 @@ class Plain:
         return total / (self.tokens / job.minibatches)
 
     def update(self, loss):
-        """A step of Adam with a clipped gradient; returns the gradient's norm."""
+        """A step of Adam with the gradients of policy and critic clipped apart; returns the norm of the policy's."""
         gradients = torch.autograd.grad(loss, list(self.trained.values()))
-        norm = math.sqrt(sum(gradient.square().sum().item() for gradient in gradients))
+        norms = Counter()
+        for name, gradient in zip(self.trained, gradients, strict=True):
+            norms[name.startswith("value.")] += gradient.square().sum().item()
         self.updates += 1
         for (name, weight), gradient in zip(self.trained.items(), gradients, strict=True):
+            norm = math.sqrt(norms[name.startswith("value.")])
             clipped = gradient * min(1.0, self.job.max_gradient_norm / (norm + 1e-6))
             first, second = self.moments[name]
             first, second = 0.9 * first + 0.1 * clipped, 0.999 * second + 0.001 * clipped**2
             self.moments[name] = first, second
             slope, size = first / (1 - 0.9**self.updates), second / (1 - 0.999**self.updates)
             weight.data -= self.job.learning_rate * slope / (size.sqrt() + 1e-8)
-        return norm
+        return math.sqrt(norms[False])
 
     def step(self, sequences, scores, beta):
         """Metrics of a step, after its updates."""
@@ -153,11 +156,8 @@ class Plain:
         with torch.no_grad():
             now = [self.read(self.policy, self.weights(), one)[0] for one in sequences]
         kls = [(old.exp() * (old - new)).sum().item() for (old, _), new in zip(self.old, now, strict=True)]
-        return {
-            **metrics,
-            "policy/gradient_norm": sum(norms) / len(norms),
-            "kl/update": sum(kls) / self.tokens,
-        }
+        of_updates = {"policy/gradient_norm": sum(norms) / len(norms), "kl/update": sum(kls) / self.tokens}
+        return {**metrics, **of_updates}
 
 
 @pytest.fixture(scope="module")

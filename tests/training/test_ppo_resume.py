@@ -108,7 +108,7 @@ def test_resuming_with_an_edited_reward_function_is_refused(path, folder, tmp_pa
     source.write_text("def reward(prompts, responses):\n    return [float(len(r)) for r in responses]\n")
     job = tiny_job(folder, out=str(tmp_path / "run"), steps=1, reward=(path,))
     train(job)
-    assert train(replace(job, steps=2, resume=True)).steps == 2
+    assert train(replace(job, steps=2, batch_tokens=20, resume=True)).steps == 2, "in less memory"
     assert TrainingFolder(tmp_path / "run").header().settings["steps"] == 2, "for --config run.json"
     source.write_text(source.read_text().replace("float(len(r))", "-float(len(r))"))
     with pytest.raises(RunFolderError, match=f"the fingerprint of the reward {path} was 'sha256:"):

@@ -106,13 +106,13 @@ def scored(scores, logp, logq, exact, values, mask):
 
 
 def job_of(kl_name, place, scope, **more):
-    settings = {"kl": kl_name, "kl_place": place, "kl_scope": scope, "gae_lambda": 1.0, "whiten": False}
+    settings = {"kl": kl_name, "kl_place": place, "kl_scope": scope, "whiten": False}
     return PPOJob(**settings | more)
 
 
 @pytest.mark.parametrize(("kl_name", "place", "scope"), RIGHT, ids=["-".join(kind) for kind in RIGHT])
 def test_expected_update_is_gradient_of_reward_minus_beta_kl(kl_name, place, scope):
-    """Whatever the critic says, and although other responses of the batch are the baseline of the KL to come."""
+    """By default, whatever the critic says; other responses of the batch are the baseline of the KL to come."""
     world = World()
     found = world.expected(job_of(kl_name, place, scope))
     torch.testing.assert_close(found, world.right, rtol=0, atol=1e-12)

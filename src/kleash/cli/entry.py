@@ -141,8 +141,14 @@ def _exit_code(arguments: list[str], termination: Termination) -> int:
         if isinstance(stop.__context__, BrokenPipeError):  # rich exits after a broken pipe
             return EXIT_BROKEN_PIPE
         return stop.code if isinstance(stop.code, int) else EXIT_SUCCESS
-    except Exception:  # an interrupted import may raise another exception, as numpy's does
-        if termination.received is None:
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, without importing it
+            _print_error(
+                f"{str(error).partition('. GPU')[0]}; give a smaller --batch-tokens, which a training takes with "
+                "--resume, too"
+            )
+            return EXIT_ERROR
+        if termination.received is None:  # an interrupted import may raise another exception, as numpy's does
             raise
         return _interrupted(KeyboardInterrupt(), termination)
 

@@ -48,8 +48,8 @@ class PPOJob(RewardJob):
     """Parts that the responses are learned from in; each part is one update."""
     gamma: Discount = 1.0
     """Of the reward, per token: gamma."""
-    gae_lambda: Discount = 0.95
-    """Of the advantages' reach, per token: lambda of GAE."""
+    gae_lambda: Discount = 1.0
+    """Lambda of GAE. Below 1 a score reaches 1 / (1 - lambda) tokens back, and further only through the critic."""
     clip_range: Positive = 0.2
     """A token's probability ratio gains nothing beyond 1 - clip_range and 1 + clip_range."""
     vf_coef: NotNegative = 0.1
@@ -61,7 +61,7 @@ class PPOJob(RewardJob):
     whiten: bool = True
     """Bring the advantages of a step to mean 0 and standard deviation 1; with --no-whiten they stay as they are."""
     max_gradient_norm: Positive = 1.0
-    """Longer gradients are scaled down to it."""
+    """Longer gradients, of the policy or of the critic, are scaled down to it."""
     early_stop_nats: Positive | None = None
     """A step's updates end once KL(before ‖ now) per token is above it."""
 

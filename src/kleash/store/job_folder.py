@@ -23,9 +23,10 @@ SOURCE = "source.jsonl"
 ADVICE_IF_LOCKED = "wait for it, or give another --out"
 PROBE_NATS = 0.05
 """Largest median difference between two answers of one server to its probe; rounding in bfloat16 stays below it."""
-MAY_DIFFER = {"reference_cache", "steps"}
-"""Options that may differ: hidden states are the same wherever they lie, so a sweep with its cache can be moved; and a
-training may go on for more steps."""
+MAY_DIFFER = {"reference_cache"}
+"""Options that may differ: hidden states are the same wherever they lie, so a sweep with its cache can be moved."""
+MAY_DIFFER_IN_TRAINING = {"steps", "batch_tokens"}
+"""A training may go on for more steps, and in less memory; the shards of a measurement depend on ``batch_tokens``."""
 KIND_OF_FINGERPRINT = "sha256:"
 """Prefix of fingerprints, which are made from every byte of the files."""
 
@@ -73,7 +74,7 @@ class RunHeader:
             **{
                 f"--{name.replace('_', '-')}": value
                 for name, value in self.settings.items()
-                if name not in MAY_DIFFER
+                if name not in (MAY_DIFFER_IN_TRAINING if "algorithm" in self.settings else MAY_DIFFER)
             },
             "the source's content (sha256)": self.source_sha256[:16],
             **{f"the fingerprint of the {what}": mark for what, mark in self.fingerprints.items()},

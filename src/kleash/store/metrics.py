@@ -205,7 +205,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "policy/gradient_norm": Metric(
             unit="none",
-            meaning="norm of the gradient before clipping, mean over updates; of a trainer, that of the last",
+            meaning="norm of the policy's gradient before clipping, mean over updates; of a trainer, of the last",
             verl="actor/grad_norm",
             trl="grad_norm",
         ),
@@ -217,7 +217,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             meaning="number of updates in the step; fewer than configured if it was stopped early",
         ),
         "value/loss": Metric(
-            unit="reward",
+            unit="none",
             meaning="half the squared error of the values, clipped, mean over tokens and updates",
             verl="critic/vf_loss",
         ),

@@ -311,8 +311,12 @@ def update_policy(
                 f"above {job.early_stop_nats:g}"
             )
             break
-        norm = torch.nn.utils.clip_grad_norm_(run.trained, job.max_gradient_norm).item()
-        require_finite("gradient", norm, where, run, rollout)
+        # apart: the critic's errors grow with the rewards, and would scale the policy's gradient down with its own
+        norm, critic_norm = (
+            torch.nn.utils.clip_grad_norm_(part.parameters(), job.max_gradient_norm).item()
+            for part in (run.networks.network, run.networks.value)
+        )
+        require_finite("gradient", norm + critic_norm, where, run, rollout)
         optimizer.step()
         norms.append(norm)
     optimizer.zero_grad()

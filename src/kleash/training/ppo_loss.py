@@ -184,14 +184,13 @@ def update_sums(terms: TokenTerms, values: Tensor, past: PastTokens, job: PPOJob
     log_ratio = logp - past.token_logp
     ratio = log_ratio.exp()
     gain = clipped_gain(ratio, past.advantages, job.clip_range)
-    max_change = torch.inf if job.clip_range_value is None else job.clip_range_value
     per_token = {
         "tokens": torch.ones_like(ratio),
         "policy_loss": -gain,
         "value_loss": value_losses(new, past, job.clip_range_value),
         "ratio": ratio,
         "clipped": (gain < ratio * past.advantages).double(),
-        "value_clipped": ((new - past.values).abs() > max_change).double(),
+        "value_clipped": ((new - past.values).abs() > (job.clip_range_value or torch.inf)).double(),
         "update_kl": k3(-log_ratio),
     }
     return {name: x.sum().item() for name, x in per_token.items()} | {"ratio_max": ratio.max().item()}

@@ -52,6 +52,11 @@ from kleash.uncertainty.ratios import mean_per_token
 
 LISTED_LOGITS = 2**25
 """Logits of the policy that exist together where the teacher's are lists: 128 MiB in float32."""
+NO_END = (
+    "none of the responses ends with an end token, so that the policy does not learn where to stop; a text gets one "
+    'with "finish_reason": "stop" in its record'
+)
+"""The note about responses that were cut off, or that are texts."""
 Side: TypeAlias = tuple[Float[Tensor, "tokens dim"], Head]
 """Final hidden states at the positions that predict some tokens, and the head for them."""
 Losses: TypeAlias = tuple[Float[Tensor, ""], Float[Tensor, " tokens"], Float[Tensor, " tokens"]]
@@ -232,7 +237,7 @@ class GivenResponsesMixin(DistillationMixin):
 def read_given(
     job: DistillJob, networks: Networks, stored: StoredReference | None
 ) -> tuple[list[TokenSequence], list[str]]:
-    """The responses of a job that draws none, and notes about the teacher's lists.
+    """The responses of a job that draws none, and notes about their ends and the teacher's lists.
 
     Raises:
         SourceError: if they cannot be read, or lists are missing or wrong where there is neither teacher nor cache.
@@ -247,12 +252,17 @@ def read_given(
             f"{job.teacher_cache} lacks {missing} of the {total} responses of {job.source}, the first being {first}; "
             "make another with kleash cache"
         )
-    return responses, check_lists(
-        responses if job.reads_lists else (),
-        job.source,
-        vocab_size=networks.pair.vocab_size,
-        drawn_at=job.temperature if job.tail == "sampled" else None,
-    )
+    ends = {*networks.pair.eos_token_ids, *networks.pair.tokenizer.all_special_ids}
+    has_end = any(response.response_ids[-1] in ends for response in responses)
+    return responses, [
+        *(() if has_end else (NO_END,)),
+        *check_lists(
+            responses if job.reads_lists else (),
+            job.source,
+            vocab_size=networks.pair.vocab_size,
+            drawn_at=job.temperature if job.tail == "sampled" else None,
+        ),
+    ]
 
 
 @suppress_output()
