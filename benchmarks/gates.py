@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from kleash.uncertainty import ratio_of_many
 from kleash.uncertainty.gate_decision import decide_gate
 
+PROCESSES = {"normal": 0.0, "lognormal": 0.0, "normal, unequal": 1.0, "lognormal, unequal": 1.0}
+"""Distribution of the clusters' means -> log standard deviation of their lengths."""
 CLUSTERS = (10, 20, 30, 64, 300)
 LIMITS = (0.8, 1.0, 1.25, 1.5)
 TOKENS_PER_CLUSTER = 64
@@ -24,17 +26,18 @@ VERDICTS = ("passed", "undecided", "failed")
 def cluster_means(random: np.random.Generator, process: str, shape: tuple[int, int]) -> NDArray[np.float64]:
     """KL per token of each cluster, [cluster, measurement], with mean 1: normal(1, 0.3), or lognormal(1)."""
     z = random.standard_normal(shape)
-    return 1 + 0.3 * z if process == "normal" else np.exp(z - 0.5)
+    return 1 + 0.3 * z if process.startswith("normal") else np.exp(z - 0.5)
 
 
 def cell(process: str, clusters: int, limit: float, measurements: int, seed: int) -> dict[str, Any]:
     """Share of each verdict among simulated measurements of one process."""
-    random = np.random.default_rng([seed, process == "normal", clusters])
+    random, of_lengths = (np.random.default_rng([seed, place, clusters]) for place in range(2))
     counts = dict.fromkeys(VERDICTS, 0)
-    tokens = np.full(clusters, float(TOKENS_PER_CLUSTER))
     for start in range(0, measurements, COLUMNS):
         means = cluster_means(random, process, (clusters, min(COLUMNS, measurements - start)))
-        for estimate in ratio_of_many(TOKENS_PER_CLUSTER * means, tokens, lower=0.0):
+        deviations = PROCESSES[process] * of_lengths.standard_normal(means.shape)
+        tokens = np.ceil(TOKENS_PER_CLUSTER * np.exp(deviations))
+        for estimate in ratio_of_many(tokens * means, tokens, lower=0.0):
             decision = decide_gate(
                 estimate.value,
                 estimate.ci95,
@@ -52,7 +55,7 @@ def main() -> None:
     options = parser_of(__doc__, measurements=10_000, seed=22).parse_args()
     cells = [
         cell(process, clusters, limit, options.measurements, options.seed)
-        for process in ("normal", "lognormal")
+        for process in PROCESSES
         for clusters in CLUSTERS
         for limit in LIMITS
     ]

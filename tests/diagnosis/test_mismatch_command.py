@@ -149,7 +149,7 @@ def test_the_gate_decides_by_the_interval(tmp_path, capsys):
     ("count", "value", "limit", "code", "sentences"),
     [
         (60, None, "0", 0, ["gate: passed", "both columns are equal bit for bit at all"]),  # 30 prompts
-        (40, None, "0", 3, ["20 clusters, and it takes 30 to pass; about 121 more tokens would decide"]),
+        (40, None, "0", 3, ["20 clusters, and it takes 30 to pass; about 121 more tokens, of"]),
         (80, 0.0, "1", 3, ["no number of tokens is known to decide", "were not filled in"]),
     ],
 )

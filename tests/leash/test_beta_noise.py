@@ -51,10 +51,11 @@ def test_a_slow_kl_that_a_weak_beta_does_not_raise_settles_within_a_hundred_upda
         assert fmean(means) == pytest.approx(1, abs=0.15)
 
 
-@pytest.mark.parametrize("share", [0.5, 2.0])
-def test_a_wrong_standard_error_does_not_move_the_mean(share):
+@pytest.mark.parametrize("share", [0.5, 2.0, NAN])
+def test_a_wrong_or_unknown_standard_error_does_not_move_the_mean(share):
+    """NaN is that of a single prompt; unfiltered, the KL settled 20 % too high."""
     leash = PIDBeta(beta=1.0, target_nats=6.0)
-    means = [settled(leash, gain=0.15, lag=0, noise=0.3, seed=seed, share=share) for seed in range(8)]
+    means = [settled(leash, gain=0.15, lag=0, noise=0.5, seed=seed, share=share) for seed in range(8)]
     assert fmean(means) == pytest.approx(1, abs=0.1)
 
 
@@ -103,12 +104,15 @@ def test_without_an_error_nothing_is_filtered(kind, error):
 
 
 @every_controller
-@pytest.mark.parametrize(("error", "event"), [(NAN, None), (INF, "the standard error is inf: ignored")])
-def test_an_error_that_is_not_known_or_infinite_is_ignored(kind, error, event):
+def test_an_infinite_error_is_ignored_and_an_unknown_one_is_the_distance_from_the_filtered_kl(kind):
     before = kind(beta=0.3, target_nats=2.0).after(2.0, standard_error=0.4)
-    after = before.after(2.5, standard_error=error)
-    assert after.event == event
+    after = before.after(2.5, standard_error=INF)
+    assert after.event == "the standard error is inf: ignored"
     assert replace(after, event=None) == before.after(2.5)
+    assert before.after(2.5, standard_error=NAN) == before.after(2.5, standard_error=0.5)
+    assert before.after(9.0, standard_error=NAN) == before.after(9.0, standard_error=1.0), (
+        "half of the target"
+    )
 
 
 # --- reasons ---

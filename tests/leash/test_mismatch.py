@@ -107,16 +107,24 @@ def test_errors_are_clustered_by_sequences_or_prompts(found):
     assert found.kl_engine_trainer.ci95[0] > 0 and found.perplexity_ratio.ci95[1] > 1
 
 
+def test_a_variance_of_weights_that_lacks_the_large_ones_has_a_warning(found):
+    """Of u normal(-2, 4), exp(u) has the mean 1 and the variance exp(4) - 1."""
+    columns = 2 * torch.randn(50, 64, 1, generator=torch.Generator().manual_seed(4)).double() - 2
+    numbers = [mismatch(u - 20, torch.full_like(u, -20), ALL[:, :1]).sequence_chi_squared for u in columns]
+    assert np.mean([number.ci95[1] < math.expm1(4) for number in numbers]) > 0.5
+    assert all("effective sample size" in "".join(number.warnings) for number in numbers)
+    assert not found.sequence_chi_squared.warnings and not found.mean_weight.warnings
+
+
 def test_equal_log_probabilities_have_no_mismatch():
     engine = ENGINE.token_logp(DRAWN).float()
     same = mismatch(engine, engine, ALL)
-    for name in ("kl_engine_trainer", "kl_engine_trainer_k1", "kl_trainer_engine", "jensen_shannon"):
-        assert (getattr(same, name).value, getattr(same, name).standard_error) == (0.0, 0.0)
-    assert same.chi_squared.value == 0 and same.sequence_chi_squared.value == 0
     assert same.perplexity_ratio.value == 1 and same.effective_sample_size == pytest.approx(ROWS * STEPS)
     assert same.probabilities.pearson == pytest.approx(1)
-    for name in ("kl_engine_trainer", "chi_squared", "sequence_kl_engine_trainer", "sequence_chi_squared"):
-        assert getattr(same, name).ci95 == (0.0, 0.0) and not getattr(same, name).warnings
+    means = ("kl_engine_trainer", "kl_engine_trainer_k1", "kl_trainer_engine", "jensen_shannon")
+    for name in (*means, "chi_squared", "sequence_kl_engine_trainer", "sequence_chi_squared"):
+        number = getattr(same, name)
+        assert (number.value, number.standard_error, number.ci95, number.warnings) == (0, 0, (0, 0), ())
     assert same.mean_weight.ci95 == same.sequence_mean_weight.ci95 == same.perplexity_ratio.ci95 == (1.0, 1.0)
     low, high = same.perplexity_trainer.ci95
     assert low < high

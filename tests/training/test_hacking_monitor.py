@@ -122,6 +122,8 @@ def test_entropy_that_falls_is_an_alert_unless_the_reward_rises(reward: float | 
         ("no_signal", 40, lambda at, now: {"reward/zero_std_share": 0.98, "reward/score_std": 0.1}),
         ("prompt_runaway", 0, lambda at, now: {
             "kl/max_prompt": (10 if at > 40 and at % 3 else 2) * now["kl/exact_per_sequence"]}),
+        ("prompt_runaway", 0, lambda at, now: {"response/prompts": 2.0,
+            "kl/max_prompt": (1.9 if at > 40 else 1.2) * now["kl/exact_per_sequence"]}),
         ("held_out_fell", 40, lambda at, now: {
             "eval/reward": 3.0 - 0.05 * at, "eval/reward_error": 0.3, "kl/exact_per_sequence": 6.0 + at}),
         ("far_from_target", 40, lambda at, now: {
@@ -134,14 +136,17 @@ def test_what_looks_like_a_fault_and_is_none(kind: str, after: int, change: Chan
 
 
 @pytest.mark.parametrize(
-    ("kl", "earlier", "error", "falls"),
-    [(2, 9, 0.1, True), (2, 9, 0, True), (0.5, 9, 0.1, False), (2, 1, 0.3, True), (2, 9, 0.3, False)],
+    ("kl", "earlier", "error", "prompts", "falls"),
+    [
+        *((2, 9, 0.1, 64, True), (2, 9, 0, 64, True), (0.5, 9, 0.1, 64, False), (2, 1, 0.3, 500, True)),
+        *((2, 9, 0.3, 500, False), (2, 9, 0.1, 4, False), (2, 9, 0.01, 4, True)),  # t of 3: 19.4 errors
+    ],
 )
 def test_held_out_reward_that_falls_with_the_kl_and_the_training_reward_is_no_alert(
-    kl: float, earlier: int, error: float, falls: bool
+    kl: float, earlier: int, error: float, prompts: float, falls: bool
 ) -> None:
     """A policy that overshot its target goes back, and pays for it; the paired error, 0 if all fall alike, counts, and
-    how many evaluations the best was taken from: 3.3 errors below one of nine are luck (they need 3.62)."""
+    how many evaluations the best was taken from: below one of nine 3.3 errors are luck, and 10 of four prompts."""
 
     def change(at: int, now: Metrics) -> Metrics:
         done = at >= 10
@@ -153,6 +158,7 @@ def test_held_out_reward_that_falls_with_the_kl_and_the_training_reward_is_no_al
             "eval/reward_error": 5.0,
             "eval/reward_change": -1.0 if done else 0.0,
             "eval/reward_change_error": error,
+            "eval/prompts": prompts,
         }
 
     history = bent([StepRecord(step=at, metrics={}) for at in range(10 - earlier, 12)], 0, change)

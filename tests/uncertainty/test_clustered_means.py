@@ -41,20 +41,13 @@ def test_unequal_counts_agree_with_the_jackknife(seed):
     assert estimate.standard_error == pytest.approx(jackknife_error(sums, counts), rel=0.01)
 
 
-def test_many_symmetric_clusters_give_scipys_student_interval():
-    half = np.random.default_rng(2).lognormal(size=2500)
-    means = np.append(half, -half)
-    sums = 16 * means
-    low, high = stats.t.interval(0.95, 4999, loc=means.mean(), scale=stats.sem(means))
-    assert ratio_of_sums(sums, np.full(5000, 16)).ci95 == pytest.approx((low, high), rel=1e-9)
-
-
 @settings(max_examples=30)
 @given(prompts())
 def test_the_interval_contains_students_interval(sums_and_counts):
     sums, counts = sums_and_counts
     estimate = ratio_of_sums(sums, counts)
-    half = float(stats.t.ppf(0.975, len(sums) - 1)) * estimate.standard_error
+    degrees_of_freedom = max(1.0, counts.sum() ** 2 / (counts**2).sum() - 1)
+    half = float(stats.t.ppf(0.975, degrees_of_freedom)) * estimate.standard_error
     low, high = estimate.ci95
     assert low <= estimate.value - half * (1 - 1e-9)
     assert high >= estimate.value + half * (1 - 1e-9)
@@ -193,21 +186,6 @@ def test_few_clusters_have_a_warning_and_a_dominant_one_has_none():
     )
     sums[3] = 50
     assert ratio_of_sums(sums, counts).warnings == ()
-
-
-def test_clusters_that_hold_most_of_the_tokens_have_a_warning_with_its_remedy():
-    """The effective number of clusters by Kish: (sum n)² / sum n²."""
-    means, counts = np.linspace(0.5, 1.5, 64), np.full(64, 10)
-    counts[[5, 40]] = 100, 160
-    effective = counts.sum() ** 2 / (counts**2).sum()
-    assert 10 < effective < 20 and ratio_of_sums(means * counts, counts, lower=0.0).warnings == ()
-    counts[[5, 40]] = 200, 320
-    effective = counts.sum() ** 2 / (counts**2).sum()
-    (warning,) = ratio_of_sums(means * counts, counts, lower=0.0).warnings
-    assert f"64 clusters hold most of the tokens: they are worth {effective:.0f} of" in warning
-    assert "measure more" in warning
-    (bounded,) = ratio_of_sums(means * counts / 2, counts, lower=0.0, upper=1.0).warnings
-    assert bounded == warning
 
 
 def test_str_shows_the_error_and_the_warnings():

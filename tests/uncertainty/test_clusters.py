@@ -23,21 +23,16 @@ def test_few_documents_are_split_into_blocks_of_neighbouring_windows():
     windows = np.concatenate([np.arange(20), np.arange(3)])
     labels, warnings = cluster_labels(documents, windows)
     assert labels.tolist() == [0] * 8 + [1] * 8 + [2] * 4 + [3] * 3
-    assert list(warnings) == [
-        (
-            "the clusters are blocks of 8 neighbouring windows, since there are fewer than 30 documents (2): "
-            "what blocks of one document share is missing from the error"
-        )
-    ]
+    (warning,) = warnings
+    assert warning == (
+        "the clusters are blocks of 8 neighbouring windows, since there are fewer than 30 documents (2): "
+        "what blocks of one document share is missing from the error"
+    )
 
 
 def test_documents_are_split_below_thirty():
-    for documents, options, is_split in (
-        (1, {}, True),
-        (29, {}, True),
-        (30, {}, False),
-        (30, {"few": 31}, True),
-    ):
+    cases = ((1, {}, True), (29, {}, True), (30, {}, False), (30, {"few": 31}, True))
+    for documents, options, is_split in cases:
         ids = np.repeat(np.arange(documents), 9)
         labels, warnings = cluster_labels(ids, np.tile(np.arange(9), documents), **options)
         assert labels.max() + 1 == documents * (2 if is_split else 1)

@@ -83,7 +83,8 @@ def woodruff(values: np.ndarray, clusters: np.ndarray, level: float) -> tuple[fl
     totals = np.bincount(clusters, minlength=size)
     residuals = below - below.sum() / count * totals
     error = math.sqrt(size / (size - 1) * (residuals**2).sum()) / count
-    margin = float(stats.t.ppf(0.975, size - 1)) * max(error, math.sqrt(level * (1 - level) / count))
+    t = float(stats.t.ppf(0.975, count**2 / (totals**2).sum() - 1))
+    margin = t * max(error, math.sqrt(level * (1 - level) / count))
     logit = math.log(level / (1 - level))
     steps = margin / (level * (1 - level))
     lowest_share = min(level - margin, 1 / (1 + math.exp(-(logit - steps))))
@@ -105,7 +106,7 @@ def test_intervals_agree_with_woodruffs(level, seed):
     estimate = quantiles(values, clusters, (level,))[0]
     low, high = woodruff(values, clusters, level)
     assert estimate.ci95 == (low, high)
-    t = float(stats.t.ppf(0.975, 59))
+    t = float(stats.t.ppf(0.975, len(values) ** 2 / (np.bincount(clusters) ** 2).sum() - 1))
     if math.isfinite(high):
         assert estimate.standard_error == pytest.approx((estimate.ci95[1] - estimate.ci95[0]) / 2 / t)
     independent = quantiles(values, np.arange(len(values)), (level,))[0]

@@ -127,6 +127,17 @@ def test_tied_candidates_are_seldom_ranked_and_different_ones_are(clusters):
     assert missed == 0
 
 
+@pytest.mark.parametrize(("clusters", "length_spread"), [(4, 0.0), (12, 1.0)])
+def test_few_clusters_seldom_tell_many_tied_candidates_from_a_control(clusters, length_spread):
+    false_differences = 0
+    for seed in range(150):
+        values = means_of_clusters(seed, clusters, [0.0] * 28)
+        tokens = np.ceil(100 * np.random.default_rng(seed).lognormal(0.0, length_spread, (clusters, 1)))
+        result = differences_from_control(values * tokens, np.repeat(tokens, 28, axis=1), seed=seed)
+        false_differences += not all(pair.is_tie for pair in result.pairs)
+    assert false_differences <= 15  # 5 % of 150 are 7.5, with a standard deviation of 2.7
+
+
 def test_ties_of_candidates_with_unequal_tails_are_seldom_ranked(monkeypatch):
     """Of a sample without the long tail that some of them have, nothing says that it is missing."""
     monkeypatch.setattr("kleash.uncertainty.simultaneous.DRAWS", 4_000)

@@ -65,7 +65,7 @@ def test_the_running_mean_agrees_with_the_mean_of_each_prefix():
         estimate = ratio_of_sums(sums[:used], counts[:used])
         assert mean == pytest.approx(estimate.value, rel=1e-12)
         if estimate.clusters > 1:
-            t = float(stats.t.ppf(0.975, estimate.clusters - 1))
+            t = float(stats.t.ppf(0.975, tokens**2 / (counts[:used] ** 2).sum() - 1))
             assert half_width == pytest.approx(t * estimate.standard_error, rel=1e-9)
         else:
             assert math.isnan(half_width)

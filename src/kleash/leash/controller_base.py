@@ -20,6 +20,9 @@ DRIFT = 0.04
 """Change of the true KL in an update that the filter expects, as a share of the KL, or of a larger target."""
 NOISE_RATE = 0.2
 """Weight of the newest standard error in the average that sets the filter's gain."""
+UNKNOWN_ERROR = 0.5
+"""Largest standard error that is read off the scatter of the measurements, in the unit of ``DRIFT``: more would slow
+the answer to a KL that grows, which scatters, too."""
 ControllerT = TypeVar("ControllerT", bound="TargetController")
 
 
@@ -46,9 +49,10 @@ def read_measurement(
     if math.isnan(kl_nats) or kl_nats == -math.inf:
         return None, None, f"ignored: the measured KL is {kl_nats}"
     error, event = None, None
-    if error_nats is not None and not math.isnan(error_nats):  # NaN is that of a single prompt: not known
-        error = min(error_nats / target_nats, LARGEST_RATIO) if math.isfinite(error_nats) else None
-        event = None if error is not None else f"the standard error is {error_nats}: ignored"
+    if error_nats == math.inf:
+        event = f"the standard error is {error_nats}: ignored"
+    elif error_nats is not None:  # NaN is that of a single prompt
+        error = error_nats if math.isnan(error_nats) else min(error_nats / target_nats, LARGEST_RATIO)
     if kl_nats == math.inf:
         event = "the measured KL is infinite: taken as the largest deviation"
     elif kl_nats < 0:
@@ -93,7 +97,8 @@ class TargetController(BetaRecord, ABC):
 
     ``noise`` is the average of *earlier* squared errors. A gain that contained the newest error would depend on the
     measurement that it multiplies, since the error of a KL grows with the KL, and would bias the filter downwards. A
-    measurement without an error is not filtered.
+    measurement without an error is not filtered; an error of NaN, as of a single prompt, is replaced by the distance
+    from the filtered KL.
     """
 
     beta: float
@@ -181,12 +186,14 @@ class TargetController(BetaRecord, ABC):
 
         Args:
             ratio: measured KL over the target.
-            error: standard error over the target; None for no filter.
+            error: standard error over the target; None for no filter, NaN if it is not known.
         """
         variance, noise = 0.0, self.noise
         if error is not None:
             earlier = self.log_ratios(MAX_LOG_RATIO)
             before = math.exp(earlier[0]) if earlier else ratio
+            if math.isnan(error):
+                error = min(abs(ratio - before), UNKNOWN_ERROR * max(1.0, before))
             relative_variance = (error / max(1.0, before)) ** 2
             if earlier:
                 predicted = self.variance + DRIFT**2

@@ -1,7 +1,7 @@
 """The mismatch between trainer and rollout engine: divergences between their log-probabilities of the same tokens."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from kleash.estimators import importance_weights
 from kleash.masking import as_mask
 from kleash.registry import require_choice
 from kleash.uncertainty import Estimate, ratio_of_many, transformed
+from kleash.uncertainty.clusters import MIN_EFFECTIVE_SHARE
 
 NONNEGATIVE = (0.0, math.inf)
 UNBOUNDED = (-math.inf, math.inf)
@@ -170,18 +171,19 @@ def mismatch(
     columns = [x.detach().cpu().double()[has_tokens] for x in (trainer_logp, engine_logp)]
     trainer, engine = (torch.where(is_counted, x, 0.0) for x in columns)
     clusters = np.unique(labels.numpy(), return_inverse=True)[1]
-    log_ratio = (engine - trainer)[is_counted]
     are_equal = are_columns_equal(trainer[is_counted], engine[is_counted])
+    effective_tokens = importance_weights(trainer, engine, is_counted).effective_sample_size.item()
+    effective_sequences = importance_weights(
+        trainer, engine, is_counted, level="sequence"
+    ).effective_sample_size.item()
     return Mismatch(
-        **_token_estimates(trainer, engine, is_counted, clusters, are_equal),
-        **_sequence_estimates(engine - trainer, clusters, are_equal),
-        effective_sample_size=importance_weights(trainer, engine, is_counted).effective_sample_size.item(),
-        effective_sequences=importance_weights(
-            trainer, engine, is_counted, level="sequence"
-        ).effective_sample_size.item(),
+        **_token_estimates(trainer, engine, is_counted, clusters, are_equal, effective_tokens),
+        **_sequence_estimates(engine - trainer, clusters, are_equal, effective_sequences),
+        effective_sample_size=effective_tokens,
+        effective_sequences=effective_sequences,
         over_sequences=_sequence_means(trainer, engine, is_counted),
         probabilities=_probability_gaps(trainer[is_counted].exp(), engine[is_counted].exp()),
-        largest_log_ratio=_largest(log_ratio.abs()),
+        largest_log_ratio=_largest((engine - trainer)[is_counted].abs()),
         ruled_out=int((trainer[is_counted] == -math.inf).sum()),
         tokens=int(is_counted.sum()),
         sequences=len(is_counted),
@@ -197,7 +199,12 @@ def are_columns_equal(trainer: Float[Tensor, "tokens"], engine: Float[Tensor, "t
 
 
 def _token_estimates(
-    trainer: Tensor, engine: Tensor, is_counted: Tensor, clusters: np.ndarray, are_equal: bool
+    trainer: Tensor,
+    engine: Tensor,
+    is_counted: Tensor,
+    clusters: np.ndarray,
+    are_equal: bool,
+    effective_size: float,
 ) -> dict[str, Estimate]:
     """The means over tokens, by the names of ``Mismatch``'s fields."""
     u = engine - trainer
@@ -210,9 +217,9 @@ def _token_estimates(
         "mean_weight": (torch.exp(-u), "none", NONNEGATIVE),
         "perplexity_trainer": (-trainer, "nats", UNBOUNDED),
         "perplexity_engine": (-engine, "nats", UNBOUNDED),
+        "perplexity_ratio": (u, "nats", UNBOUNDED),
     }
-    estimates = _estimates(columns, is_counted, clusters, are_equal)
-    estimates["perplexity_ratio"] = estimates["kl_engine_trainer_k1"]
+    estimates = _estimates(columns, is_counted, clusters, are_equal, effective_size)
     return estimates | {
         name: transformed(estimates[name], math.exp, math.exp)
         for name in estimates
@@ -220,7 +227,9 @@ def _token_estimates(
     }
 
 
-def _sequence_estimates(u: Tensor, clusters: np.ndarray, are_equal: bool) -> dict[str, Estimate]:
+def _sequence_estimates(
+    u: Tensor, clusters: np.ndarray, are_equal: bool, effective_size: float
+) -> dict[str, Estimate]:
     """The means over sequences, by the names of ``Mismatch``'s fields; ``u``: engine minus trainer, 0 where masked."""
     total = u.sum(-1, keepdim=True)
     columns = {
@@ -228,7 +237,7 @@ def _sequence_estimates(u: Tensor, clusters: np.ndarray, are_equal: bool) -> dic
         "sequence_chi_squared": (DIVERGENCES["chi_squared"].swapped.of(total), "none", NONNEGATIVE),
         "sequence_mean_weight": (torch.exp(-total), "none", NONNEGATIVE),
     }
-    return _estimates(columns, torch.ones_like(total, dtype=torch.bool), clusters, are_equal)
+    return _estimates(columns, torch.ones_like(total, dtype=torch.bool), clusters, are_equal, effective_size)
 
 
 def _estimates(
@@ -236,14 +245,19 @@ def _estimates(
     is_counted: Tensor,
     clusters: np.ndarray,
     are_equal: bool,
+    effective_size: float,
 ) -> dict[str, Estimate]:
     """The mean of each column over unmasked values, with a cluster-robust standard error.
+
+    The mean and the variance of weights have a warning if their effective sample size is small: the sample then lacks
+    the few large weights that decide them, and both are too small.
 
     Args:
         columns: values, unit and bounds by name.
         is_counted: which values count.
         clusters: label of each sequence.
         are_equal: whether trainer and engine are equal, so that divergences are exactly 0 and weights exactly 1.
+        effective_size: of the values under their weights.
     """
     num_clusters = int(clusters.max(initial=-1)) + 1
 
@@ -267,7 +281,17 @@ def _estimates(
         return dict(zip(columns, means, strict=True))
 
     if not are_equal:
-        return estimates(None)
+        total = int(is_counted.sum())
+        warning = (
+            f"the weights leave an effective sample size of {effective_size:.1f} out of {total}: a few large weights "
+            "decide this number, and without them it is too small"
+        )
+        return {
+            name: replace(estimate, warnings=(*estimate.warnings, warning))
+            if effective_size < MIN_EFFECTIVE_SHARE * total and name.endswith(("mean_weight", "chi_squared"))
+            else estimate
+            for name, estimate in estimates(None).items()
+        }
     weights = estimates(1.0)
     return {
         name: weights[name] if name.endswith("weight") else estimate

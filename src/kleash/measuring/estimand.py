@@ -12,6 +12,7 @@ from kleash.models import Model
 from kleash.sources.documents import DEFAULT_WINDOW
 from kleash.store.statistics import KL_DIRECTIONS, label_of
 from kleash.uncertainty import Estimate, effective_sample_size
+from kleash.uncertainty.clusters import MIN_EFFECTIVE_SHARE
 from kleash.uncertainty.student_t import student_t_quantile
 
 UNVERIFIED_SAMPLES = (
@@ -22,8 +23,6 @@ UNVERIFIED_SAMPLES = (
 SAMPLER_MISMATCH = 0.9999683
 """Probability of Student's t beyond which, on both sides, the samples count as another policy's: four standard errors
 between the mean log ratio and the exact KL where clusters are many, 17 where they are five."""
-MIN_EFFECTIVE_SHARE = 0.5
-"""Effective sample size over number of responses below which importance weights give a warning."""
 
 MAX_PADDING_PROBABILITY = 1e-4
 """Probability of rows that are no tokens above which the KL over the tokens is given beside that over all rows."""

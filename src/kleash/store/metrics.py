@@ -298,6 +298,9 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         "eval/reward_change_error": Metric(
             unit="reward", meaning="standard error of eval/reward_change, over the differences of the prompts"
         ),
+        "eval/prompts": Metric(
+            unit="none", meaning="held-out prompts of eval/reward_change: the clusters of its error"
+        ),
         "eval/kl_per_sequence": Metric(
             unit="nats",
             card="Held-out KL per sequence",

@@ -204,7 +204,8 @@ def _(comparison: TrainingComparison) -> Summary:
         headline=f"{len(comparison.runs)} training runs compared over steps {comparison.first_step} to "
         f"{comparison.last_step}, "
         + (
-            "paired by prompt; a difference whose interval contains 0 is not significant"
+            "paired by prompt; a difference whose interval contains 0 is not significant, and by another seed alone "
+            "runs may differ by more"
             if comparison.is_paired
             else "not paired: none of their numbers is known by prompt for both"
         ),

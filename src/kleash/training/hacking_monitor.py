@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from kleash.leash import PIDBeta
 from kleash.store import HackingAlert, StepRecord, TrainingResult
+from kleash.uncertainty import student_t_quantile
 
 CHARACTERS_IN_A_WORD = 20
 """Average length of words above which a text is taken to be written without spaces."""
@@ -228,9 +229,10 @@ class HackingMonitor:
         then, last = history[max(0, best_at + 1 - half) : best_at + 1], history[-half:]
         kl_rise = self._kl(last).minus(self._kl(then))
         beyond_training = change.minus(level(last, "reward/score").minus(level(then, "reward/score")))
-        normal = NormalDist()
         # the best of n evaluations is a lucky one; with this bound, a fall by chance is as rare as below a single one
-        sure = -normal.inv_cdf(normal.cdf(-self.sure) / (len(evaluated) - 1))
+        chance = NormalDist().cdf(-self.sure) / (len(evaluated) - 1)
+        prompts = history[-1].metrics.get("eval/prompts", 1e6)  # if it is not logged, of many
+        sure = student_t_quantile(1 - chance, max(1.0, prompts - 1))
         is_beyond = beyond_training.value < -sure * beyond_training.error
         # else a policy that went back towards the reference, and lost as much on the training prompts
         is_over_optimised = not kl_rise.value <= self.sure * kl_rise.error or is_beyond
@@ -289,7 +291,9 @@ class HackingMonitor:
         excesses = [_excess_of_worst_prompt(record) for record in history]
         last, earlier = excesses[-self.steps :], [x for x in excesses[: -self.steps] if x > 0]
         usual = median(earlier) if len(earlier) >= self.settled else math.inf
-        if all(excess > self.prompt_growth * max(1.0, usual) for excess in last):
+        # of two healthy prompts, the KL of one is often many times that of the other
+        growth = self.prompt_growth * max(1.0, 4 / history[-1].metrics.get("response/prompts", 4)) ** 2
+        if all(excess > growth * max(1.0, usual) for excess in last):
             yield (
                 f"the prompt with the largest KL(policy ‖ reference) has {history[-1].metrics['kl/max_prompt']:.3g} "
                 f"nats per response, {median(last):.2g} times the mean of the others over the last {self.steps} steps, "

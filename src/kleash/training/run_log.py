@@ -183,7 +183,7 @@ class RunLog:
         Args:
             step: its number, from 1.
             metrics: by kleash's names. ``kl/target``, ``response/repetition``, ``response/distinct`` and
-                ``eval/reward_change`` are added.
+                ``eval/reward_change``, with its number of prompts, are added.
             samples: all its responses; some are kept.
             events: what else happened, in words.
             beta_reason: why beta is moved after this step, where it is.
@@ -236,7 +236,11 @@ class RunLog:
         change = clustered_mean(changes, np.arange(len(changes)), unit="none") if len(changes) else None
         if rewards and (change is None or change.value > 0):
             self._best = rewards
-        return {} if change is None else with_errors({"eval/reward_change": change})
+        return (
+            {}
+            if change is None
+            else {"eval/prompts": float(change.clusters), **with_errors({"eval/reward_change": change})}
+        )
 
     def advice(self, alerts: tuple[HackingAlert, ...]) -> Advice:
         """The response to the alerts of a step, as the job's ``on_hacking`` says; some alerts only inform."""

@@ -81,6 +81,10 @@ def cluster_labels(
     return ClusterLabels(np.ravel(labels).astype(np.int64), warnings)
 
 
+MIN_EFFECTIVE_SHARE = 0.5
+"""Share of a sample that its effective size should be: intervals of the variance of weights then cover 90 %."""
+
+
 def effective_sample_size(weights: Real[np.ndarray, "samples"]) -> float:
     """The number of equally weighted samples with the same variance: (sum w)^2 / sum w^2.
 

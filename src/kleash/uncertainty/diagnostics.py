@@ -7,9 +7,6 @@ from kleash.uncertainty.linearisation import LinearisedEstimate
 
 FEW_CLUSTERS = 30
 """Below this number of clusters the skewness of a sample is mostly noise, and the standard error is uncertain."""
-FEW_EFFECTIVE_CLUSTERS = 10
-"""Below this number of clusters of equal length with the same information, intervals cover less than 90 % however many
-clusters there are (benchmarks/coverage.py)."""
 MIN_UNTIED_CLUSTERS = 10
 """If most clusters have the same mean, at least this many should differ from it."""
 VERY_FEW_CLUSTERS = 20
@@ -34,18 +31,10 @@ def warnings_about(estimate: LinearisedEstimate, bounds: tuple[float, float]) ->
     yield from few_clusters(clusters)
     if estimate.why_no_standard_error or clusters < 2:
         return
-    is_constant = float(estimate.influence @ estimate.influence) == 0
-    effective = estimate.effective_clusters
-    if not is_constant and clusters >= FEW_CLUSTERS and effective < FEW_EFFECTIVE_CLUSTERS:
-        yield (
-            f"a few of the {clusters} clusters hold most of the tokens: they are worth {effective:.0f} of equal "
-            f"length, and below {FEW_EFFECTIVE_CLUSTERS} the interval is too narrow; measure more of them, or limit "
-            "their length"
-        )
     if finite_bounds == 2:
         return
     untied = clusters - estimate.tied
-    if is_constant:
+    if float(estimate.influence @ estimate.influence) == 0:
         yield (
             f"all {clusters} clusters have the same mean, which says nothing about the spread of other clusters: up to "
             f"{100 * unseen_share(clusters):.0f} % of all may differ"

@@ -65,22 +65,26 @@ def standard_error(linearised: LinearisedEstimate, fitted: int = 0) -> float:
 
 
 def _interval(linearised: LinearisedEstimate, error: float, bounds: Interval, fitted: int) -> Interval:
-    """The interval by Student's t corrected for skewness, extended away from a bound to that of the logarithm."""
+    """The interval by Student's t corrected for skewness, extended away from a bound to that of the logarithm.
+
+    A few long clusters decide the error of a mean over tokens. It varies as that of as many clusters of equal length as
+    have the same information, whose number, and not that of all clusters, gives the degrees of freedom.
+    """
     if linearised.why_no_standard_error or math.isnan(linearised.value):
         return math.nan, math.nan
     if math.isnan(error):
         return -math.inf, math.inf
-    degrees_of_freedom = linearised.clusters - 1 - fitted
+    degrees_of_freedom = max(1.0, linearised.effective_clusters - 1 - fitted)
     below, above = skewness_corrected_t(linearised.skewness, linearised.clusters, degrees_of_freedom)
     below = max(below, log_scale_t(bounds[1] - linearised.value, error, degrees_of_freedom))
     above = max(above, log_scale_t(linearised.value - bounds[0], error, degrees_of_freedom))
     return linearised.value - below * error, linearised.value + above * error
 
 
-def skewness_corrected_t(skewness: float, clusters: int, degrees_of_freedom: int) -> tuple[float, float]:
+def skewness_corrected_t(skewness: float, clusters: int, degrees_of_freedom: float) -> tuple[float, float]:
     """Student's t below and above the estimate, with a larger value on the side of the long tail.
 
-        t min(exp(w |g|), MAX_T_RATIO),    w = (1 + 2 t^2) / (6 t) + SMALL_SAMPLE_WEIGHT min(1, C / 30) / sqrt(C)
+        t min(exp(w |g|), MAX_T_RATIO),    w = (1 + 2 t^2) / (6 t) + SMALL_SAMPLE_WEIGHT min(1, C / 30) / sqrt(1 + nu)
 
     To first order ``t w |g|``, without the second term of w, is the term of the Edgeworth expansion by which Johnson
     (1978) and Hall (1992) correct a studentised mean for a known skewness g; w converges to it as the number of
@@ -90,7 +94,7 @@ def skewness_corrected_t(skewness: float, clusters: int, degrees_of_freedom: int
     Args:
         skewness: of the mean, ``LinearisedEstimate.skewness``; above 0 if the long tail is above.
         clusters: C.
-        degrees_of_freedom: of Student's t.
+        degrees_of_freedom: nu of Student's t, which clusters of different lengths make smaller than C - 1.
 
     References:
         Johnson (1978), "Modified t Tests and Confidence Intervals for Asymmetrical Populations".
@@ -98,12 +102,14 @@ def skewness_corrected_t(skewness: float, clusters: int, degrees_of_freedom: int
     """
     t = student_t_quantile(0.975, degrees_of_freedom)
     edgeworth_weight = (1 + 2 * t * t) / (6 * t)
-    weight = edgeworth_weight + SMALL_SAMPLE_WEIGHT * min(1.0, clusters / FEW_CLUSTERS) / math.sqrt(clusters)
+    weight = edgeworth_weight + (
+        SMALL_SAMPLE_WEIGHT * min(1.0, clusters / FEW_CLUSTERS) / math.sqrt(1 + degrees_of_freedom)
+    )
     tail = t * min(math.exp(weight * abs(skewness)), MAX_T_RATIO)
     return (t, tail) if skewness > 0 else (tail, t)
 
 
-def log_scale_t(distance: float, error: float, degrees_of_freedom: int) -> float:
+def log_scale_t(distance: float, error: float, degrees_of_freedom: float) -> float:
     """How many standard errors the interval extends away from a bound, by Student's t of the log distance to the bound.
 
         (exp(t error / distance) - 1) distance / error,    at most MAX_T_RATIO t

@@ -138,10 +138,10 @@ def _quantile(
     if ordered[0] == ordered[-1]:
         low, high = _constant_interval(value, level, sizes)
         return value, 0.0 if low == high else math.inf, (low, high)
-    t = student_t_quantile(0.975, clusters - 1)
     up_to = np.bincount(labels, weights=numbers <= value).astype(np.float64)
-    share_error = standard_error(linearise([RatioTerm(1.0, up_to, sizes)]))
-    margin = t * max(share_error, math.sqrt(level * (1 - level) / total))
+    share = linearise([RatioTerm(1.0, up_to, sizes)])
+    t = student_t_quantile(0.975, max(1.0, share.effective_clusters - 1))
+    margin = t * max(standard_error(share), math.sqrt(level * (1 - level) / total))
     odds = math.exp(min(margin / (level * (1 - level)), 700.0))
     lowest_share = min(level - margin, level / (level + (1 - level) * odds))
     highest_share = max(level + margin, level * odds / (level * odds + 1 - level))

@@ -32,8 +32,9 @@ def ratio_of_sums(
         standard error^2 = C / (C - 1) sum_c (s_c - r n_c)^2 / (sum_c n_c)^2
 
     A cluster (a prompt, a document) may contain any number of tokens with any correlation; clusters are assumed to be
-    independent. ``ci95`` is Student's t with C - 1 degrees of freedom, corrected for the skewness of the clusters. Its
-    end away from a bound is at least that of Student's t of the logarithm of the distance to the bound.
+    independent. ``ci95`` is Student's t with (sum n)^2 / sum n^2 - 1 degrees of freedom, C - 1 for clusters of one
+    length, corrected for the skewness of the clusters. Its end away from a bound is at least that of Student's t of the
+    logarithm of the distance to the bound.
 
     | input                           | result                                                             |
     | every cluster has the same mean | standard error 0; the interval allows for clusters missing from    |
@@ -243,7 +244,10 @@ def running_mean(
         shift = residual_sums / tokens
         squares = residual_squares - 2 * shift * residual_products + shift**2 * count_squares
         variance = np.maximum(squares, 0.0) * ends / (ends - 1)
-        quantiles = [student_t_quantile(0.975, end - 1) if end > 1 else math.nan for end in ends.tolist()]
+        quantiles = [
+            student_t_quantile(0.975, max(1.0, effective_clusters - 1))
+            for effective_clusters in (tokens**2 / count_squares).tolist()
+        ]
         half_width = np.array(quantiles) * np.sqrt(variance) / tokens
     mean = centre + shift
     constant = ~(half_width > ROUNDING_TOLERANCE * np.abs(mean))

@@ -16,6 +16,9 @@ from kleash.uncertainty.student_t import student_t_quantile
 
 DRAWS = 40_000
 """Draws of the multivariate t distribution; the quantile then varies by about 0.5 %."""
+MIN_CLUSTERS_WITH_CORRELATIONS = 10
+"""With fewer clusters, of equal length with the same information, the correlations of their differences from those of
+all others are too large: of two clusters all are 1."""
 SHARE_OF_OTHER_END = 1 / 3
 """Share of the logarithm by which the end on the side of the longer tail is farther out, for the other end. Chosen by
 simulation: benchmarks/ties.py."""
@@ -68,12 +71,14 @@ def simultaneous_differences(
 
         standard error^2 = C / (C - 1) sum_c (u_ci - u_cj)^2
 
-    and the critical value c is the 95 % quantile of max |t_ij| of a multivariate t distribution with C - 1 degrees of
-    freedom and the correlations of these differences (single-step max-t; Hothorn, Bretz and Westfall 2008). It lies
-    between Student's t of one comparison and Bonferroni's. Each pair's interval, which is corrected for skewness, is
-    widened by c / t. Its shorter side is also lengthened, to (shorter^2 longer)^(1/3): the difference of two quantities
-    with long tails has one on either side, and the skewness of a sample tells only which of them it has met. All
-    intervals hold at once with 95 %, so that the probability of calling any tied pair different is at most 5 %.
+    and the critical value c is the 95 % quantile of max |t_ij| of a multivariate t distribution with the degrees of
+    freedom of a mean (``ratio_of_sums``) and the correlations of these differences (single-step max-t; Hothorn, Bretz
+    and Westfall 2008). It lies between Student's t of one comparison and Bonferroni's, which it is if there are fewer
+    than 10 clusters, or worth fewer, from which no correlations can be told. Each pair's interval, which is corrected
+    for skewness, is widened by c / t. Its shorter side is also lengthened, to (shorter^2 longer)^(1/3): the difference
+    of two quantities with long tails has one on either side, and the skewness of a sample tells only which of them it
+    has met. All intervals hold at once with 95 %, so that the probability of calling any tied pair different is at most
+    5 %.
 
     Args:
         sums: per cluster and candidate, the sum over its tokens.
@@ -163,9 +168,7 @@ def _differences(
         estimates.append(paired_difference(*columns, unit=unit, known_value=known))
     active = (counts > 0).any(axis=1)
     varying = [pair for pair, estimate in zip(indices, estimates, strict=True) if estimate.standard_error > 0]
-    critical_value = _critical_value(sums[active], counts[active], varying, seed)
-    degrees_of_freedom = int(active.sum()) - 1
-    widening = critical_value / student_t_quantile(0.975, degrees_of_freedom) if varying else math.nan
+    critical_value, widening = _critical_value(sums[active], counts[active], varying, seed)
     pairs = tuple(
         PairDifference(first=i, second=j, estimate=estimate, simultaneous_ci95=_widened(estimate, widening))
         for (i, j), estimate in zip(indices, estimates, strict=True)
@@ -195,8 +198,8 @@ def _critical_value(
     counts: Float64[np.ndarray, "clusters candidates"],
     indices: Sequence[tuple[int, int]],
     seed: int,
-) -> float:
-    """The 95 % quantile of the largest |t| over these pairs; NaN without a pair.
+) -> tuple[float, float]:
+    """The 95 % quantile of the largest |t| over these pairs, and the same over that of one pair; NaN without a pair.
 
     With influences U = Q R, the differences of normal variables with covariance U^T U are those of z R, z standard
     normal: R keeps also a difference that is many digits smaller than what the two candidates share. The quantile of
@@ -209,13 +212,18 @@ def _critical_value(
         seed: of the draws.
     """
     if not indices:
-        return math.nan
+        return math.nan, math.nan
     used = sorted({index for pair in indices for index in pair})
     first, second = (
         np.searchsorted(used, indices_of_pairs) for indices_of_pairs in zip(*indices, strict=True)
     )
     sums, counts = sums[:, used], counts[:, used]
     totals = counts.sum(axis=0)
+    degrees_of_freedom = max(1, math.floor((totals**2 / (counts**2).sum(axis=0)).min()) - 1)
+    single = student_t_quantile(0.975, degrees_of_freedom)
+    bonferroni = student_t_quantile(1 - 0.025 / len(first), degrees_of_freedom)
+    if degrees_of_freedom < MIN_CLUSTERS_WITH_CORRELATIONS - 1:
+        return bonferroni, bonferroni / single
     influences = (sums - sums.sum(axis=0) / totals * counts) / totals
     influences /= np.abs(influences).max()
     deviations = np.linalg.norm(influences[:, first] - influences[:, second], axis=0)
@@ -227,11 +235,9 @@ def _critical_value(
         drawn = generator.standard_normal((min(step, DRAWS - start), len(factor))) @ factor
         differences = np.abs(drawn[:, first] - drawn[:, second]) / deviations
         largest_t[start : start + step] = differences.max(axis=1)
-    degrees_of_freedom = len(sums) - 1
     largest_t /= np.sqrt(generator.chisquare(degrees_of_freedom, DRAWS) / degrees_of_freedom)
-    single = student_t_quantile(0.975, degrees_of_freedom)
-    bonferroni = student_t_quantile(1 - 0.025 / len(first), degrees_of_freedom)
-    return min(max(float(np.quantile(largest_t, 0.95)), single), bonferroni)
+    critical_value = min(max(float(np.quantile(largest_t, 0.95)), single), bonferroni)
+    return critical_value, critical_value / single
 
 
 def compact_letters(means: Sequence[float], different: Iterable[tuple[int, int]]) -> tuple[str, ...]:

@@ -27,14 +27,16 @@ def student_t_quantile(probability: float, degrees_of_freedom: float | int) -> f
 
     Args:
         probability: from 1e-8 to 1 - 1e-8.
-        degrees_of_freedom: nu, a whole number from 1 on.
+        degrees_of_freedom: nu, a number from 1 on; for probabilities beyond 0.001 and 0.999, where the sum is less
+            accurate for others, a whole number.
 
     Raises:
         OptionError: if either is outside its range.
     """
     if not FARTHEST <= probability <= 1 - FARTHEST:
         raise OptionError(f"probability is {probability}; give one from {FARTHEST} to 1 - {FARTHEST}")
-    if not (degrees_of_freedom >= 1 and degrees_of_freedom % 1 == 0):
+    is_in_tail = not 0.001 <= probability <= 0.999
+    if not 1 <= degrees_of_freedom < math.inf or (is_in_tail and degrees_of_freedom % 1):
         raise OptionError(f"degrees_of_freedom is {degrees_of_freedom}; give a whole number from 1 on")
     if probability < 0.5:
         return -_upper_quantile(1 - probability, degrees_of_freedom)
