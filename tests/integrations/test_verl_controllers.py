@@ -168,7 +168,8 @@ def test_controller_state_survives_resume(core, trainer_class, tmp_path):
     other = trainer(core, trainer_class, tmp_path / "new", type="dual", target_kl=9.0, **named)
     other._load_checkpoint()
     assert saved.levels
-    resumed = DualBeta(beta=saved.beta, levels=saved.levels, target_nats=9.0, per="token")
+    states = {name: getattr(saved, name) for name in ("beta", "levels", "variance", "noise")}
+    resumed = DualBeta(**states, target_nats=9.0, per="token")
     assert other.kl_ctrl_in_reward.leash == resumed, "what was measured is kept under another target"
 
 

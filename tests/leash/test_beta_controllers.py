@@ -80,7 +80,7 @@ def test_pid_of_a_small_example():
         if len(errors) > 2:
             push += 0.2 * (errors[-1] - 2 * errors[-2] + errors[-3])
         log_beta += max(-math.log(2), min(math.log(2), push))
-        controller = controller.after(measured)
+        controller = controller.after(measured, standard_error=0.0)
         assert math.log(controller.beta) == pytest.approx(log_beta, abs=1e-12)
     assert "bounded to 2" in controller.event
 

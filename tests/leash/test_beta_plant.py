@@ -28,7 +28,9 @@ def follow(controller, gain, lag, *, noise=0.0, seed=0, updates=260, sequences=S
     for _ in range(updates):
         kl += gain * (TARGET * RIGHT / betas[-1 - lag] - kl)
         kls.append(kl / TARGET)
-        controller = controller.after(kl * (1 + noise * draw.gauss(0, 1)), sequences=sequences)
+        error = None if noise else 0.0
+        measured = kl * (1 + noise * draw.gauss(0, 1))
+        controller = controller.after(measured, sequences=sequences, standard_error=error)
         betas.append(controller.beta)
     return kls
 

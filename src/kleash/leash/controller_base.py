@@ -28,31 +28,28 @@ ControllerT = TypeVar("ControllerT", bound="TargetController")
 
 def read_measurement(
     measured_nats: SupportsFloat, target_nats: float, sequences: int, standard_error: SupportsFloat | None
-) -> tuple[float | None, float | None, str | None]:
+) -> tuple[float | None, float, str | None]:
     """The measurement and its standard error divided by the target, and what was wrong with the measurement.
 
-    An invalid value is ignored (None) or replaced; the first number is from 0 to ``LARGEST_RATIO``. The event is None
-    if the measurement is valid.
+    An invalid value is ignored (None) or replaced; the first number is from 0 to ``LARGEST_RATIO``. An error that is
+    not known is NaN. The event is None if the measurement is valid.
 
     Raises:
         OptionError: if ``sequences`` or ``standard_error`` is negative.
     """
     require_at_least(0, sequences=sequences)
-    error_nats = None if standard_error is None else float(standard_error)
-    if error_nats is not None and error_nats < 0:
+    error_nats = math.nan if standard_error is None else float(standard_error)
+    if error_nats < 0:
         raise OptionError(
             f"standard_error is {error_nats:g}; give nats, at least 0, or None if it is not known"
         )
     if sequences == 0:
-        return None, None, "ignored: no sequence was measured"
+        return None, math.nan, "ignored: no sequence was measured"
     kl_nats = float(measured_nats)
     if math.isnan(kl_nats) or kl_nats == -math.inf:
-        return None, None, f"ignored: the measured KL is {kl_nats}"
-    error, event = None, None
-    if error_nats == math.inf:
-        event = f"the standard error is {error_nats}: ignored"
-    elif error_nats is not None:  # NaN is that of a single prompt
-        error = error_nats if math.isnan(error_nats) else min(error_nats / target_nats, LARGEST_RATIO)
+        return None, math.nan, f"ignored: the measured KL is {kl_nats}"
+    error = min(error_nats / target_nats, LARGEST_RATIO) if math.isfinite(error_nats) else math.nan
+    event = f"the standard error is {error_nats}: ignored" if error_nats == math.inf else None
     if kl_nats == math.inf:
         event = "the measured KL is infinite: taken as the largest deviation"
     elif kl_nats < 0:
@@ -90,15 +87,15 @@ class BetaRecord:
 class TargetController(BetaRecord, ABC):
     """A controller that multiplies beta by a factor at each update, within bounds, to keep a filtered KL at a target.
 
-    A measurement with a ``standard_error`` moves the filtered KL by a share ``gain`` of the difference: by little if
-    the error is large. The variances are relative to the filtered KL, or to the target while the KL is below it:
+    A measurement moves the filtered KL by a share ``gain`` of the difference: by little if its ``standard_error`` is
+    large. The variances are relative to the filtered KL, or to the target while the KL is below it:
 
         variance <- variance + DRIFT^2,    gain = variance / (variance + noise),    variance <- (1 - gain) variance
 
     ``noise`` is the average of *earlier* squared errors. A gain that contained the newest error would depend on the
-    measurement that it multiplies, since the error of a KL grows with the KL, and would bias the filter downwards. A
-    measurement without an error is not filtered; an error of NaN, as of a single prompt, is replaced by the distance
-    from the filtered KL.
+    measurement that it multiplies, since the error of a KL grows with the KL, and would bias the filter downwards. An
+    error that is not known (None, or NaN, as of a single prompt) is replaced by the distance from the filtered KL; one
+    of 0 is that of a KL which is not filtered.
     """
 
     beta: float
@@ -165,14 +162,12 @@ class TargetController(BetaRecord, ABC):
         return with_beta_times(controller, factor, event)
 
     @abstractmethod
-    def respond(
-        self: ControllerT, ratio: float, error: float | None, sequences: int
-    ) -> tuple[ControllerT, float]:
+    def respond(self: ControllerT, ratio: float, error: float, sequences: int) -> tuple[ControllerT, float]:
         """The controller with the state that follows a measurement, and the factor for beta: the rule of its kind.
 
         Args:
             ratio: measured KL over the target.
-            error: standard error over the target; None if it is not known.
+            error: standard error over the target; NaN if it is not known.
             sequences: number of sequences that were measured.
         """
 
@@ -181,28 +176,24 @@ class TargetController(BetaRecord, ABC):
         log_target = math.log(self.target_nats)
         return tuple(clip(level - log_target, reach) for level in self.levels)
 
-    def filtered(self: ControllerT, ratio: float, error: float | None) -> tuple[ControllerT, float]:
+    def filtered(self: ControllerT, ratio: float, error: float) -> tuple[ControllerT, float]:
         """The controller after a measurement, with its old beta, and the filtered KL over the target.
 
         Args:
             ratio: measured KL over the target.
-            error: standard error over the target; None for no filter, NaN if it is not known.
+            error: standard error over the target; NaN if it is not known.
         """
-        variance, noise = 0.0, self.noise
-        if error is not None:
-            earlier = self.log_ratios(MAX_LOG_RATIO)
-            before = math.exp(earlier[0]) if earlier else ratio
-            if math.isnan(error):
-                error = min(abs(ratio - before), UNKNOWN_ERROR * max(1.0, before))
-            relative_variance = (error / max(1.0, before)) ** 2
-            if earlier:
-                predicted = self.variance + DRIFT**2
-                gain = predicted / (predicted + noise)
-                ratio = before + gain * (ratio - before)
-                variance = (1 - gain) * predicted
-                noise += NOISE_RATE * (relative_variance - noise)
-            else:
-                variance = noise = relative_variance
+        earlier = self.log_ratios(MAX_LOG_RATIO)
+        before = math.exp(earlier[0]) if earlier else ratio
+        if math.isnan(error):
+            error = min(abs(ratio - before), UNKNOWN_ERROR * max(1.0, before))
+        variance = noise = (error / max(1.0, before)) ** 2
+        if earlier:
+            predicted = self.variance + DRIFT**2
+            gain = predicted / (predicted + self.noise)
+            ratio = before + gain * (ratio - before)
+            variance = (1 - gain) * predicted
+            noise = self.noise + NOISE_RATE * (noise - self.noise)
         log_ratio = math.log(ratio) if ratio > 0 else -MAX_LOG_RATIO
         level = math.log(self.target_nats) + max(log_ratio, -MAX_LOG_RATIO)
         return replace(self, levels=(level, *self.levels[:1]), variance=variance, noise=noise), ratio

@@ -90,7 +90,7 @@ class ZieglerBeta(TargetController):
         super().__post_init__()
         require_above(0.0, **options_given(horizon=self.horizon))
 
-    def respond(self, ratio: float, error: float | None, sequences: int) -> "tuple[ZieglerBeta, float]":
+    def respond(self, ratio: float, error: float, sequences: int) -> "tuple[ZieglerBeta, float]":
         """The controller and the factor for beta: by the published rule with a ``horizon``, otherwise by the damped."""
         if self.horizon is not None:
             return self, 1 + clip(ratio - 1, 0.2) * (sequences / self.horizon)
@@ -128,7 +128,7 @@ class DualBeta(TargetController):
         require_at_least(0.0, rate=self.rate)
         require_above(0.0, largest_error=self.largest_error)
 
-    def respond(self, ratio: float, error: float | None, sequences: int) -> "tuple[DualBeta, float]":
+    def respond(self, ratio: float, error: float, sequences: int) -> "tuple[DualBeta, float]":
         """The controller and the factor for beta: exp of the ascent's step and its damping."""
         controller, ratio = self.filtered(ratio, error)
         log_factor = self.rate * clip(ratio - 1, self.largest_error)
@@ -172,7 +172,7 @@ class PIDBeta(TargetController):
         require_at_least(0.0, integral=self.integral, derivative=self.derivative)
         require_above(0.0, largest_error=self.largest_error, reach=self.reach)
 
-    def respond(self, ratio: float, error: float | None, sequences: int) -> "tuple[PIDBeta, float]":
+    def respond(self, ratio: float, error: float, sequences: int) -> "tuple[PIDBeta, float]":
         """The filtered controller, and the factor of beta: the change of the PID output since the last step, as exp."""
         controller, ratio = self.filtered(ratio, error)
         growth = controller.growth(self.reach)
