@@ -139,14 +139,11 @@ def test_conventions_resolve_by_name():
     assert all(record.takes_behaviour is ("behaviour" in name) for name, record in CONVENTIONS.items())
 
 
-def test_the_default_name_is_module_and_function():
+def test_an_audit_has_its_name_the_versions_and_the_ends_of_its_zones():
     assert audit(textbook, "log_probabilities").target == "single_faults.textbook"
     assert audit(partial(textbook), "log_probabilities").target == "single_faults.textbook"
     versions = audit(kleash.kl, "log_probabilities").versions
     assert versions["torch"] == torch.__version__ and versions["kleash"] == kleash.__version__
-
-
-def test_an_audit_has_the_ends_of_its_zones_in_json():
     found = json.loads(audit(clamped_after, "loss").to_json())
     assert found["zones"][0]["high"] == pytest.approx(-2.61, abs=0.01)
     assert found["schema"] == 4 and found["zones"][-1]["low"] == "-Infinity"

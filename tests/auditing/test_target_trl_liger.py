@@ -9,24 +9,15 @@ from target_values import close, mean, of, spread
 pytestmark = pytest.mark.peers("trl", "liger_kernel")
 
 
-def test_trl_grpo_without_correction_is_the_mean_of_k3(inputs, by_hand):
+def test_trl_averages_k3_by_the_attached_ratio_of_each_loss(inputs, by_hand):
     value, gradient = of("trl:grpo_plain", inputs)
     close(value, mean(by_hand.k3, inputs.mask))
     close(gradient, spread(by_hand.k3_slope, inputs.mask))
-
-
-def test_trl_grpo_by_default_multiplies_k3_by_the_attached_ratio(inputs, by_hand):
     value, gradient = of("trl:grpo", inputs)
     close(value, mean(by_hand.w * by_hand.k3, inputs.mask))
     close(gradient, spread(by_hand.w * (by_hand.k3 + by_hand.k3_slope), inputs.mask))
-
-
-def test_trl_grpo_at_sequence_level_multiplies_by_the_geometric_mean_of_the_ratios(inputs, by_hand):
     logs = torch.where(inputs.mask, by_hand.w.log(), 0.0).sum(-1) / inputs.mask.sum(-1)
     close(of("trl:grpo_sequence_ratio", inputs)[0], mean(logs.exp().unsqueeze(-1) * by_hand.k3, inputs.mask))
-
-
-def test_trl_gmpo_is_the_mean_of_means_of_k3(inputs, by_hand):
     sums = torch.where(inputs.mask, by_hand.k3, 0.0).sum(-1)
     close(of("trl:gmpo", inputs)[0], (sums / torch.tensor([3, 2])).mean())
 

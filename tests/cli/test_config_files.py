@@ -35,7 +35,9 @@ def test_options_come_from_the_file_and_those_of_the_line_win(tmp_path: Path, wr
     assert told == MeasureJob(**{**expected, "limit": 9, "report_to": ("wandb",)})
 
 
-def test_words_without_an_option_are_in_the_file_too(tmp_path: Path) -> None:
+def test_words_without_an_option_and_numbers_that_yaml_takes_for_text_are_in_the_file_too(
+    tmp_path: Path,
+) -> None:
     for command, name, words in (
         ("compare", "folders", ["a", "b"]),
         ("report", "folder", ["a"]),
@@ -45,20 +47,16 @@ def test_words_without_an_option_are_in_the_file_too(tmp_path: Path) -> None:
         path = config(tmp_path, yaml_of({name: words if name.endswith("s") else words[0]}))
         for given in ([], [f"other-{word}" for word in words]):
             assert read_words([command, *given, "--config", path]) == read_words([command, *(given or words)])
-
-
-def test_numbers_that_yaml_takes_for_text_are_numbers(tmp_path: Path) -> None:
     path = config(tmp_path, "learning_rate: 1e-4\nsteps: 3\n")
-    job = read_words(["train", "grpo", "--config", path])
-    assert isinstance(job, GRPOJob) and job.learning_rate == 1e-4 and job.steps == 3
+    assert read_words(["train", "grpo", "--config", path]) == GRPOJob(learning_rate=1e-4, steps=3)
 
 
 @pytest.mark.parametrize(
     ("command", "job"),
     [
-        ("measure", MeasureJob(limit=3, text="x.txt", window=64, device="cpu")),
+        ("measure", MeasureJob(text="x.txt", window=64, at_most=0.1, direction="policy-reference")),
         ("train grpo", GRPOJob(beta=0.3, kl="k3", kl_scope="token", steps=7, seed=5)),
-        ("sweep", SweepJob(candidates=("a", "b"), limit=3, direction="policy-reference")),
+        ("sweep", SweepJob(candidates=("a", "b"), at_most=0.1, direction="policy-reference")),
     ],
 )
 def test_a_runs_own_header_repeats_it(tmp_path: Path, command: str, job: Any) -> None:

@@ -14,7 +14,7 @@ from kleash.records import CacheJob, MeasureJob
     ("options", "message"),
     [
         ({"prompts": "a", "text": "b"}, "give one of --prompts, --text and --responses"),
-        ({"policy": "x"}, "say what the models should read: --prompts, --text or --responses"),
+        ({"policy": "x", "reference_cache": "x.kld"}, "--responses; x.kld is no file with a text in it"),
         ({"temperature": float("nan")}, "--temperature must be a number of 0 or more; it is nan"),
         ({"temperature": -1.0}, "--temperature must be a number of 0 or more; it is -1.0"),
         ({"samples_per_prompt": 0}, "--samples-per-prompt must be at least 1; it is 0"),

@@ -280,7 +280,7 @@ def test_another_reference_or_dtype_raises(pair, text, cached, tmp_path, refused
     assert f"and the reference is {pair[0]} (fingerprint" in line
     models = words(policy=pair[0], reference=pair[1])
     line = refused("measure", *models, *out, "--dtype", "bfloat16")
-    assert ", float32) and the reference is" in line and ", bfloat16); give that reference" in line
+    assert ", float32) and the reference is" in line and ", bfloat16); give --dtype float32" in line
     line = refused("cache", *words(reference=pair[0], text=text, out=cached, **WINDOWS))
     assert f"{cached} holds hidden states of {pair[1]}" in line
 

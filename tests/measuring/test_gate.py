@@ -32,7 +32,7 @@ def test_the_verdict_stands_in_the_measurement_and_the_report(run):
     assert (gate.value, gate.ci95, gate.clusters) == (kl.value, kl.ci95, 40)
     assert json.loads((run / "measurement.json").read_text())["gate"]["verdict"] == "passed"
     assert "Gate passed" in (run / "report.html").read_text()
-    assert "at_most" not in json.loads((run / "run.json").read_text())["settings"]
+    assert json.loads((run / "run.json").read_text())["settings"]["at_most"] == 1000
 
 
 def test_a_resumed_run_may_have_another_limit(run, capsys):

@@ -167,8 +167,9 @@ def test_three_commands_measure_what_one_measures_though_one_is_killed(job, alon
     assert codes in ([killed, 0, 1], [0, 0, 1]), ended  # the second if all was over before the signal
     assert sum("KL(policy ‖ reference)" in output for (output, _), code in ended if code == 1) == 1
     assert not any(output for (output, _), code in ended if code == 0)
-    measured = Measurement.read(out)
-    assert measured.gate is not None and untimed(out, "gate") == untimed(Path(str(job.out)), "gate")
+    measured, single = Measurement.read(out), Measurement.read(str(job.out))
+    assert measured.gate is not None and measured.job == {**single.job, "at_most": 1e-9}
+    assert untimed(out, "gate", "job") == untimed(Path(str(job.out)), "gate", "job")
     require_same_parts(out, Path(str(job.out)))
 
 

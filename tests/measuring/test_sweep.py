@@ -164,7 +164,7 @@ def test_other_options_leave_the_sweep_as_it_is(job, result, tmp_path, option, d
         "candidates": ("elsewhere/far", *job.candidates[1:]),
     }
     written = (Path(str(job.out)) / "sweep.json").read_bytes()
-    with pytest.raises(RunFolderError, match=f"01-far holds another run: {difference}.*give another --out"):
+    with pytest.raises(RunFolderError, match=f"01-far holds another run: {difference}.*as it was, or give"):
         sweep(**{**vars(job), option: others[option], "resume": True})
     assert (Path(str(job.out)) / "sweep.json").read_bytes() == written
 
@@ -207,8 +207,7 @@ def test_a_folder_that_holds_something_else_is_refused(job, result, tmp_path, re
 
 
 def test_two_copies_of_the_reference_differ_by_exactly_0(job, folder):
-    copy = shutil.copytree(folder / "base", folder / "copy-of-base")
-    candidates = (str(folder / "base"), str(copy))
+    candidates = (str(folder / "base"), str(shutil.copytree(folder / "base", folder / "copy-of-base")))
     result = sweep(**{**vars(job), "candidates": candidates, "out": folder / "copies"})
     (pair,) = result.pairs
     assert pair.is_tie and pair.simultaneous_ci95 == (0, 0) and not pair.difference.warnings
@@ -228,8 +227,9 @@ def test_a_candidate_whose_run_is_damaged_fails_and_the_others_are_ranked(job, r
 
 def test_ctrl_c_names_the_command_that_resumes(job, tmp_path, monkeypatch):
     monkeypatch.setattr(sweep_run, "cache_reference", Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(Interrupted, match=f"--resume --out {tmp_path / 'new'}"):
-        sweep(**{**vars(job), "out": str(tmp_path / "new")})
+    for resume in (False, True):  # nothing is there to resume: a batch job is begun as it is requeued
+        with pytest.raises(Interrupted, match=f"--resume --out {tmp_path / 'new'}"):
+            sweep(**{**vars(job), "out": str(tmp_path / "new"), "resume": resume})
 
 
 def test_the_command_exits_with_2_if_a_candidate_failed(job, result, capsys):

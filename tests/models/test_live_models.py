@@ -1,6 +1,7 @@
 """Networks in memory as models, and training that goes on as if nobody had looked."""
 
 import random
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kleash.auditing.targets.packages import quiet
 from kleash.errors import ModelError
-from kleash.models import Pair, at_rest, live_model, load_pair, score
+from kleash.models import Pair, at_rest, live_model, load_pair, pair_models, score
 
 ANSWERS = [sequence_of((0, 40, 41), (50, 61, 72, 83))]
 
@@ -51,6 +52,18 @@ def test_a_live_model_is_measured_with_its_current_weights(network, base, tokeni
     assert (before == 0).all() and (after > 1e-3).all()
     assert model.path == str(base) and model.eos_token_ids == (1,) and model.context_length == 128
     assert model.head.weight.data_ptr() == network.lm_head.weight.data_ptr()
+
+
+def test_notes_on_live_models_are_those_of_their_pair(network, base, tokenizer):
+    copy = deepcopy(network)
+    layer = copy.model.layers[0].mlp.up_proj
+    layer.register_buffer("weight", layer._parameters.pop("weight").to(torch.int8))
+    layer.forward = lambda hidden: hidden @ layer.weight.to(hidden).T
+    network.lm_head.register_forward_hook(lambda module, inputs, logits: logits.tanh())
+    policy = live_model(network.eval(), tokenizer)
+    notes = pair_models(policy, live_model(copy.eval(), tokenizer, role="reference"), ()).notes
+    assert notes[0].startswith("the policy (LlamaForCausalLM) does not come apart")
+    assert notes[1] == "the reference in memory runs on packed weights, with the kernels of its format"
 
 
 def test_active_and_disabled_adapters_agree_with_loaded_folders(adapted, base, adapter, tokenizer):

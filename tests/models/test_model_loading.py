@@ -209,14 +209,11 @@ def test_a_missing_tokenizer_is_an_error(copied, unhooked):
     refuse(copied, "the tokenizer of the policy .* cannot be loaded")
 
 
-def test_mismatched_shapes_and_unknown_architectures_are_errors(copied, unhooked):
+def test_mismatched_shapes_and_architectures_that_do_not_fit_are_errors(copied, tmp_path, unhooked):
     edit_json(copied / "config.json", vocab_size=310)
     refuse(copied, "has 2 weights of other shapes than its configuration says, .*lm_head.weight.*; correct")
     edit_json(copied / "config.json", model_type="never-heard-of")
     refuse(copied, "cannot be loaded: .*never-heard-of")
-
-
-def test_encoder_decoders_are_refused(tmp_path, unhooked):
     config = T5Config(vocab_size=320, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
     T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
     tiny_tokenizer().save_pretrained(tmp_path / "t5")

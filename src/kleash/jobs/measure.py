@@ -101,7 +101,8 @@ class MeasureJob(
             ),
             Refusal(
                 not sources and self.policy != SHIPPED_POLICY,
-                "say what the models should read: --prompts, --text or --responses",
+                "say what the models should read: --prompts, --text or --responses"
+                + (f"; {self.reference_cache} is no file with a text in it" if self.reference_cache else ""),
             ),
             Refusal(
                 self.temperature == 0 and self.samples_per_prompt > 1,

@@ -31,10 +31,8 @@ SHIPPED_TEXT = "shipped:text"
 
 RANK_MAPS = ("fsdp", "tensor")
 """Device maps that divide a model over processes."""
-OUTPUT_OPTIONS = frozenset(
-    {"out", "resume", "at_most", "direction", "quiet", "json", "format", "report_to", "show_reference"}
-)
-"""Options that change where a result goes, or what is done with it, and not what it is."""
+OUTPUT_OPTIONS = frozenset({"out", "resume", "quiet", "json", "format", "report_to", "show_reference"})
+"""Options that change where a result goes and how it is printed, and not what it is; a gate is kept with a run."""
 DEALING_OPTIONS = frozenset({"engine", "address", "workers", "resources_per_worker"})
 """Options that change which process does which part of the work, and not the result."""
 REQUEST_OPTIONS = frozenset({"endpoint_concurrency", "endpoint_timeout", "endpoint_retries"})

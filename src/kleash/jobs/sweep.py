@@ -116,12 +116,11 @@ class SweepJob(FormatOption, TrackerOption, ScoringOptions, WorkerOptions):
         return DIRECTIONS[self.direction]
 
     def settings(self) -> dict[str, object]:
-        """The fields that decide the result, ready for JSON, as those of a measurement; one ranks by ``direction``."""
-        left_out = (OUTPUT_OPTIONS | DEALING_OPTIONS) - {"direction"}
+        """The fields that decide the result, ready for JSON, as those of a measurement."""
         return {
             option.name: encode(getattr(self, option.name))
             for option in fields(self)
-            if option.name not in left_out
+            if option.name not in OUTPUT_OPTIONS | DEALING_OPTIONS
         }
 
     def cache_job(self, out: Path) -> CacheJob:

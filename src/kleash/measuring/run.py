@@ -237,8 +237,12 @@ def opened_run(job: MeasureJob, reporter: ProgressReporter, pair: Pair | None = 
 
 @contextmanager
 def resumable(out: Path, how: str = "finished shards are on disk: resume with --resume") -> Generator[None]:
-    """Context of work that an interruption leaves resumable in ``out``; ``how``, in words before the folder."""
+    """Context of work that an interruption leaves resumable in ``out``; ``how``, in words before the folder.
+
+    Of contexts in each other the outermost says how: that of the command.
+    """
     try:
         yield
     except KeyboardInterrupt as stop:
-        raise Interrupted(f"{str(stop) or 'interrupted'}; {how} --out {out}") from stop
+        cause = stop.__cause__ if isinstance(stop, Interrupted) else stop
+        raise Interrupted(f"{str(cause) or 'interrupted'}; {how} --out {out}") from cause

@@ -119,8 +119,6 @@ def check_sweep_folder(out: Path, *, resume: bool) -> None:
     has_sweep = holds_job(out, "sweep", {"candidates", SWEEP, "reference-cache"}, {*LOCK_FILES, SOURCE})
     if has_sweep and not resume:
         raise RunFolderError(f"{out} holds a sweep; go on with it by --resume, or give another --out")
-    if not has_sweep and resume:
-        raise RunFolderError(f"{out} holds no sweep to resume; leave --resume out, or name its folder")
 
 
 def _sweep(job: SweepJob, out: Path, reporter: ProgressReporter) -> tuple[Sweep, bool]:

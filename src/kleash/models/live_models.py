@@ -20,6 +20,7 @@ from kleash.models.pair import Model
 from kleash.models.pair_loading import DTYPES
 from kleash.models.sharded_networks import MeanGradient, reshard, shard_storage, view_of_shards
 from kleash.models.shared_base import LoadedNetwork
+from kleash.models.transformers_formats import is_packed
 
 ACTIVE_ADAPTER = "the one in use"
 """Value of ``adapter`` for the adapter that is active in the PEFT model."""
@@ -65,15 +66,17 @@ def live_model(
     if storage is not None:
         network = view_of_shards(network, storage)
     base = base_network(network)
+    packed_note = f"the {role} in memory runs on packed weights, with the kernels of its format"
     loaded = LoadedNetwork(
         network=base,
         parameters=sum(parameter.numel() for parameter in base.parameters()),
+        notes=(packed_note,) if storage is None and is_packed(base) else (),
         storage=storage,
         adapters=network if is_peft else None,
         adapter=adapter_name,
     )
     path = name or base.name_or_path or type(base).__name__
-    return build_model(loaded, tokenizer, role=role, path=path)[0]
+    return build_model(loaded, tokenizer, role=role, path=path)
 
 
 def base_network(network: Any) -> Any:

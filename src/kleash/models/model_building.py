@@ -35,7 +35,7 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 def build_model(
     loaded: LoadedNetwork, tokenizer: Any, *, role: str, path: str, fingerprint: str = "", **known: Any
-) -> tuple[Model, tuple[str, ...]]:
+) -> Model:
     """Make a ``Model`` of a loaded network: find its head, and check it against the tokenizer.
 
     Args:
@@ -47,7 +47,7 @@ def build_model(
         known: further fields of the model, which its checkpoint and the options of loading say.
 
     Returns:
-        The model, and notes: those of loading, on end tokens that do not exist, and if no head reproduces the
+        The model, with notes: those of loading, on end tokens that do not exist, and if no head reproduces the
         network's logits.
 
     Raises:
@@ -88,9 +88,10 @@ def build_model(
         head=extracted.head,
         vocab_size=extracted.vocab_size,
         max_padded_length=extracted.max_padded_length,
+        notes=(*loaded.notes, *filter(None, (eos_note, extracted.note))),
     )
     check_vocab_size(model, model.vocab_size, "logits")
-    return model, (*loaded.notes, *filter(None, (eos_note, extracted.note)))
+    return model
 
 
 def _extract_head(model: Model) -> ExtractedHead:

@@ -59,6 +59,8 @@ class Model:
     """The device map that it was loaded with."""
     trust_remote_code: bool = False
     """Whether the checkpoint's own code may run."""
+    notes: tuple[str, ...] = ()
+    """What a user should know of how it was loaded and is run."""
     tokenizer: Any
     network: Any
     """The transformers model."""

@@ -1,6 +1,6 @@
 """Loading policy and reference, and checking that they can be compared."""
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -91,10 +91,10 @@ def load_checkpoints(checkpoints: Mapping[str, Checkpoint], loading: Loading) ->
     """
     models, notes = _load_models(checkpoints, loading)
     if len(models) == 2:
-        return pair_models(models["policy"], models["reference"], tuple(dict.fromkeys(notes)))
+        return pair_models(models["policy"], models["reference"], notes)
     ((role, model),) = models.items()
     return _with_kept_rows(
-        Pair(policy=model, reference=model, tokenizer=model.tokenizer, notes=tuple(notes)),
+        Pair(policy=model, reference=model, tokenizer=model.tokenizer, notes=(*notes, *model.notes)),
         f"the {role}'s head has",
     )
 
@@ -102,7 +102,7 @@ def load_checkpoints(checkpoints: Mapping[str, Checkpoint], loading: Loading) ->
 def _load_models(
     checkpoints: Mapping[str, Checkpoint], loading: Loading, stored_tokenizer: Any = None
 ) -> tuple[dict[str, Model], list[str]]:
-    """Load the model of each role, with its tokenizer; also return notes for the user.
+    """Load the model of each role, with its tokenizer; also return notes on them together.
 
     Args:
         checkpoints: by role.
@@ -110,7 +110,6 @@ def _load_models(
         stored_tokenizer: of a reference that is not loaded, with which the tokenizers are compared.
     """
     models: dict[str, Model] = {}
-    model_notes: list[str] = []
     device = resolve_device(loading.device, loading.device_map)
     dtype = resolve_dtype(loading.dtype, device)
     with suppress_library_output(), without_zero3_loading():
@@ -125,7 +124,7 @@ def _load_models(
             trust_remote_code=loading.trust_remote_code,
         )
         for role, checkpoint in checkpoints.items():
-            models[role], notes = build_model(
+            models[role] = build_model(
                 networks[role],
                 tokenizers[role],
                 role=role,
@@ -138,17 +137,22 @@ def _load_models(
                 device_map=loading.device_map,
                 trust_remote_code=loading.trust_remote_code,
             )
-            model_notes += notes
     adapter_notes = [
         f"the {checkpoint.role} is the adapter {checkpoint.name} over {checkpoint.base}"
         for checkpoint in checkpoints.values()
         if checkpoint.adapter is not None
     ]
-    return models, [*tokenizer_notes, *adapter_notes, *sharing_notes, *model_notes]
+    return models, [*tokenizer_notes, *adapter_notes, *sharing_notes]
 
 
-def pair_models(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pair:
-    """Make a pair of two models; heads of different sizes are truncated to the tokenizer's tokens."""
+def pair_models(policy: Model, reference: Model, notes: Iterable[str]) -> Pair:
+    """Make a pair of two models; heads of different sizes are truncated to the tokenizer's tokens.
+
+    Args:
+        policy: the one.
+        reference: the other.
+        notes: on both together, beside those of each.
+    """
     doubts = (
         (
             policy.dtype != reference.dtype,
@@ -161,7 +165,11 @@ def pair_models(policy: Model, reference: Model, notes: tuple[str, ...]) -> Pair
     )
     warnings = tuple(doubt for is_raised, doubt in doubts if is_raised)
     pair = Pair(
-        policy=policy, reference=reference, tokenizer=policy.tokenizer, notes=notes, warnings=warnings
+        policy=policy,
+        reference=reference,
+        tokenizer=policy.tokenizer,
+        notes=tuple(dict.fromkeys((*notes, *policy.notes, *reference.notes))),
+        warnings=warnings,
     )
     if policy.vocab_size == reference.vocab_size:
         return _with_kept_rows(pair, "both heads have")

@@ -23,8 +23,9 @@ SOURCE = "source.jsonl"
 ADVICE_IF_LOCKED = "wait for it, or give another --out"
 PROBE_NATS = 0.05
 """Largest median difference between two answers of one server to its probe; rounding in bfloat16 stays below it."""
-MAY_DIFFER = {"reference_cache"}
-"""Options that may differ: hidden states are the same wherever they lie, so a sweep with its cache can be moved."""
+MAY_DIFFER = {"reference_cache", "at_most", "direction"}
+"""Options that may differ: hidden states are the same wherever they lie, so a sweep with its cache can be moved, and a
+gate is decided anew."""
 MAY_DIFFER_IN_TRAINING = {"steps", "batch_tokens"}
 """A training may go on for more steps, and in less memory; the shards of a measurement depend on ``batch_tokens``."""
 KIND_OF_FINGERPRINT = "sha256:"
@@ -100,7 +101,9 @@ def require_same(root: Path, stored: RunHeader, header: RunHeader) -> None:
     """
     differences = stored.differences(header)
     if differences:
-        raise RunFolderError(f"{root} holds another run: {'; '.join(differences)}; give another --out")
+        raise RunFolderError(
+            f"{root} holds another run: {'; '.join(differences)}; go on with it as it was, or give another --out"
+        )
 
 
 def begin_header(root: Path, header: RunHeader) -> None:

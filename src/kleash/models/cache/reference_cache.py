@@ -152,9 +152,10 @@ def check_same_model(folder: Path, label: CacheLabel, name: str, fingerprint: st
     """
     cached = label.reference
     if (cached.fingerprint, cached.dtype) != (fingerprint, dtype):
+        advice = f"--dtype {cached.dtype}" if cached.fingerprint == fingerprint else "that reference"
         raise ModelError(
             f"{folder} holds hidden states of {cached.path} (fingerprint {cached.fingerprint}, {cached.dtype}) and "
-            f"the reference is {name} (fingerprint {fingerprint}, {dtype}); give that reference, or another cache"
+            f"the reference is {name} (fingerprint {fingerprint}, {dtype}); give {advice}, or another cache"
         )
 
 
