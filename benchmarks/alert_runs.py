@@ -254,10 +254,8 @@ class Measurer:
         values = {"eval/reward": float(scores.mean()), "eval/reward_error": _error(scores)}
         if self.best is not None and self.setting.is_paired:
             change = scores - self.best[1]
-            values |= {
-                "eval/reward_change": float(change.mean()),
-                "eval/reward_change_error": _error(change),
-            }
+            values |= {"eval/reward_change": float(change.mean()), "eval/reward_change_error": _error(change)}
+            values |= {"eval/prompts": self.setting.eval_prompts}
         if self.best is None or scores.mean() > self.best[0]:
             self.best = float(scores.mean()), scores
         return values
