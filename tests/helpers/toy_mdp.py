@@ -140,7 +140,7 @@ def true_values() -> Tensor:
     """What the rewards to go average to at each prefix, with k1 in the reward."""
     every = said(POLICY, torch.arange(len(TOKENS)))
     rewards = shape_rewards(every.scores, k1(every), MASK, beta=BETA)
-    to_go = generalised_advantages(rewards, torch.zeros_like(rewards), MASK, gae_lambda=1.0).returns
+    to_go = generalised_advantages(rewards, torch.zeros_like(rewards), MASK).returns
     weight = chances(POLICY).unsqueeze(-1) * MASK
     total = torch.zeros(len(PREFIXES), dtype=torch.float64).index_add(
         0, AT.flatten(), (weight * to_go).flatten()

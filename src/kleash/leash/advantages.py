@@ -28,7 +28,7 @@ def generalised_advantages(
     mask: Bool[Tensor, "sequences steps"] | Integer[Tensor, "sequences steps"],
     *,
     gamma: float = 1.0,
-    gae_lambda: float = 0.95,
+    gae_lambda: float = 1.0,
 ) -> Advantages:
     """Generalised advantage estimation (GAE) over unmasked tokens.
 
