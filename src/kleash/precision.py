@@ -57,8 +57,11 @@ def nan_unless_normalised(
 
 
 def bitwise_equal(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors have equal shape, type and bits: 0.0 is not -0.0, and a NaN equals one of the same bits."""
-    if first.shape != second.shape or first.dtype != second.dtype:
+    """Whether two tensors have equal shape, type and bits: 0.0 is not -0.0, and a NaN equals one of the same bits.
+
+    A tensor on the device "meta" has no bits, and equals none.
+    """
+    if first.shape != second.shape or first.dtype != second.dtype or first.is_meta or second.is_meta:
         return False
     first, second = (x.detach().reshape(-1).contiguous().view(torch.uint8) for x in (first, second))
     return torch.equal(first, second.to(first.device))

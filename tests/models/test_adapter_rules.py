@@ -263,5 +263,6 @@ def test_bitwise_equal_compares_bits(dtype):
     payload = nan.clone()
     payload.view(torch.uint8)[0, 0] ^= 1
     assert payload.isnan().all() and not bitwise_equal(nan, payload)
+    assert not bitwise_equal(zero.to("meta"), zero.to("meta"))  # no bits to compare
     assert not bitwise_equal(zero, zero[None]) and not bitwise_equal(zero.double(), zero.float())
     assert bitwise_equal(torch.tensor(1.0, dtype=dtype), torch.tensor(1.0, dtype=dtype))

@@ -1,6 +1,7 @@
 """Groups of weights: every weight in one group, swapped as the state dict would be, and undone without a trace."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,6 +175,27 @@ def test_a_norm_with_another_epsilon_is_not_identical(tmp_path):
     pair = load_pair(str(first), str(second))
     groups = weight_groups(pair.policy, pair.reference, "modules")
     assert [group.name for group in groups if not group.is_identical] == ["norms"]
+    assert not pair.is_one_model
+
+
+def test_a_copy_in_other_files_is_the_same_model_until_a_bit_or_a_setting_changes(tmp_path):
+    first = str(save_tiny(tmp_path / "first", "gemma2"))
+    network = AutoModelForCausalLM.from_pretrained(first)
+
+    def is_one_model(name: str) -> bool:
+        copy = shutil.copytree(first, tmp_path / name, ignore=shutil.ignore_patterns("*.safetensors"))
+        network.save_pretrained(copy, max_shard_size="20KB")
+        pair = load_pair(str(copy), first)
+        assert pair.policy.fingerprint != pair.reference.fingerprint
+        return pair.is_one_model
+
+    assert is_one_model("shards")
+    network.config.final_logit_softcapping += 1.0  # which the network reads as it runs
+    assert not is_one_model("setting")
+    network.config.final_logit_softcapping -= 1.0
+    weight = network.model.embed_tokens.weight.data
+    weight[-1, 0] = torch.nextafter(weight[-1, 0], torch.tensor(torch.inf))  # of a token that no text has
+    assert not is_one_model("bit")
 
 
 def test_embeddings_with_another_padding_index_are_identical(tmp_path):

@@ -176,13 +176,16 @@ class Pair:
     """Reasons to doubt the numbers."""
     vocabulary: str = "the whole vocabulary"
     """What the distributions are over, in words."""
+    has_equal_weights: bool = False
+    """Whether both were loaded with the same weights and settings, from whatever files."""
 
     @property
     def is_one_model(self) -> bool:
-        """Whether both are known to be the same model: the same network, or the same fingerprint and dtype."""
+        """Whether both are known to be the same model: the same network, weights, or fingerprint and dtype."""
         policy, reference = self.policy, self.reference
         has_same_files = not policy.is_in_memory and policy.fingerprint == reference.fingerprint
-        return policy.is_same_as(reference) or (has_same_files and policy.dtype == reference.dtype)
+        is_same_load = has_same_files and policy.dtype == reference.dtype
+        return policy.is_same_as(reference) or is_same_load or self.has_equal_weights
 
     @property
     def vocab_size(self) -> int:

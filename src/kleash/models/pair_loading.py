@@ -18,6 +18,7 @@ from kleash.models.network_loading import PARALLEL_MAPS, load_networks
 from kleash.models.padding_rows import PaddingRows
 from kleash.models.pair import Model, Pair
 from kleash.models.tokenizers import load_tokenizers, token_count
+from kleash.models.weight_groups import have_equal_weights
 
 DTYPES = {
     "float32": torch.float32,
@@ -170,6 +171,7 @@ def pair_models(policy: Model, reference: Model, notes: Iterable[str]) -> Pair:
         tokenizer=policy.tokenizer,
         notes=tuple(dict.fromkeys((*notes, *policy.notes, *reference.notes))),
         warnings=warnings,
+        has_equal_weights=have_equal_weights(policy, reference),
     )
     if policy.vocab_size == reference.vocab_size:
         return _with_kept_rows(pair, "both heads have")

@@ -17,6 +17,8 @@ from kleash.precision import bitwise_equal
 
 SETTING_TOLERANCE = 1e-6
 """Relative difference up to which two numbers of a module count as equal: GGUF files hold them in float32."""
+ORIGIN = ("_name_or_path", "name_or_path", "transformers_version")
+"""Settings of a network and its configuration that say where it comes from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +219,7 @@ def _group(name: str, parts: tuple[str, ...], policy: Model, reference: Model) -
         name=name,
         parts=parts,
         parameters=sum(parameters.values()),
-        is_identical=all(_are_equal(*pair) for pair in pairs.values()),
+        is_identical=all(are_equal(*pair) for pair in pairs.values()),
     )
 
 
@@ -243,7 +245,7 @@ def _check_shapes(path: str, policy_part: Any, reference_part: Any) -> None:
             )
 
 
-def _are_equal(policy_part: Any, reference_part: Any) -> bool:
+def are_equal(policy_part: Any, reference_part: Any) -> bool:
     """Whether two modules, or two tensors, are the same bit for bit, with the same settings."""
     if isinstance(policy_part, torch.Tensor):
         return bitwise_equal(policy_part, reference_part)
@@ -257,6 +259,21 @@ def _are_equal(policy_part: Any, reference_part: Any) -> bool:
     ) and all(bitwise_equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
 
 
+def have_equal_weights(policy: Model, reference: Model) -> bool:
+    """Whether two networks have the same code, settings and weights, bit for bit, from whatever files they come.
+
+    False as well where that is not known: of networks in memory, models that are not loaded, adapters, quantised
+    weights, and weights that several ranks store.
+    """
+    configs: list[dict[str, Any]] = []
+    for model in (policy, reference):
+        if model.checkpoint is None or model.adapters is not None or model.storage is not None:
+            return False
+        configs.append(model.network.config.to_dict() | dict.fromkeys(ORIGIN))
+    is_plain = configs[0] == configs[1] and configs[0].get("quantization_config") is None
+    return is_plain and are_equal(policy.network, reference.network)
+
+
 def _have_equal_settings(policy_part: torch.nn.Module, reference_part: torch.nn.Module) -> bool:
     """Whether the numbers and words that two modules hold as public attributes are equal.
 
@@ -267,6 +284,7 @@ def _have_equal_settings(policy_part: torch.nn.Module, reference_part: torch.nn.
             name: value
             for name, value in vars(module).items()
             if not name.startswith("_")
+            and name not in ORIGIN
             and isinstance(value, bool | int | float | str)
             and not (name == "padding_idx" and isinstance(module, torch.nn.Embedding))
         }
