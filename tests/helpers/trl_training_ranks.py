@@ -110,7 +110,7 @@ def train(folder, kind, sharding, *, monitors=True, **more):
         DriftMonitor(reference=reference, prompts=prompts[:3], sampling=sampling, every=2, name=name).attach(
             trainer
         )
-    ResponseRecorder(trainer).attach()
+    ResponseRecorder(trainer)
     pid = PIDBeta(beta=0.3, target_nats=2.0, per="token", proportional=0.2)
     BetaController(pid, metric="kl/per_token").attach(trainer)
     trainer.train()

@@ -161,9 +161,9 @@ def test_a_restored_state_is_that_of_any_kind_of_controller():
     with pytest.warns(UserWarning, match=r"no state of a KL controller, so it begins anew at 0\.1"):
         restored(_adaptive({"kind": "pid"}, 0.1, 0.5, 1000), {"global_step": 3})  # from before kleash
     measured = {name: getattr(begun, name) for name in ("levels", "variance", "noise")}
-    found = restored(_adaptive({"kind": "dual"}, 0.1, 0.5, 1000), {STATE: begun.to_dict()})
+    found = restored(_adaptive({"kind": "dual"}, 0.1, 0.5, 1000), {"global_step": 3, STATE: begun.to_dict()})
     assert found == DualBeta(beta=begun.beta, target_nats=0.5, per="token", **measured)
-    assert restored(KLController(FixedBeta(beta=0.3)), {STATE: begun.to_dict()}).beta == 0.3
+    assert restored(KLController(FixedBeta(beta=0.3)), {"global_step": 3, STATE: begun.to_dict()}).beta == 0.3
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, -1e4])

@@ -120,7 +120,7 @@ def test_verl_dataclass_and_plain_object_are_accepted(core):
 def test_invalid_options_are_refused(core):
     with pytest.raises(UnknownNameError, match="no type of KL controller is called 'pd'"):
         core.ours.get_kl_controller(configuration(type="pd"))
-    with pytest.raises(OptionError, match=r"verl sets per, target_nats: .* per token; leave it out"):
+    with pytest.raises(OptionError, match=r"verl sets per, target_nats; leave it out"):
         core.ours.get_kl_controller(configuration(type="pid", per="token", target_nats=4.0))
     with pytest.raises(OptionError, match=r"beta is 1e-05, outside 0\.0001 to 100"):
         core.ours.get_kl_controller(configuration(type="adaptive", kl_coef=1e-5))
@@ -160,7 +160,7 @@ def test_controller_state_survives_resume(core, trainer_class, tmp_path):
     folder, read = tmp_path / "global_step_2" / CONTROLLER_FILE, []
     first._save_checkpoint()
     (written,) = [json.loads(text) for text in read]  # before verl calls the checkpoint whole
-    assert written.pop("check") and written == saved.to_dict()
+    assert written == saved.to_dict()
     second = trainer(core, trainer_class, tmp_path, type="pid", beta_max=5.0)
     second._load_checkpoint()
     assert second.global_steps == 2 and second.kl_ctrl_in_reward.leash == saved
@@ -178,18 +178,17 @@ def test_a_damaged_state_is_not_loaded(core, trainer_class, tmp_path):
     first.kl_ctrl_in_reward.update(0.4, 8)
     first._save_checkpoint()
     path = tmp_path / "global_step_2" / CONTROLLER_FILE
-    whole = path.read_text()
-    state = json.loads(whole)
-    for name, value in state.items():
-        if isinstance(value, float):
-            path.write_text(json.dumps({**state, name: value * 1.5 + 0.25}))
-            with pytest.raises(RunFolderError, match=r"kl_controller.json cannot be read .* it is damaged"):
-                trainer(core, trainer_class, tmp_path, type="pid")._load_checkpoint()
-    path.write_text(whole[: len(whole) // 2])
-    with pytest.raises(RunFolderError, match=r"cannot be read .*; remove it to start the controller anew"):
-        trainer(core, trainer_class, tmp_path, type="pid")._load_checkpoint()
-    path.write_text(json.dumps({name: value for name, value in state.items() if name != "check"}))
-    with pytest.raises(RunFolderError, match="damaged"):
+    whole, state = path.read_text(), json.loads(path.read_text())
+    moved = [{**state, name: x * 1.5 + 0.25} for name, x in state.items() if isinstance(x, float)]
+    for content in (*map(json.dumps, moved), whole[: len(whole) // 2]):
+        path.write_text(content)
+        with pytest.raises(
+            RunFolderError, match=r"_controller.json is damaged.*; remove it to start the con"
+        ):
+            trainer(core, trainer_class, tmp_path, type="pid")._load_checkpoint()
+    path.write_text(whole)
+    path.with_name("checksums.jsonl").unlink()
+    with pytest.raises(RunFolderError, match="cannot be trusted"):
         trainer(core, trainer_class, tmp_path, type="pid")._load_checkpoint()
 
 
@@ -198,7 +197,7 @@ def test_checkpoint_without_controller_state_is_noted(core, trainer_class, tmp_p
     plain._save_checkpoint()
     (tmp_path / "global_step_2" / CONTROLLER_FILE).unlink()
     plain._load_checkpoint()
-    with pytest.warns(UserWarning, match=r"global_step_2/kl_controller.json does not exist"):
+    with pytest.warns(UserWarning, match=r"no state of a KL controller, so it begins anew at 0\.1"):
         trainer(core, trainer_class, tmp_path, type="pid")._load_checkpoint()
     fresh = trainer(core, trainer_class, tmp_path / "new", type="pid")
     fresh._load_checkpoint()

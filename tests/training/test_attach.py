@@ -268,23 +268,24 @@ def test_a_batch_of_several_generations_has_its_own_numbers(trl, folder, tmp_pat
     assert [nats for _, nats, _ in trainer._kl_rows["train"]] == pytest.approx(kl, rel=1e-4)
 
 
-def test_equal_responses_to_two_prompts_have_rewards_of_their_own(trl, folder, tmp_path):
+@pytest.mark.parametrize("turns", [["The sea"], ["was", "The sea"]])
+def test_equal_responses_to_two_prompts_have_rewards_of_their_own(trl, folder, tmp_path, turns):
     """A subclass rewards those to two prompts, and leaves those to the first out."""
-    prompts, texts = ["The", "The sea"], ["was"] * 4
+    prompts = [[{"content": turn} for turn in (*turns[:-1], last)] for last in ("The", turns[-1])]
 
     def generate(trainer, inputs):
         for prompt in prompts:
-            trainer._calculate_rewards([{"prompt": prompt}] * 4, [prompt] * 4, texts, [[2]] * 4)
-        ids = torch.tensor([trainer.processing_class(prompts[1])["input_ids"]] * 4)
+            trainer._calculate_rewards([{"prompt": prompt}] * 4, [prompt] * 4, ["was"] * 4, [[2]] * 4)
+        ids = torch.tensor([trainer.processing_class(" sea ".join(turns))["input_ids"]] * 4)
         return {"prompt_ids": ids, "completion_ids": torch.tensor([[2]] * 4)}
 
     theirs = type("Theirs", (trl.package.GRPOTrainer,), {"_generate_and_score_completions": generate})
-    rewards = [lambda prompts, **_: [float(len(prompt)) for prompt in prompts]]
+    rewards = [lambda prompts, **_: [float(len(prompt[-1]["content"])) for prompt in prompts]]
     trainer = make(theirs, trl.package.GRPOConfig, str(folder), tmp_path / "trl", reward_funcs=rewards)
     trainer.processing_class = metaspace_tokenizer()
     kleash.attach(trainer, out=tmp_path / "run")
     found = trainer._generate_and_score_completions([])["kleash_responses"]
-    expected = {"prompt": prompts[1], "response": " was", "score": len(prompts[1])}  # which decodes as "was"
+    expected = {"prompt": "\n".join(turns), "response": " was", "score": 7}  # which decodes as "was"
     assert len(found) == 4 and all(expected.items() <= one.items() for one in found)
 
 

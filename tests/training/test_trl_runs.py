@@ -213,7 +213,6 @@ def test_step_metrics_match_dense_kl_and_entropy_of_its_responses(trl, folder, t
     from kleash.training.with_trl import response_recorder
 
     recorder = response_recorder.ResponseRecorder(trainer)
-    recorder.attach()
     inputs = [{"prompt": "the sea was"}] * 2 + [{"prompt": "she counted"}] * 2
     seen, reward = [], trainer._calculate_rewards
     trainer._calculate_rewards = lambda *args: seen.append(reward(*args)) or seen[-1]
@@ -259,11 +258,13 @@ def test_step_metrics_match_dense_kl_and_entropy_of_its_responses(trl, folder, t
     for row, (asked_for, text) in enumerate(zip(inputs, texts, strict=True)):
         assert samples[asked_for["prompt"], text] == pytest.approx(kl[row].sum().item(), rel=1e-4)
     ended = [1 in row[keep].tolist() for row, keep in zip(output["completion_ids"], mask, strict=True)]
-    assert found["response/cut_share"] == 1 - sum(ended) / 4
+    assert found["completions/clipped_ratio"] == 1 - sum(ended) / 4
     recorder._add_metrics()
     assert recorder.samples == [], "of further passes"
     turns = [{"role": "assistant", "content": None}, {"role": "tool", "content": "7 7"}, {"content": "seven"}]
     assert response_recorder._text(turns) == "\nseven"
+    trainer.measure_exact_kl = lambda: (_ for _ in ()).throw(ModelError("offloaded"))
+    assert response_recorder.ResponseRecorder(trainer).note.endswith("KL is not measured: offloaded")
 
 
 def passes_of(trainer):

@@ -30,7 +30,8 @@ from kleash.extras import (
     wrap_after_import,
 )
 from kleash.kl_rules import CONTRACTS
-from kleash.leash import FixedBeta, StatefulController, beta_from_dict, shape_rewards
+from kleash.leash import FixedBeta, StatefulController, shape_rewards
+from kleash.leash.controller_state import controller_of
 from kleash.masking import select_and_call
 
 __all__ = ["KLController", "compute_approx_kl", "compute_reward", "install"]
@@ -168,16 +169,11 @@ def install(*, controller: Mapping[str, Any] | None = None, cap: float | None = 
 
 
 def _adaptive(
-    controller_settings: Mapping[str, Any], init_kl_coef: float, target: float, horizon: int
+    controller_options: Mapping[str, Any], init_kl_coef: float, target: float, horizon: int
 ) -> KLController:
     """A controller with a target, from the arguments of OpenRLHF's ``AdaptiveKLController``."""
-    openrlhf_settings = {"beta": init_kl_coef, "target_nats": target, "per": "token"}
-    duplicates = controller_settings.keys() & openrlhf_settings
-    if duplicates:
-        raise OptionError(f"OpenRLHF sets {', '.join(duplicates)}; leave it out of the controller")
-    if controller_settings.get("kind") == "ziegler":
-        openrlhf_settings["horizon"] = horizon
-    return KLController(beta_from_dict(openrlhf_settings | dict(controller_settings)))
+    settings = {"beta": init_kl_coef, "target_nats": target, "per": "token", "horizon": horizon}
+    return KLController(controller_of(settings, controller_options, framework="OpenRLHF"))
 
 
 def _fixed(kl_coef: float) -> KLController:
@@ -210,13 +206,8 @@ def _save_with_controller(
 def _restore_with_controller(restore: Callable[..., None], trainer: Any, checkpoint_states: Any) -> None:
     """Restore as OpenRLHF, and the controller from its state; a warning if the checkpoint has none."""
     restore(trainer, checkpoint_states)
-    states, controller = checkpoint_states or {}, trainer.kl_ctl
-    if STATE not in states and states.get("global_step") and not isinstance(controller.leash, FixedBeta):
-        warnings.warn(
-            f"the checkpoint has no state of a KL controller, so it begins anew at {controller.value}",
-            stacklevel=2,
-        )
-    controller.load_state(states.get(STATE, {}))
+    if checkpoint_states and checkpoint_states.get("global_step"):
+        trainer.kl_ctl.load_state(checkpoint_states.get(STATE, {}))
 
 
 def _step_with_mean_kl(

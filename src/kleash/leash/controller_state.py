@@ -1,6 +1,7 @@
 """Saving and restoring beta controllers, a mutable wrapper around one, and explanations of their steps."""
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from types import MappingProxyType
@@ -51,6 +52,31 @@ def beta_from_dict(record: Mapping[str, Any]) -> Leash:
         ) from error
 
 
+def controller_of(
+    settings: Mapping[str, Any],
+    options: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    framework: str = "kleash",
+) -> Leash:
+    """The controller of a job's or another framework's settings, and of further options of its user.
+
+    Args:
+        settings: ``kind`` and others; those that are no field of the controller do nothing.
+        options: fields of the controller. Of the settings, ``horizon`` alone may be among them.
+        framework: whose settings they are, for errors.
+
+    Raises:
+        UnknownNameError, OptionError: as ``beta_from_dict``; or if an option is one that the framework sets.
+    """
+    duplicates = sorted(settings.keys() & options.keys() - {"horizon"})
+    if duplicates:
+        raise OptionError(f"{framework} sets {', '.join(duplicates)}; leave it out of the controller")
+    record = {**settings, **options}
+    controller_class: Any = look_up(CONTROLLERS, record.get("kind"), "beta controller")
+    names = {"kind", *options, *(field.name for field in fields(controller_class))}
+    return beta_from_dict({name: value for name, value in record.items() if name in names})
+
+
 def with_state(leash: Leash, saved: Mapping[str, Any]) -> Leash:
     """The controller with the beta and the measured levels of a saved one; bounds, target and gains are its own.
 
@@ -88,23 +114,28 @@ class StatefulController:
         return self.leash.beta
 
     def update(
-        self, measured_nats: SupportsFloat, sequences: int, /, standard_error: SupportsFloat | None = None
+        self, current_kl: SupportsFloat, n_steps: int, standard_error: SupportsFloat | None = None
     ) -> None:
-        """Replace ``leash`` by the controller for the next update.
+        """Replace ``leash`` by the controller for the next update; the arguments have verl's names.
 
         Args:
-            measured_nats: the measured KL, in the unit of ``leash.per``.
-            sequences: the number of sequences that it was measured on.
+            current_kl: the measured KL in nats, in the unit of ``leash.per``.
+            n_steps: the number of sequences that it was measured on.
             standard_error: of the KL, in nats; None if it is not known.
         """
-        self.leash = self.leash.after(measured_nats, sequences=sequences, standard_error=standard_error)
+        self.leash = self.leash.after(current_kl, sequences=n_steps, standard_error=standard_error)
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
-        """Restore beta and the measured levels, as ``with_state``.
+        """Restore beta and the measured levels, as ``with_state``; warn if nothing was saved of what moves.
 
         Args:
             saved: the result of ``leash.to_dict()``, or an empty mapping.
         """
+        if not saved and not isinstance(self.leash, FixedBeta):
+            warnings.warn(
+                f"the checkpoint has no state of a KL controller, so it begins anew at {self.value}",
+                stacklevel=2,
+            )
         self.leash = with_state(self.leash, saved)
 
 

@@ -10,14 +10,14 @@ take the lines of all.
 
 import json
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kleash.errors import KleashError, RunFolderError
 from kleash.store.atomic import append_lines, remove_file, sync_folder, write_atomically, writing
@@ -328,8 +328,3 @@ def _append(root: Path, *lines: str, writer: str = "") -> None:
         append_lines(path, lines)
         if is_new:
             sync_folder(root)
-
-
-def check_of(record: Mapping[str, Any]) -> str:
-    """16 hex digits that stand for a record of plain values, whatever the order of its keys."""
-    return sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]

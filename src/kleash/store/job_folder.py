@@ -146,6 +146,8 @@ class JobFolder(ABC):
     """A folder that one process at a time writes, from the beginning or where an interrupted run ended."""
 
     root: Path
+    if_begun: str = "go on with it with --resume (resume=True), or give another --out"
+    """What to do where the folder holds a run that is not continued."""
     leftovers: ClassVar[frozenset[str]]
     """Patterns of the names that a run which was killed before its first shard or step may have left, beside
     unfinished files."""
@@ -177,9 +179,7 @@ class JobFolder(ABC):
             RunFolderError: if not.
         """
         if holds_job(self.root, "run", {HEADER}, self.leftovers) and self.begun and not resume:
-            raise RunFolderError(
-                f"{self.root} holds a run already; go on with it with --resume (resume=True), or give another --out"
-            )
+            raise RunFolderError(f"{self.root} holds a run already; {self.if_begun}")
 
     @property
     @abstractmethod

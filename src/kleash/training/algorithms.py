@@ -74,7 +74,9 @@ def train(job: TrainJob, display: Display | None = None) -> TrainingResult:
             try:
                 return finish(folder, run_log, trainer(job, run_log))
             except KeyboardInterrupt as stop:
-                raise Interrupted(interrupted(folder.root, len(run_log.history))) from stop
+                raise Interrupted(
+                    interrupted(folder.root, run_log.history[-1].step if run_log.history else 0)
+                ) from stop
             except Exception as error:
                 if isinstance(error, KleashError) or not is_disk_full(error):
                     raise

@@ -13,8 +13,8 @@ from kleash.jobs.options import checked_option
 from kleash.jobs.train import TrainJob
 from kleash.leash import CONTROLLERS, FixedBeta, Leash, PIDBeta
 from kleash.leash.controller_base import KL_UNITS
+from kleash.leash.controller_state import controller_of
 from kleash.registry import look_up, require_choice
-from kleash.training.job_schedule import controller_of
 from kleash.training.run_log import LogOptions
 
 if TYPE_CHECKING:
@@ -227,14 +227,14 @@ def _leash(trainer: Any, controller: str | Leash, target_nats: float | None, per
         return None
     beta = trainer.beta or 1.0  # BetaController refuses a beta of 0
     return controller_of(
-        controller,
         {
+            "kind": controller,
             "beta": beta,
             "beta_max": max(PIDBeta.beta_max, beta),
             "beta_min": min(PIDBeta.beta_min, beta),
             "target_nats": target_nats,
             "per": per,
-        },
+        }
     )
 
 

@@ -1,14 +1,14 @@
 """What a job prescribes for each step: its prompts, and the beta controller."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 from random import Random
 from typing import Any
 
 from kleash.jobs.train import RewardJob
-from kleash.leash import CONTROLLERS, Leash
-from kleash.registry import look_up
+from kleash.leash import Leash
+from kleash.leash.controller_state import controller_of
 
 
 def prompt_indices(num_prompts: int, positions: Iterable[int], seed: int) -> list[int]:
@@ -29,18 +29,7 @@ def _epoch_order(num_prompts: int, epoch: int, seed: int) -> list[int]:
 
 def leash_of(job: RewardJob) -> Leash:
     """The controller of a job in its initial state."""
-    return controller_of(job.controller, {**vars(job), "per": job.target_per})
-
-
-def controller_of(name: str, options: Mapping[str, Any]) -> Leash:
-    """The controller called ``name``, with those of the options that are its fields.
-
-    Raises:
-        UnknownNameError: if there is no such controller.
-        OptionError: if an option is out of range.
-    """
-    kind: Any = look_up(CONTROLLERS, name, "beta controller")
-    return kind(**{each.name: options[each.name] for each in fields(kind) if each.name in options})
+    return controller_of({**vars(job), "kind": job.controller, "per": job.target_per})
 
 
 def tightened(leash: Leash, job: Any) -> Leash:

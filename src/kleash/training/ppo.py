@@ -129,6 +129,7 @@ def one_step(
     next_leash = leash.after(kl, sequences=len(responses), standard_error=kl_error)
     metrics = {
         **measured,
+        "response/cut_share": float(np.mean([response.is_truncated for response in responses])),
         "value/explained_variance": explained_variance(responses),
         **update_metrics,
         "policy/learning_rate": progress.learning_rate,

@@ -26,8 +26,8 @@ class Response:
     """The weighted sum of its rewards; NaN if none applies."""
     parts: dict[str, float]
     """Each reward by name, without weight; NaN if it does not apply."""
-    is_truncated: bool
-    """Whether it ends without an end token."""
+    is_truncated: bool = False
+    """Whether it ends without an end token; only known in PPO, since TRL logs the share itself."""
     tokens: dict[str, Float[np.ndarray, " tokens"]]
     """Columns with a number for each token: "token_logp", where they are known "entropy", "token_logq" and the exact
     "token_kl", and others of the trainer. Without tokens if the response is masked as a whole (TRL's
@@ -64,7 +64,6 @@ def response_metrics(responses: Sequence[Response], beta: float) -> dict[str, fl
         **_reward_metrics(responses, beta),
         **(_token_metrics(counted, of_all=len(counted) == len(responses)) if counted else {}),
         "response/prompts": float(len({response.prompt_hash for response in responses})),
-        "response/cut_share": float(np.mean([response.is_truncated for response in responses])),
     }
 
 

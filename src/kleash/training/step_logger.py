@@ -8,7 +8,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from kleash.errors import CannotRunError, NonFiniteError, RunFolderError
+from kleash.errors import CannotRunError, NonFiniteError
 from kleash.integrations.trainer import BetaController, DriftMonitor
 from kleash.integrations.trainer.callback import AttachedCallback
 from kleash.integrations.trainer.compat import halve_learning_rate, moves_reference
@@ -84,10 +84,8 @@ class StepLogger(AttachedCallback):
         """What was due after the last step of an epoch."""
 
     def attach(self, trainer: Any) -> "StepLogger":
-        """Add this callback, and its recorder, to the trainer; returns itself."""
+        """Add this callback to the trainer; returns itself."""
         super().attach(trainer)
-        if self.recorder is not None:
-            self.recorder.attach()
         trainer.args.logging_nan_inf_filter = False  # which logs the mean loss so far in place of a NaN
         monitor = next(self._callbacks(DriftMonitor), None)
         if monitor is not None:
@@ -295,7 +293,8 @@ class FolderLog(StepLogger):
             more: further arguments of ``StepLogger``.
         """
         super().__init__(options, None, **more)
-        self.folder, self.algorithm = TrainingFolder(folder), algorithm
+        again = "go on with it with trainer.train(resume_from_checkpoint=True), or give attach another out="
+        self.folder, self.algorithm = TrainingFolder(folder, again), algorithm
         self._open = ExitStack()
 
     def __repr__(self) -> str:
@@ -332,11 +331,6 @@ class FolderLog(StepLogger):
                 LOG.warning(
                     "TRL's checkpoints lack the reference, which moves here; until it moves again it is the one that "
                     "this run began with"
-                )
-            if self.folder.begun and not (resume or is_again):
-                raise RunFolderError(
-                    f"{self.folder.root} holds a run already; go on with it with "
-                    "trainer.train(resume_from_checkpoint=True), or give attach another out="
                 )
             header = RunHeader(
                 kleash=__version__, settings=self.job.settings(), source_sha256="", fingerprints={}

@@ -42,19 +42,17 @@ class BetaController(AttachedCallback, ExportableState):
         """Add this callback to the trainer and set its beta; returns itself.
 
         Raises:
-            OptionError: if the trainer has no beta, or a beta of 0 and so no reference; if the controller has one; if
-                the trainer has a BetaController already; or if it would recreate its callbacks on resume.
+            OptionError: if the trainer has no beta; if that or the controller's is 0; if the trainer has a
+                BetaController already; or if it would recreate its callbacks on resume.
         """
         beta = getattr(trainer, "beta", None)
         if not isinstance(beta, int | float):
             raise OptionError(f"{type(trainer).__name__} has no number 'beta' to steer")
-        if beta == 0:
+        if 0 in (beta, self.controller.beta):
             raise OptionError(
-                "the trainer's beta is 0, which no factor raises, and with which TRL loads no reference; give its "
-                "configuration a beta above 0"
+                "a beta is 0, which no factor raises, and with which TRL loads no reference and no KL is trained; give "
+                "the trainer's configuration and the controller one above 0"
             )
-        if self.controller.beta == 0:
-            raise OptionError("the controller's beta is 0, so no KL would be trained; give it a beta above 0")
         if any(isinstance(callback, BetaController) for callback in trainer.callback_handler.callbacks):
             raise OptionError("this trainer has a BetaController already; one beta is steered by one")
         if trainer.args.restore_callback_states_from_checkpoint:

@@ -204,14 +204,10 @@ class ForwardCapture(MIXIN):
             CannotRunError: if a model does not come apart into hidden states and a head.
             ModelError: if a head is sharded in a way that is not supported.
         """
-        tokenizer = tokenizer_of(self)
-        policy_head = read_head_layout(self.accelerator.unwrap_model(self.model), tokenizer, "policy")
-        reference_head = (
-            policy_head
-            if self.ref_model is None
-            else read_head_layout(self._reference_network, tokenizer, "reference")
+        networks = {"policy": self.accelerator.unwrap_model(self.model), "reference": self._reference_network}
+        self._head_layouts = tuple(
+            read_head_layout(network, tokenizer_of(self), role) for role, network in networks.items()
         )
-        self._head_layouts = policy_head, reference_head
 
     def _heads(self) -> tuple[Head, Head]:
         """The policy's head with its current weights and their gradient, and that of the reference's hidden states."""

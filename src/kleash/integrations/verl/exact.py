@@ -85,7 +85,7 @@ class ExactKL:
         if is_reference_pass(engine, logits_processor_func):
             added[REFERENCE_HIDDEN] = self._reference_hidden(engine, output, micro_batch)
         elif has_exact_kl(logits_processor_func):
-            added[TOKEN_KL] = self._token_kl(engine, output, output_args, micro_batch)
+            added[TOKEN_KL] = self._token_kl(engine, output, micro_batch)
         return original(engine, output, output_args, micro_batch, logits_processor_func) | added
 
     def ppo_loss(
@@ -121,7 +121,7 @@ class ExactKL:
             )
         return torch.nested.nested_tensor_from_jagged(hidden.clone(), micro_batch["input_ids"].offsets())
 
-    def _token_kl(self, engine: Any, output: Any, output_args: Any, micro_batch: Any) -> Tensor:
+    def _token_kl(self, engine: Any, output: Any, micro_batch: Any) -> Tensor:
         """KL(policy || reference) at positions that predict responses, 0 elsewhere; packed as by verl."""
         hidden = micro_batch.get(REFERENCE_HIDDEN, None)
         if hidden is None or self._head is None:
@@ -138,7 +138,7 @@ class ExactKL:
             Head(None),
             hidden.values()[positions],
             self._head,
-            temperature=temperatures(output_args, micro_batch)[positions],
+            temperature=temperatures(micro_batch)[positions],
         )
         token_kl = torch.zeros(len(logits), dtype=response_kl.dtype, device=logits.device).index_put(
             (positions,), response_kl
@@ -191,12 +191,11 @@ def pack(values: Tensor, micro_batch: Any) -> Tensor:
     return values[torch.arange(values.shape[1], device=values.device) < offsets.diff().unsqueeze(1)]
 
 
-def temperatures(output_args: Any, micro_batch: Any) -> Float[Tensor, " tokens"]:
-    """The temperature of each token, from the output of verl's ``prepare_model_inputs``."""
-    lengths = micro_batch["input_ids"].offsets().diff()
-    if "temperature_rmpad" in output_args:
-        return output_args["temperature_rmpad"][: int(lengths.sum())]
-    return output_args["temperature"].repeat_interleave(lengths)
+def temperatures(micro_batch: Any) -> Float[Tensor, " tokens"]:
+    """The temperature of each token; verl's data have one number, or one for each sequence."""
+    ids = micro_batch["input_ids"]
+    temperature = torch.as_tensor(micro_batch["temperature"], dtype=torch.float32, device=ids.device)
+    return temperature.expand(len(ids)).repeat_interleave(ids.offsets().diff())
 
 
 def head_error(

@@ -1,18 +1,16 @@
 """Beta controllers with verl's interface, and their state in verl's checkpoints."""
 
-import json
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, SupportsFloat
+from typing import Any
 
-from kleash.errors import OptionError, RunFolderError
-from kleash.leash import CONTROLLERS, FixedBeta, StatefulController, beta_from_dict
+from kleash.leash import CONTROLLERS, StatefulController
+from kleash.leash.controller_state import controller_of
 from kleash.registry import look_up
-from kleash.store.atomic import write_atomically
-from kleash.store.checksums import check_of
-from kleash.store.codec import parse_json
+from kleash.store.checksums import Checksums, write_checked
+from kleash.store.codec import parse_json, to_json
 
 CONTROLLER_TYPES: Mapping[str, str] = MappingProxyType(
     {**{kind: kind for kind in CONTROLLERS}, "adaptive": "ziegler"}
@@ -22,26 +20,13 @@ CONTROLLER_TYPES: Mapping[str, str] = MappingProxyType(
 CONTROLLER_FILE = "kl_controller.json"
 """File of the controller's state in verl's ``global_step_N`` folder."""
 
-CHECK = "check"
-"""Field of that file that proves that the others are as they were written."""
-
-VERL_FIELDS = ("_target_", "type", "kl_coef", "horizon", "target_kl")
-
-
-class KLController(StatefulController):
-    """A beta controller with verl's interface, ``value`` and ``update``.
-
-    verl passes the mean over responses of their mean over tokens, so the target of ``leash`` is in nats per token.
-    """
-
-    def update(
-        self, current_kl: SupportsFloat, n_steps: int, standard_error: SupportsFloat | None = None
-    ) -> None:
-        """Update beta with the KL of a batch of ``n_steps`` responses, in nats per token.
-
-        ``n_steps`` is verl's name for the number of responses; only the names differ from the base class.
-        """
-        super().update(current_kl, n_steps, standard_error)
+VERL_FIELDS: Mapping[str, str] = MappingProxyType(
+    {"kl_coef": "beta", "target_kl": "target_nats", "horizon": "horizon"}
+)
+"""Field of ``algorithm.kl_ctrl`` -> kleash's name of it."""
+KLController = StatefulController
+"""A beta controller with verl's interface, ``value`` and ``update``; the target of its ``leash`` is in nats per token,
+since verl passes the mean over responses of their mean over tokens."""
 
 
 def get_kl_controller(kl_ctrl: Any) -> KLController:
@@ -58,24 +43,16 @@ def get_kl_controller(kl_ctrl: Any) -> KLController:
     """
     settings: dict[str, Any] = dict(kl_ctrl if isinstance(kl_ctrl, Mapping) else vars(kl_ctrl))
     kind = look_up(CONTROLLER_TYPES, settings.get("type", "fixed"), "type of KL controller")
-    record = {name: value for name, value in settings.items() if name not in VERL_FIELDS}
-    duplicates = sorted(record.keys() & {"kind", "beta", "target_nats", "per"})
-    if duplicates:
-        raise OptionError(
-            f"verl sets {', '.join(duplicates)}: by type, kl_coef and target_kl, in nats per token; leave it out"
-        )
-    record |= {"kind": kind, "beta": settings["kl_coef"], "per": "token"}
-    if kind == "fixed" and settings["kl_coef"] == 0:
+    named = {VERL_FIELDS[name]: settings[name] for name in VERL_FIELDS if name in settings}
+    options = {name: x for name, x in settings.items() if name not in ("_target_", "type", *VERL_FIELDS)}
+    leash = controller_of({"kind": kind, "per": "token", **named}, options, framework="verl")
+    if leash.beta == 0:
         warnings.warn(
             "algorithm.kl_ctrl.kl_coef is 0, so the rewards have no KL penalty; give it a coefficient above 0, or set "
             "algorithm.use_kl_in_reward to False",
             stacklevel=3,
         )
-    if kind != "fixed":
-        record["target_nats"] = settings["target_kl"]
-    if kind == "ziegler":
-        record["horizon"] = settings["horizon"]
-    return KLController(beta_from_dict(record))
+    return KLController(leash)
 
 
 def save_checkpoint(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,10 +65,7 @@ def save_checkpoint(original: Callable[..., Any], trainer: Any, *args: Any, **kw
     if isinstance(controller, KLController):
         folder = Path(trainer.config.trainer.default_local_dir) / f"global_step_{trainer.global_steps}"
         folder.mkdir(parents=True, exist_ok=True)
-        state = controller.leash.to_dict()
-        write_atomically(
-            folder / CONTROLLER_FILE, json.dumps({**state, CHECK: check_of(state)}, indent=1) + "\n"
-        )
+        write_checked(folder, folder / CONTROLLER_FILE, to_json(controller.leash.to_dict()))
     return original(trainer, *args, **kwargs)
 
 
@@ -99,38 +73,20 @@ def load_checkpoint(original: Callable[..., Any], trainer: Any, *args: Any, **kw
     """Load the checkpoint, and restore the state of the controller: ``_load_checkpoint`` of verl's trainers.
 
     A fixed beta is that of the configuration.
+
+    Raises:
+        RunFolderError: if the state is not as it was written.
     """
     result = original(trainer, *args, **kwargs)
-    controller = getattr(trainer, "kl_ctrl_in_reward", None)
-    if (
-        trainer.global_steps > 0
-        and isinstance(controller, KLController)
-        and not isinstance(controller.leash, FixedBeta)
-    ):
-        _load_state(controller, trainer)
-    return result
-
-
-def _load_state(controller: KLController, trainer: Any) -> None:
-    """Restore the state of a controller from the folder that the trainer resumes from."""
-    settings = trainer.config.trainer
-    folder = (
-        Path(settings.resume_from_path)
-        if settings.resume_mode == "resume_path"
-        else Path(settings.default_local_dir) / f"global_step_{trainer.global_steps}"
-    )
-    path = folder.absolute() / CONTROLLER_FILE
-    if not path.exists():
-        warnings.warn(
-            f"{path} does not exist, so the KL controller begins anew at {controller.value}", stacklevel=4
+    controller, settings = getattr(trainer, "kl_ctrl_in_reward", None), trainer.config.trainer
+    if trainer.global_steps > 0 and isinstance(controller, KLController):
+        folder = (
+            Path(settings.resume_from_path)
+            if settings.resume_mode == "resume_path"
+            else Path(settings.default_local_dir) / f"global_step_{trainer.global_steps}"
         )
-        return
-    try:
-        state: dict[str, Any] = dict(parse_json(path.read_bytes()))
-        if state.pop(CHECK, None) != check_of(state):
-            raise ValueError("its check does not fit its values, so it is damaged")
-        controller.load_state(state)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise RunFolderError(
-            f"{path} cannot be read as the state of a KL controller: {error}; remove it to start the controller anew"
-        ) from error
+        path, saved = folder / CONTROLLER_FILE, b"{}"
+        if path.exists():
+            saved = Checksums.read(folder).read_bytes(path, "remove it to start the controller anew")
+        controller.load_state(parse_json(saved))
+    return result

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from kleash.errors import CannotRunError
+from kleash.errors import CannotRunError, ModelError
 from kleash.estimators import sampled_kl
 from kleash.integrations.trainer.compat import tokenizer_of
 from kleash.integrations.trl.forward_capture import (
@@ -60,7 +60,7 @@ class ResponseRecorder:
     """
 
     def __init__(self, trainer: Any, *, name_of: Callable[[Mapping[str, Any]], str] | None = None) -> None:
-        """Create the recorder; ``attach`` puts it in front of methods of the trainer.
+        """Put a recorder in front of methods of the trainer.
 
         Args:
             trainer: TRL's GRPO or RLOO trainer.
@@ -75,7 +75,7 @@ class ResponseRecorder:
         if isinstance(trainer, KLMixin):
             try:
                 trainer.measure_exact_kl()
-            except CannotRunError as error:
+            except (CannotRunError, ModelError) as error:
                 self.is_exact, self.note = False, f"the exact KL is not measured: {error}"
         else:
             warn_of_dropout(trainer)
@@ -94,9 +94,6 @@ class ResponseRecorder:
         """The responses that the last log is about; empty where it is about further passes over earlier ones."""
         self.event = self._problem = ""
         """Why they were not measured, or not learned from; ``event`` is empty if the reason is that of those before."""
-
-    def attach(self) -> None:
-        """Put the recorder in front of methods of its trainer."""
         for replacement in (
             self._calculate_rewards,
             self._generate_and_score_completions,
@@ -104,7 +101,7 @@ class ResponseRecorder:
             self.log,
         ):
             name = replacement.__name__
-            setattr(self.trainer, name, partial(replacement, getattr(self.trainer, name)))
+            setattr(trainer, name, partial(replacement, getattr(trainer, name)))
 
     def kl_metric(self, per: str) -> str:
         """The metric of the KL per "sequence" or "token" that a controller follows."""
@@ -181,7 +178,15 @@ class ResponseRecorder:
         if not equal:
             nan = dict.fromkeys(self.trainer.reward_func_names, math.nan)
             return response | {"score": math.nan, "parts": nan, "prompt": prompt}
-        likeliest = max(equal, key=lambda each: (each["prompt"] == prompt, each["prompt"] in prompt))
+        # messages have a template between them, and one prompt may begin as another
+        likeliest = max(
+            equal,
+            key=lambda each: (
+                each["prompt"] == prompt,
+                all(line in prompt for line in each["prompt"].splitlines()),
+                len(each["prompt"]),
+            ),
+        )
         equal.remove(likeliest)
         return response | likeliest
 
@@ -284,14 +289,9 @@ class ResponseRecorder:
         )
         arrays = {name: column.detach().double().cpu().numpy() for name, column in columns.items()}
         hashes = prompt_hashes(inputs)
-        ends = (inputs["completion_mask"].sum(-1, keepdim=True) - 1).clamp(min=0)
-        # TRL before 1.14 knows the tokenizer's alone
-        end_tokens = getattr(self.trainer, "eos_token_ids", (tokenizer_of(self.trainer).eos_token_id,))
-        last_tokens = inputs["completion_ids"].gather(-1, ends)[:, 0].tolist()
         return [
             Response(
                 prompt_hash=hashes[row],
-                is_truncated=last_tokens[row] not in end_tokens,
                 tokens={name: array[row][is_counted] for name, array in arrays.items()},
                 **known_before,
             )
