@@ -79,7 +79,7 @@ def test_a_comparison_on_text_counts_documents(runs, tmp_path, capsys):
     assert main(["compare", *map(str, runs), "--out", str(page)]) == 0
     output = capsys.readouterr().out
     assert "documents" in output and "shared documents" in output and "prompt" not in output
-    assert "Perplexity of" in output and "is not significant" in output
+    assert "estimand: of first, the first: KL(" in output and "is not significant" in output
     html = page.read_text(encoding="utf-8")
     assert "9 shared documents" in html and "Perplexity ratio" in html and "shared prompts" not in html
 
@@ -150,7 +150,7 @@ def test_the_summary_begins_with_the_interval_and_names_the_models(pair, tmp_pat
     assert lines[2:5] == [f"policy: {pair[0]}", f"reference: {pair[1]}", "dtype: float32 on cpu"]
     text = " ".join(lines)
     assert f"{measured['counts']['truncated_sequences']} of them truncated" in text
-    for name in ("Perplexity of the policy", "Perplexity of the reference", "Δp of the observed token, mean"):
+    for name in ("Perplexity of the policy", "Δp of the observed token", "Noise floor (batching alone)"):
         assert name in text
     assert main(words("measure", **options, limit=1, out=tmp_path / "one")) == 0
     lines = capsys.readouterr().out

@@ -207,8 +207,8 @@ def test_settings_that_a_file_lacks_or_lists_are_those_of_llama_cpp(tmp_path, na
 )
 def test_settings_that_nothing_reads_and_pooling_are_noted(tmp_path, name, settings, note):
     folder, path = tiny_gguf(tmp_path, name, edit=settings_of(settings))
-    notes = load_pair(str(path), str(folder)).notes
-    assert [each for each in notes if re.search(note, each)]
+    notes = "\n".join(load_pair(str(path), str(folder)).notes)
+    assert re.search(note, notes) and f"the tensors of the policy {path} are decoded before" in notes
 
 
 @pytest.mark.parametrize("experts", [0, 3])
@@ -466,16 +466,19 @@ def _user_defined(token_id: int) -> Any:
     return lambda writer: writer.kv_data[0]["tokenizer.ggml.token_type"].value.__setitem__(token_id, 4)
 
 
-def test_begin_and_end_tokens_that_differ_are_named(tmp_path):
+def test_begin_and_end_tokens_and_chat_templates_that_differ_are_named(tmp_path):
     def edit(writer: Any) -> None:
         writer.kv_data[0].pop("tokenizer.ggml.add_bos_token")
         writer.add_add_bos_token(False)
         writer.add_uint32("tokenizer.ggml.eot_token_id", 5)
+        writer.add_chat_template("{{ messages }}")
 
     folder, path = tiny_gguf(tmp_path, edit=edit)
     pair = load_pair(str(path), str(folder))
     assert pair.policy.eos_token_ids == (1, 5)
     assert any("puts the begin token before a text" in note and "puts none" in note for note in pair.notes)
+    owner = "the reference's tokenizer, which renders messages"
+    assert f"the policy {path} has another chat template than {owner}" in pair.notes
 
 
 def test_damaged_files_are_refused_in_a_sentence(llama, tmp_path):

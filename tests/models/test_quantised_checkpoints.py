@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import edit_json, save_tiny
 
 from kleash.errors import ModelError
-from kleash.models import load_pair
+from kleash.models import live_model, load_pair
 
 
 def with_settings(source: Path, folder: Path, **settings: Any) -> Path:
@@ -33,8 +33,11 @@ def test_matrices_of_8_bits_without_scales_are_named(tmp_path):
     shutil.copy(source / "config.json", folder)
     pair = load_pair(str(folder), str(source))
     assert any("has weights in F8_E4M3 without scales, which were read as" in note for note in pair.notes)
-    decoded = pair.policy.network.model.layers[0].mlp.up_proj.weight
-    assert torch.equal(decoded, stored["model.layers.0.mlp.up_proj.weight"].float())
+    projection = pair.policy.network.model.layers[0].mlp.up_proj
+    assert torch.equal(projection.weight, stored["model.layers.0.mlp.up_proj.weight"].float())
+    projection.to(torch.float8_e4m3fn)  # as a format's package runs packed weights, in their dtype alone
+    with pytest.raises(ModelError, match=r"cannot be run on a few tokens: .*; packed .* --dtype bfloat16"):
+        live_model(pair.policy.network, pair.tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -44,15 +47,9 @@ def test_matrices_of_8_bits_without_scales_are_named(tmp_path):
 def test_fp8_blocks_are_decoded_bit_for_bit(tmp_path, block, dtype, kv_cache):
     """Blocks of 20 rows and columns do not divide the matrices, as those of DeepSeek-V3 do not."""
     source = save_tiny(tmp_path / "source")
-    folder = with_settings(
-        source,
-        tmp_path / "fp8",
-        quant_method="fp8",
-        weight_block_size=[block, block],
-        activation_scheme="dynamic",
-        kv_cache_scheme=kv_cache,
-        modules_to_not_convert=["lm_head"],
-    )
+    settings = {"weight_block_size": [block] * 2, "activation_scheme": "dynamic", "kv_cache_scheme": kv_cache}
+    settings |= {"quant_method": "fp8", "modules_to_not_convert": ["lm_head"]}
+    folder = with_settings(source, tmp_path / "fp8", **settings)
     stored, decoded = {}, {}
     for name, weight in load_file(source / "model.safetensors").items():
         stored[name] = decoded[name] = weight

@@ -228,7 +228,7 @@ def test_modules_that_an_adapter_replaced_are_swapped_whole(folders, tmp_path):
     ("options", "message"),
     [
         ({"architecture": "gpt2"}, "is a LlamaForCausalLM and the reference"),
-        ({"num_hidden_layers": 3}, "3 decoder layers|of one architecture"),
+        ({"num_hidden_layers": 3}, "is a ModuleList of 2 and the reference's a ModuleList of 3"),
         ({"intermediate_size": 64}, r"gate_proj.weight is \(48, 32\) in the policy"),
     ],
 )

@@ -163,7 +163,7 @@ def _limits(
 
 
 def _model_row(checkpoint: Checkpoint, dtype: torch.dtype | str) -> tuple[str, ...]:
-    """A row of the table of models: weights are counted where they are not packed."""
+    """A row of the table of models: weights are counted where they are not packed, or in a GGUF file."""
     tensors = checkpoint.all_tensors
     kinds = dict.fromkeys(tensor.kind for tensor in tensors)
     stored, weights = sum(tensor.num_bytes for tensor in tensors), sum(tensor.elements for tensor in tensors)
@@ -173,6 +173,8 @@ def _model_row(checkpoint: Checkpoint, dtype: torch.dtype | str) -> tuple[str, .
         Name(checkpoint.name),
         f"{weights:,}" if is_dense or checkpoint.gguf else "packed",
         format_bytes(stored),
-        format_bytes(in_memory) if is_dense else "as on disk, or more",
+        format_bytes(in_memory)
+        if is_dense or (checkpoint.gguf and dtype != "auto")
+        else "as on disk, or more",
         ", ".join(kinds),
     )

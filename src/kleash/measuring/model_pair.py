@@ -311,8 +311,8 @@ def check_covered(job: MeasureJob, pair: Pair, stored: StoredReference, sha256: 
     advice = f"make another: kleash cache --reference {job.reference} --{source.kind} {source.path}"
     if cached_source is not None and cached_source.covers(source):
         advice = (
-            "the policy's tokenizer or chat template makes other tokens of it; give plain text or token ids, or "
-            "--chat-template raw"
+            "the policy's tokenizer or chat template makes other tokens of it; give its folder the reference's chat "
+            "template, or plain text or token ids, or --chat-template raw"
         )
     raise ModelError(
         f"{stored.folder} lacks {missing} of the {total} sequences of {source}, the first being {first}; it holds "

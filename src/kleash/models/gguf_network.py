@@ -161,10 +161,11 @@ def _notes(files: GGUFFiles, architecture: str, subject: str, unmapped: Sequence
     counts = Counter(tensor.kind for tensor in sorted(files.tensors, key=lambda tensor: -tensor.elements))
     kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     notes = [
+        f"{subject} has tensors of {8 * num_bytes / elements:.2f} bits a weight ({kinds})",
         (
-            f"{subject} has tensors of {8 * num_bytes / elements:.2f} bits a weight ({kinds}), which are decoded "
-            "before the model runs; llama.cpp also rounds activations"
-        )
+            f"the tensors of {subject} are decoded before the model runs; llama.cpp on a CPU also rounds activations "
+            "for quantised ones, in larger blocks for K types: its KL is larger, and near ones may change places"
+        ),
     ]
     pooling = files.settings.get(f"{architecture}.{POOLING}", 0)
     if pooling:

@@ -20,6 +20,7 @@ from kleash.models.heads import ExtractedHead, extract_head
 from kleash.models.pair import Model
 from kleash.models.shared_base import LoadedNetwork
 from kleash.models.tokenizers import PROBES, token_count
+from kleash.models.transformers_formats import is_packed
 from kleash.registry import grouped
 from kleash.store.measurement import StoredWeights
 
@@ -96,10 +97,19 @@ def build_model(
 
 def _extract_head(model: Model) -> ExtractedHead:
     """``extract_head`` of a model's network on a few tokens, with the model's adapter active."""
-    token_ids = model.tokenizer(" ".join(PROBES), add_special_tokens=False, verbose=False)["input_ids"]
-    probe = token_ids[:HEAD_PROBE_TOKENS]
+    tokens = model.tokenizer(" ".join(PROBES), add_special_tokens=False, verbose=False)
+    probe = tokens["input_ids"][:HEAD_PROBE_TOKENS]
     ids = torch.tensor([probe, probe[::-1]], device=model.device)
-    with model.activate_adapter(), loading(f"the {model.role} {model.path}", action="run on a few tokens"):
+    with (
+        model.activate_adapter(),
+        loading(
+            f"the {model.role} {model.path}",
+            "; packed weights may run in one dtype only: give --dtype bfloat16"
+            if is_packed(model.network)
+            else "",
+            "run on a few tokens",
+        ),
+    ):
         return extract_head(model.network, model.backbone, ids, f"the {model.role}")
 
 

@@ -175,7 +175,12 @@ def _group_name(path: str, policy: Model, reference: Model, layers: str, groupin
     is_in_layer = path.startswith(f"{layers}.")
     if is_in_layer and grouping == "layers":
         return f"layer {_layer_index(path, layers)}"
-    kinds = [type(_get(model.network, path)).__name__ for model in (policy, reference)]
+    kinds = [
+        f"{type(part).__name__} of {len(part)}"
+        if isinstance(part, torch.nn.ModuleList)
+        else type(part).__name__
+        for part in (_get(model.network, path) for model in (policy, reference))
+    ]
     if not path or _is_within(layers, path):
         raise ModelError(
             f"the policy's {path or 'network'} is a {kinds[0]} and the reference's a {kinds[1]}; weights are swapped "

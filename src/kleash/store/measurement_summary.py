@@ -151,7 +151,7 @@ def summary_numbers(measurement: Measurement) -> list[tuple[str, Estimate]]:
     numbers = {
         "KL per sequence": None if per_sequence is None else per_sequence.kl_policy_reference,
         "Largest token KL per sequence": None if per_sequence is None else per_sequence.largest_token,
-        "Noise floor (rounding alone)": measurement.noise_floor,
+        "Noise floor (batching alone)": measurement.noise_floor,
         "Gap to float32": measurement.dtype_gap,
     }
     rows = [

@@ -129,7 +129,7 @@ def _(comparison: Comparison) -> Summary:
             header=("run", label_of(kl), *DIFFERENCE_HEADER, f"shared {comparison.paired_noun}"),
             rows=tuple(_kl_row(run, difference, kl) for run, difference in pairs),
         )
-        for kl in kl_directions(comparison.headline)
+        for kl in (*kl_directions(comparison.headline), "llama_cpp_kld")
         if all(kl in run.numbers or f"{kl}_lower" in run.numbers for run in comparison.runs)
     )
     perplexity_table = SummaryTable(
@@ -149,7 +149,7 @@ def _(comparison: Comparison) -> Summary:
         "difference whose interval contains 0 is not significant",
         facts=(
             ("reference", Name(first.reference)),
-            ("estimand", first.estimand),
+            ("estimand", f"of {first.name}, the first: {first.estimand}"),
             *(fact for run in comparison.runs for fact in _gate_fact(run.gate, run.name)),
         ),
         tables=(*kl_tables, *((perplexity_table,) if has_perplexity else ())),

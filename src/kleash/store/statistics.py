@@ -309,7 +309,6 @@ OPTIONAL_STATISTICS: Mapping[str, Statistic] = MappingProxyType(
             explanation="KL(reference ‖ policy) of the stored codes, without tokens of log q of -16 or less",
             columns=("llama_cpp_kld",),
             same_model_value=None,
-            compared=False,
         ),
         "acceptance_rate_of_sampler": Statistic(
             label="Expected acceptance rate of the sampler",

@@ -212,6 +212,8 @@ def describe_differences(vocabulary: GGUFVocabulary, tokenizer: Any, owner: str)
                 f"{vocabulary.subject} has the {name} {vocabulary.tokens[stored]!r} and {owner} "
                 f"{getattr(tokenizer, name, None)!r}"
             )
+    if vocabulary.settings.get("tokenizer.chat_template", tokenizer.chat_template) != tokenizer.chat_template:
+        notes.append(f"{vocabulary.subject} has another chat template than {owner}, which renders messages")
     adds = puts_begin_token(tokenizer)
     if adds != adds_begin_token(vocabulary.settings):
         notes.append(
