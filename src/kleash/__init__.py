@@ -93,11 +93,13 @@ HOME_OF = {name: home for home, names in HOMES.items() for name in names}
 __all__ = ["KleashError", "__version__", *HOME_OF]
 
 
-def __getattr__(name: str) -> Any:
-    """Import the public name ``name`` from its package."""
-    if name not in HOME_OF:
-        raise AttributeError(f"module 'kleash' has no attribute {name!r}")
-    return getattr(import_module(f"kleash.{HOME_OF[name]}"), name)
+if not TYPE_CHECKING:  # a type checker would take any name for one of kleash
+
+    def __getattr__(name: str) -> Any:
+        """Import the public name ``name`` from its package."""
+        if name not in HOME_OF:
+            raise AttributeError(f"module 'kleash' has no attribute {name!r}")
+        return getattr(import_module(f"kleash.{HOME_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -208,18 +208,18 @@ def check_class(name: str, value: object, classes: tuple[type, ...]) -> None:
 
 def check_number(name: str, value: object, spec: ArgumentSpec) -> None:
     """Raise an error if ``value`` is neither a number nor of a type that can be used as one."""
-    type_name = type_text(value)
-    if spec.number:
-        if value is None or isinstance(value, (str, bytes, list, tuple, dict, set, complex)):
-            raise OptionError(f"{name} is {value!r}; give a number")
-        if getattr(value, "ndim", 0):
-            raise OptionError(f"{name} is {type_name} of several numbers; give one number")
-        if spec.whole and (isinstance(value, bool) or cast("float", value) % 1 != 0):
-            raise OptionError(f"{name} is {value!r}; give a whole number")
-        return
-    raise ShapeError(
-        f"{name} is {type_name} and not a torch.Tensor; convert it, with torch.as_tensor for instance"
-    )
+    if not spec.number:
+        raise ShapeError(
+            f"{name} is {type_text(value)} and not a torch.Tensor; convert it, with torch.as_tensor for instance"
+        )
+    or_tensor = " or a torch.Tensor" if spec.kinds else ""
+    if value is None or isinstance(value, (str, bytes, list, tuple, dict, set, complex)):
+        raise OptionError(f"{name} is {value!r}; give a number{or_tensor}")
+    # torch.compile makes symbols of floats that change, which have no attribute it can look for.
+    if not isinstance(value, (int, float)) and getattr(value, "ndim", 0):
+        raise OptionError(f"{name} is {type_text(value)} of several numbers; give one number{or_tensor}")
+    if spec.whole and (isinstance(value, bool) or cast("float", value) % 1 != 0):
+        raise OptionError(f"{name} is {value!r}; give a whole number")
 
 
 def check_tensor(name: str, value: Tensor, spec: ArgumentSpec) -> None:
@@ -228,13 +228,15 @@ def check_tensor(name: str, value: Tensor, spec: ArgumentSpec) -> None:
         raise ShapeError(
             f"{name} is a tensor of layout {value.layout}; give a dense one, by to_dense() for instance"
         )
-    description = f"{name} is {value.dtype} of shape {tuple(value.shape)}"
     kind = "float" if value.is_floating_point() else "bool" if value.dtype == torch.bool else "int"
     has_vocabulary = spec.axes is not None and spec.axes[-1:] == (VOCABULARY,)
     is_empty = has_vocabulary and not (value.ndim and value.shape[-1])
     if kind not in spec.kinds or value.is_complex() or value.is_quantized or is_empty:
         where = " with the vocabulary on the last axis, at least one token" if has_vocabulary else ""
-        raise ShapeError(f"{description}; give {' or '.join(map(KINDS.__getitem__, spec.kinds))}{where}")
+        raise ShapeError(
+            f"{name} is {value.dtype} of shape {tuple(value.shape)}; "
+            f"give {' or '.join(map(KINDS.__getitem__, spec.kinds))}{where}"
+        )
 
 
 def check_reward_order(name: str, returned: Any) -> Any:
@@ -243,11 +245,10 @@ def check_reward_order(name: str, returned: Any) -> Any:
     Raises:
         CannotRunError: for a mapping, a set, text, one number or None.
     """
-    type_name = type(returned).__name__
     is_one = not hasattr(returned, "__iter__") or getattr(returned, "ndim", 1) == 0
     if is_one or isinstance(returned, (Mapping, Set, str, bytes, bytearray)):
         raise CannotRunError(
-            f"the reward {name} returned a {type_name}; it must return a sequence of numbers, one for "
+            f"the reward {name} returned a {type(returned).__name__}; it must return a sequence of numbers, one for "
             "each response in the order of the responses"
         )
     return returned

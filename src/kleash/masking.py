@@ -20,7 +20,7 @@ def as_mask(mask: Bool[Tensor, "*tokens"] | Integer[Tensor, "*tokens"]) -> Bool[
     Raises:
         ShapeError: if it contains floating-point numbers.
     """
-    return mask.to(torch.bool)
+    return mask != 0  # a copy, which autograd can save also if the mask was made in inference mode
 
 
 def select_and_call(

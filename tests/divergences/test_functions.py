@@ -7,8 +7,9 @@ from distributions import gradients, log, pairs
 from hypothesis import given, settings
 from textbook import textbook
 
-from kleash.divergences import DIVERGENCES, cross_entropy, divergence, entropy, kl, renyi, truncate
-from kleash.errors import NotProbabilitiesError, ShapeError, UnknownNameError, VocabularyMismatchError
+from kleash.divergences import DIVERGENCES, cross_entropy, divergence, entropy, kl, renyi
+from kleash.divergences.truncation import at_temperature, truncate
+from kleash.errors import NotProbabilitiesError, UnknownNameError, VocabularyMismatchError
 from kleash.losses import top_k_of
 
 NAMES = sorted(DIVERGENCES)
@@ -123,10 +124,6 @@ def test_nan_propagates(name):
 def test_invalid_arguments_raise(unhooked):
     with pytest.raises(VocabularyMismatchError, match="logp covers 5 tokens and logq 4; pad or project one"):
         kl(torch.zeros(2, 5), torch.zeros(2, 4))
-    with pytest.raises(ShapeError, match=r"logp \(2, 5\), logq \(5,\)"):
-        kl(torch.zeros(2, 5), torch.zeros(5))
-    with pytest.raises(ShapeError, match="give floating-point numbers with the vocabulary on the last"):
-        kl(torch.tensor(0.0), torch.tensor(0.0))
     logp = log(0.5, 0.5)
     with pytest.raises(UnknownNameError, match=r"no divergence is called 'hellinge'; .* did you mean"):
         divergence("hellinge", logp, logp)
@@ -186,10 +183,10 @@ def test_divergence_compiles_without_graph_breaks(name, backend, compiler):
     logits = torch.randn(2, 6, 33)
     logits[:, :3, 4] = -torch.inf
 
-    def value(a, b):
-        return divergence(name, a.log_softmax(-1), b.log_softmax(-1))
+    def value(a, b, temperature=0.7):  # with dynamic=True a symbol, as every float
+        return divergence(name, at_temperature(a, temperature), at_temperature(b, temperature))
 
-    compiled = torch.compile(value, fullgraph=True, backend=backend)
+    compiled = torch.compile(value, fullgraph=True, backend=backend, dynamic=backend != "inductor" or None)
     plain, fused = ([x.clone().requires_grad_(backend != "inductor") for x in logits] for _ in "ab")
     expected, got = value(*plain), compiled(*fused)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)

@@ -9,7 +9,7 @@ from kleash.masking import Mean, as_mask, mean_of
 def test_integer_masks_become_bool():
     assert as_mask(torch.tensor([[1, 0], [0, 2]])).tolist() == [[True, False], [False, True]]
     bool_mask = torch.tensor([True, False])
-    assert as_mask(bool_mask) is bool_mask
+    assert torch.equal(as_mask(bool_mask), bool_mask)
     assert as_mask(torch.tensor([0, 1], dtype=torch.uint8)).dtype == torch.bool
 
 

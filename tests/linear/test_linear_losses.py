@@ -5,7 +5,7 @@ import torch
 from linear_cases import CHUNKED, EVERY, REFERENCE, head_case, in_float64, leaves_of, relative_rms
 
 from kleash.divergences import kl
-from kleash.errors import CannotRunError, ShapeError
+from kleash.errors import CannotRunError
 from kleash.linear import Head, LinearOptions, linear_kl, linear_kl_loss, linear_objective
 from kleash.linear.gradient_sums import GradientSums
 
@@ -120,10 +120,8 @@ def test_no_gradient_is_computed_under_no_grad(off, monkeypatch):
     [(linear_kl_loss, "weights"), (linear_kl, "temperature")],
     ids=["weights", "temperature"],
 )
-def test_weights_and_temperatures_have_the_shape_of_the_tokens_and_no_gradient(call, option, unhooked):
+def test_weights_and_temperatures_have_no_gradient(call, option, unhooked):
     case = head_case(torch.float32, tokens=(5,))
-    with pytest.raises(ShapeError, match="the shapes do not fit together"):
-        call(*case.models, **{option: torch.ones(4)})
     with pytest.raises(CannotRunError, match=f"{option}.* cannot require a gradient"):
         call(*case.models, **{option: torch.ones(5, requires_grad=True)})
 

@@ -158,6 +158,8 @@ def test_invalid_objectives_raise(unhooked):
     case = head_case(torch.float32, tokens=(4,))
     with pytest.raises(ShapeError, match=r"was given 4 tokens and returned losses of shape \(\)"):
         run(case, lambda terms, rows: terms.kl.mean(), CHUNKED)
+    with pytest.raises(ShapeError, match="was given 4 tokens and returned None; return one loss"):
+        run(case, lambda terms, rows: None, CHUNKED)
     case.tokens = torch.tensor([0, 1, 2, 101])
     with pytest.raises(VocabularyMismatchError, match="from 0 to 101 and the heads cover 101"):
         run(case, lambda terms, rows: terms.kl, CHUNKED)

@@ -29,7 +29,11 @@ H = torch.randn(5, 4)
         (lambda: Head(W, scale=float("nan")), OptionError, "finite number, not nan"),
         (lambda: LinearOptions(impl="chunkd"), UnknownNameError, "did you mean 'chunked'"),
         (lambda: LinearOptions(compile="always"), OptionError, "compile is 'always'; there are True, False"),
-        (lambda: LinearOptions(impl="triton"), UnknownNameError, "auto, reference, chunked"),
+        (
+            lambda: linear_kl(H, Head(W.to("meta")), H, Head(W)),
+            CannotRunError,
+            "p and its head are on cpu and m",
+        ),
         (lambda: LinearOptions(buffer_bytes=0), OptionError, "buffer_bytes is 0"),
         (lambda: linear_kl(H, Head(None), H, Head(W)), VocabularyMismatchError, "one head covers 4 tokens"),
         (
@@ -52,7 +56,6 @@ def test_invalid_arguments_raise(make, error, says):
     [
         (torch.tensor([0, 1, 2, 3, 9]), VocabularyMismatchError, "from 0 to 9 and the heads cover 9: ids"),
         (torch.tensor([0, 1, 2, 3, -100]), VocabularyMismatchError, "from -100 to 3"),
-        (torch.zeros(4, dtype=torch.long), ShapeError, "the shapes do not fit together"),
     ],
 )
 def test_invalid_token_ids_raise(tokens, error, says):

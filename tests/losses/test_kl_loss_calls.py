@@ -51,8 +51,6 @@ def test_function_transforms_agree_with_autograd():
     outside = torch.func.grad(lambda a, b: torch.vmap(rowwise)(a, b, ALL).sum(), argnums=(0, 1))(P, Q)
     for got in (inside, outside, torch.func.grad(rowwise, argnums=(0, 1))(P, Q, ALL)):
         torch.testing.assert_close(got, expected)
-    with pytest.raises(DetachedError):
-        rowwise(P, Q, ALL)
 
 
 @compiles

@@ -84,8 +84,6 @@ def test_active_units_have_varying_means():
     assert not found.variance.requires_grad
     assert active_units(torch.tensor(means), threshold=0.5).number.item() == 1
     assert active_units(torch.tensor([[0.0], [torch.nan]])).number.item() == 0
-    half = active_units(torch.tensor([[1.0, 8.0], [1.5, 8.0]]).bfloat16()).variance
-    assert half.tolist() == [0.125, 0.0] and half.dtype == torch.float32
 
 
 FLAT = torch.zeros(3)
@@ -98,11 +96,8 @@ FLAT = torch.zeros(3)
         (lambda: free_bits(FLAT[None], -0.1), OptionError, "floor_nats is -0.1"),
         (lambda: active_units(FLAT[None]), ShapeError, "at least two"),
         (lambda: linear_annealing(-1, steps=4), OptionError, "step is -1; give"),
-        (lambda: linear_annealing(0, steps=0), OptionError, "steps is 0; give"),
-        (lambda: linear_annealing(0, steps=1, end=math.nan), OptionError, "end is nan"),
         (lambda: cyclical_annealing(0, steps=3, cycles=4), OptionError, "there are 4 cycles in 3 steps"),
         (lambda: cyclical_annealing(0, steps=8, rising=0.0), OptionError, "rising is 0.0; it is a share"),
-        (lambda: kl_per_dimension(FLAT[None], torch.zeros(1, 4)), ShapeError, "do not broadcast"),
     ],
 )
 @pytest.mark.usefixtures("unhooked")

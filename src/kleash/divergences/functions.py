@@ -1,7 +1,7 @@
 """Exact divergences of two whole distributions, summed over the vocabulary; entropies; KL of Gaussians."""
 
 from functools import reduce
-from math import inf, isinf
+from math import inf
 
 import torch
 from jaxtyping import Float
@@ -93,7 +93,7 @@ def _times_limit(side: Side, log_mass: Tensor) -> Tensor:
     """Contribution of mass where the other distribution is zero; infinite also if the mass underflows."""
     return (
         torch.where(log_mass.isnan(), log_mass, torch.inf)
-        if isinf(side.limit)
+        if side.limit == inf
         else log_mass.exp() * side.limit
     )
 
@@ -114,7 +114,8 @@ def kl(logp: Float[Tensor, "*batch vocab"], logq: Float[Tensor, "*batch vocab"])
     KL of 1e-8 and 1e-6 of a KL of 1e-4 (over ten tokens three times that, in rare cases thirty times).
 
     The average is over the first argument. The gradient in p's logits is ``p (u - KL)``, in q's ``q - p``. A zero is a
-    log-probability of -inf; a probability that underflows is not a zero.
+    log-probability of -inf; a probability that underflows is not a zero. Over a whole vocabulary ``linear_kl``, from
+    logits by ``Head(None)``, and ``torch.compile(kl, dynamic=True)`` take a fraction of the time and memory.
 
     Args:
         logp: natural log-probabilities, normalised over the last axis.

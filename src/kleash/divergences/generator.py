@@ -10,10 +10,10 @@ from torch import Tensor
 from kleash.arguments import validated
 from kleash.autodiff import apply, forward_mode_active
 
-SERIES_LIMIT = 0.25
-"""Up to this absolute value the Taylor series is summed; a power of two, so that subtracting it is exact."""
-EXP_SATURATES = 1000.0
-"""exp(1000) is inf and exp(-1000) is 0 in every floating-point type."""
+# Two numbers are literals below: with dynamic=True torch.compile makes symbols of the floats of a module, and fails at
+# one that two autograd functions read (seen in torch 2.13).
+#   0.25: up to this absolute value the Taylor series is summed; a power of two, so that subtracting it is exact.
+#   1000.0: exp(1000) is inf and exp(-1000) is 0 in every floating-point type.
 
 
 @validated
@@ -77,9 +77,9 @@ class _Phi(_ClosedForm):
 
     @staticmethod
     def forward(u: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
-        near = u.clamp(-SERIES_LIMIT, SERIES_LIMIT)
+        near = u.clamp(-0.25, 0.25)
         rest = u - near
-        beyond = torch.exp(-near).mul_(torch.expm1(-rest)).add_(rest.clamp(min=-EXP_SATURATES))
+        beyond = torch.exp(-near).mul_(torch.expm1(-rest)).add_(rest.clamp(min=-1000.0))
         return _series(-near).add_(beyond)
 
     @staticmethod
@@ -93,15 +93,15 @@ class _Psi(_ClosedForm):
 
     @staticmethod
     def forward(v: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
-        near = v.clamp(max=SERIES_LIMIT)
-        rest = (v - near).clamp(max=EXP_SATURATES)
+        near = v.clamp(max=0.25)
+        rest = (v - near).clamp(max=1000.0)
         beyond = (near + 1).mul_(torch.expm1(-rest)).add_(torch.exp(-rest).mul_(rest))
         return _series(near).sub_(beyond).mul_(torch.exp(-near))
 
     @staticmethod
     def backward(ctx: Any, weight: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]
         (v,) = ctx.saved_tensors
-        v = v.clamp(max=EXP_SATURATES)
+        v = v.clamp(max=1000.0)
         return weight * v * torch.exp(-v)
 
 
@@ -111,17 +111,17 @@ class _Psi(_ClosedForm):
 
 def _phi_of_elementary_functions(u: Tensor) -> Tensor:
     """exp(-u) - 1 + u: a polynomial for small ``u``, where the difference cancels, and expm1 beyond."""
-    far = u.abs() > SERIES_LIMIT
+    far = u.abs() > 0.25
     near, rest = torch.where(far, 0.0, u), torch.where(far, u, 1.0)
-    beyond = torch.expm1(-rest) + torch.where(rest < -EXP_SATURATES, -EXP_SATURATES, rest)
+    beyond = torch.expm1(-rest) + torch.where(rest < -1000.0, -1000.0, rest)
     return torch.where(far | u.isnan(), beyond, _polynomial(-near))
 
 
 def _psi_of_elementary_functions(v: Tensor) -> Tensor:
     """1 - (1 + v) exp(-v): a polynomial for small ``v``, where the difference cancels, and itself beyond."""
-    far = v > SERIES_LIMIT
+    far = v > 0.25
     near, rest = torch.where(far, 0.0, v), torch.where(far, v, 1.0)
-    rest = torch.where(rest > EXP_SATURATES, EXP_SATURATES, rest)
+    rest = torch.where(rest > 1000.0, 1000.0, rest)
     return torch.where(far, 1 - (1 + rest) * torch.exp(-rest), torch.exp(-near) * _polynomial(near))
 
 

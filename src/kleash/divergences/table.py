@@ -68,7 +68,9 @@ class Divergence:
         """The generator f(u) per unit of ``p``'s mass, for every log ratio u = log p - log q."""
         # As positive_and_negative_part, but also for an infinite u.
         ahead, behind = torch.relu(u), torch.where(u > 0, 0.0, -u)
-        return weighted_generator(self.from_p, 0.0, ahead) + weighted_generator(self.from_q, behind, behind)
+        return weighted_generator(self.from_p, torch.zeros_like(u), ahead) + weighted_generator(
+            self.from_q, behind, behind
+        )
 
     def score(self, u: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
         """``f + f'``: the weight of ``p grad log p``, in sampled surrogates and in logits."""
@@ -102,9 +104,9 @@ def positive_and_negative_part(
     return positive, positive - u
 
 
-def weighted_generator(side: Side, log_mass: Tensor | float, gap: Tensor) -> Tensor:
+def weighted_generator(side: Side, log_mass: Tensor, gap: Tensor) -> Tensor:
     """``mass * f(gap)`` for ``gap >= 0``; overflows only where the product does."""
-    exponent = log_mass + side.growth * gap if side.growth else log_mass + torch.zeros_like(gap)
+    exponent = log_mass + side.growth * gap if side.growth else log_mass
     return torch.exp(exponent) * side.of(gap)
 
 

@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kleash.arguments import validated
+from kleash.masking import as_mask
 from kleash.precision import at_least_float32, nan_unless_normalised, normalised
 from kleash.registry import (
     options_given,
@@ -104,7 +105,7 @@ def restrict(logp: Float[Tensor, "*batch vocab"], kept: Bool[Tensor, "*batch voc
         NotProbabilitiesError: as ``kl``.
         ShapeError: if the two differ in shape.
     """
-    upcast = at_least_float32(logp)
+    upcast, kept = at_least_float32(logp), as_mask(kept)
     log_kept_mass = nan_unless_normalised(_log_mass(upcast, kept), logp=logp)
     return Truncated(torch.where(kept, upcast - log_kept_mass.unsqueeze(-1), -torch.inf), kept, log_kept_mass)
 

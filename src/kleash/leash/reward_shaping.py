@@ -174,8 +174,8 @@ def measured_kl(
     """The KL for a controller, as a ``Mean``: the mean over responses of their sums, or the mean over tokens.
 
     Add the ``Mean``s of micro-batches, reduce the sum by ``.across_ranks()``, and pass ``.value`` and, for
-    ``per="sequence"``, ``.count`` to ``controller.after``. Without the reduction the betas of the ranks would differ. A
-    response without an unmasked token is not counted.
+    ``per="sequence"``, ``int(mean.count)`` to ``controller.after``. Without the reduction the betas of the ranks would
+    differ. A response without an unmasked token is not counted.
 
     Args:
         token_kl: in nats: the exact KL or an unbiased estimate (k1, k3); it may differ from the KL in the reward.

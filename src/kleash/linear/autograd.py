@@ -116,7 +116,8 @@ class _Values(torch.autograd.Function):
         ctx: Any, pair: HeadPair, options: LinearOptions, record: Divergence, *tensors: Tensor | None
     ) -> Tensor:
         needed = ctx.needs_input_grad[3:]
-        ctx.save_for_backward(*tensors)
+        # Those of inference mode cannot be changed in place, and not be saved.
+        ctx.save_for_backward(*(None if x is None or x.is_inference() else x for x in tensors))
         ctx.call = pair, options, record
         ctx.is_computed = not any(needed[place] for place in (1, 2, 4, 5))
         values, ctx.unit_gradients = _values_and_unit_gradients(

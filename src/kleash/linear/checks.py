@@ -226,8 +226,14 @@ def check_constant(name: str, tensor: Tensor) -> None:
 
 
 def check_model(name: str, hidden: Tensor, head: Head) -> None:
-    """Check that a head takes hidden states of this dimension."""
+    """Check that a head takes hidden states of this dimension, and is on their device."""
     width = hidden.shape[-1]
+    # torch.mm(..., out=...) writes nothing, and raises no error, if one factor is on meta, as offloaded weights are.
+    devices = {str(x.device) for x in (hidden, head.weight, head.bias) if x is not None}
+    if len(devices) > 1:
+        raise CannotRunError(
+            f"hidden states of {name} and its head are on {' and '.join(sorted(devices))}; move one of them"
+        )
     if head.weight is not None and head.weight.shape[1] != width:
         raise ShapeError(
             f"hidden states of {name} have {width} dimensions and its head {head.weight.shape[1]}"

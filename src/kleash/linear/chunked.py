@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kleash.arguments import type_text
 from kleash.autodiff import refuse_transforms
 from kleash.divergences import DIVERGENCES, Divergence
 from kleash.errors import ShapeError
@@ -391,11 +392,12 @@ def losses_of(function: Objective, terms: TokenTerms, rows: slice) -> Float[Tens
     Raises:
         ShapeError: if the objective does not return one loss for each token.
     """
-    losses = function(terms, rows)
-    if losses.shape != terms.kl.shape:
+    losses: Any = function(terms, rows)
+    shape = getattr(losses, "shape", None)
+    if shape != terms.kl.shape:
+        returned = type_text(losses) if shape is None else f"losses of shape {tuple(shape)}"
         raise ShapeError(
-            f"the objective was given {len(terms.kl)} tokens and returned losses of shape {tuple(losses.shape)}; "
-            "return one for each token"
+            f"the objective was given {len(terms.kl)} tokens and returned {returned}; return one loss for each"
         )
     return losses
 

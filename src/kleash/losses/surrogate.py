@@ -195,7 +195,11 @@ class _WithGradient(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[3:], *inputs[:2])
+        ctx.save_for_backward(
+            *inputs[3:],
+            # A tensor of inference mode, which needs no gradient, could not be saved.
+            *(x if needed else None for x, needed in zip(inputs[:2], ctx.needs_input_grad[:2], strict=True)),
+        )
 
     @staticmethod
     def backward(  # pyrefly: ignore[bad-override]
