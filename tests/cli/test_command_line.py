@@ -246,41 +246,44 @@ def default_signals():
 def test_signals_end_a_command_with_a_line_and_their_exit_code(number, code, line, monkeypatch, capsys):
     def interrupted(words):
         signal.raise_signal(number)
-        return 0
 
     def interrupted_in_an_import(words):
         try:
             interrupted(words)
         except KeyboardInterrupt as stop:
             raise ImportError("the C extensions failed") from stop
-        return 0
 
     handlers = [signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)]
     for run in (interrupted, interrupted_in_an_import):
         monkeypatch.setattr(entry, "_run", run)
-        assert entry.main(["measure"]) == code
-        assert capsys.readouterr().err == line
+        assert (entry.main(["measure"]), capsys.readouterr().err) == (code, line)
     assert [signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
-def test_a_lack_of_memory_is_a_line(monkeypatch, capsys):
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 8.00 GiB.")
-    monkeypatch.setattr(entry, "_run", Mock(side_effect=error))
+def test_a_lack_of_memory_or_of_a_process_is_a_line(monkeypatch, capsys):
+    memory = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 8.00 GiB.")
+    process = RuntimeError("[/src/gloo/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9. GLHF!")
+    monkeypatch.setattr(entry, "_run", Mock(side_effect=[memory, process]))
     assert "Tried to allocate 2.00 GiB; give a smaller --batch-tokens, " in failing(capsys, "measure")
+    assert "gone (Connection closed by peer [127.0.0.1]:9), and its own " in failing(capsys, "measure")
+
+
+READING = ("report A", "compare A B", "mismatch A", "doctor A", "audit A:b")
 
 
 @pytest.mark.usefixtures("default_signals")
-def test_of_several_processes_the_first_prints_a_wrong_option(monkeypatch, capsys):
-    """Another one prints it only if no launcher ends it first, so that its own wrong option is not lost."""
+@pytest.mark.parametrize("words", ("measure --limit 0", "measure", *READING))
+def test_of_several_processes_the_first_prints(words, monkeypatch, capsys):
+    """Another only an error, if no launcher ends it before; it does not read, or write the page of the first again."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    waits = []
-    ends = (lambda seconds: signal.raise_signal(signal.SIGTERM), waits.append)
-    for rank, wait, code, lines in (("0", ends[0], 2, 1), ("1", ends[0], 143, 0), ("1", ends[1], 2, 1)):
+    waits, takes_part = [], words.startswith("measure")
+    ends = Mock(side_effect=lambda _: signal.raise_signal(signal.SIGTERM))
+    for rank, wait, code, lines in (("0", ends, 2, 1), ("1", ends, 143, 0), ("1", waits.append, 2, 1)):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setattr(entry.time, "sleep", wait)
-        assert entry.main(["measure", "--limit", "0"]) == code
-        assert capsys.readouterr().err.count("kleash: --limit ") == lines
-    assert waits == [entry.FIRST_PRINTS_S]
+        told = entry.main(words.split()), capsys.readouterr().err.count("kleash: ")
+        assert told == ((code, lines) if takes_part or rank == "0" else (0, 0))
+    assert waits == [entry.FIRST_PRINTS_S] * takes_part
 
 
 def test_a_command_of_one_process_is_refused_by_a_launcher(tmp_path, monkeypatch, capsys):
@@ -294,18 +297,6 @@ def test_a_command_of_one_process_is_refused_by_a_launcher(tmp_path, monkeypatch
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    "words", [("report", "A"), ("compare", "A", "B"), ("mismatch", "A"), ("doctor", "A"), ("audit", "A:b")]
-)
-def test_of_several_processes_the_first_reads_and_prints(words, monkeypatch, capsys):
-    """Each would otherwise print all of it, and write the same page."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for rank, code, lines in (("0", 2, 1), ("1", 0, 0)):
-        monkeypatch.setenv("RANK", rank)
-        assert main(list(words)) == code
-        assert capsys.readouterr().err.count("kleash: ") == lines
-
-
 @pytest.mark.usefixtures("default_signals")
 def test_a_launcher_may_repeat_a_signal(monkeypatch, capsys):
     """torchrun sends its processes the Ctrl-C that they got from the terminal."""
@@ -317,10 +308,9 @@ def test_a_launcher_may_repeat_a_signal(monkeypatch, capsys):
         finally:
             signal.raise_signal(signal.SIGINT)
             print("saved")
-        return 0
 
+    monkeypatch.setattr(entry, "_run", interrupted_twice)
     for rank, line in (("0", "kleash: interrupted\n"), ("1", "")):
         monkeypatch.setenv("RANK", rank)
-        monkeypatch.setattr(entry, "_run", interrupted_twice)
         assert entry.main(["measure"]) == 130
         assert tuple(capsys.readouterr()) == ("saved\n", line)

@@ -39,18 +39,12 @@ def two_steps(folder: Path, out: Path, **more: Any) -> None:
         ]
 
     ppo.draw = draw
-    try:
-        train(job_of(folder, out, **more))
+    more |= {"prompts_per_step": 5, "samples_per_prompt": 2, "batch_tokens": 30, "learning_rate": 1e-4}
+    more |= {"controller": "pid", "target_nats": 1.0, "device": "cpu", "seed": 2}
+    try:  # one process has more responses than the other, and more micro-batches
+        train(tiny_job(folder, "llama", out=str(out), **more))
     finally:
         ppo.draw = genuine
-
-
-def job_of(folder: Path, out: Path, **more: Any) -> Any:
-    """The run that is compared: one process has more responses than the other, and more micro-batches."""
-    return tiny_job(
-        folder, "llama", prompts_per_step=5, samples_per_prompt=2, batch_tokens=30, learning_rate=1e-4, seed=2,
-        controller="pid", target_nats=1.0, device="cpu", out=str(out), **more,
-    )  # fmt: skip
 
 
 def two_ranks(run: Callable[..., Any], *given: Any, **more: Any) -> list[int]:

@@ -52,6 +52,7 @@ PRELOADED = ("functorch.compile", "transformers.models.llama.modeling_llama", "t
 PRELOADED += ("kleash.integrations.trl", "kleash.training.with_trl.response_recorder", "trl_batches")
 MEASURED = "measured"
 """Folder of the runs of checks."""
+FSDP2 = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}  # as Accelerate has it
 KEEP_GOING = bool(os.environ.get("KEEP_GOING"))
 CHECKS = {}
 
@@ -86,7 +87,7 @@ class Ranks:
         ("GRPO", "llama", True, {"reshard_after_forward": True}),
     )
     """Algorithm, kind, whether the second rank has no token, and each way to shard."""
-    training = ("llama", {"fsdp": True, "fsdp_config": {"version": 2}}, "FSDPLlamaForCausalLM")
+    training = ("llama", {"fsdp": True, "fsdp_config": FSDP2}, "FSDPLlamaForCausalLM")
     """Kind, arguments of TRL's configuration, and the class that they make of the model."""
 
     def __init__(self, rank, folder):

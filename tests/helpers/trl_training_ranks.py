@@ -6,10 +6,12 @@ For the checks of ``sharded_ranks`` and ``zero3_ranks``, in processes that have 
 import os
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 STEP = ("loss", "grad_norm", "reward", "kl", "kl/per_token", "kl/per_sequence", "beta", "entropy")
 RECORDED = (
@@ -90,6 +92,7 @@ def train(folder, kind, sharding, *, monitors=True, **more):
     from kleash.leash import PIDBeta
     from kleash.models import Sampling
     from kleash.training.with_trl.response_recorder import ResponseRecorder
+    from kleash.training.with_trl.runs import run_trainer
 
     settings = {"per_device_train_batch_size": 2 if sharding else 4, "gradient_accumulation_steps": 2}
     settings |= {"top_k": 1, "max_grad_norm": 1.0, "optim": "sgd", "learning_rate": 0.1}
@@ -104,16 +107,17 @@ def train(folder, kind, sharding, *, monitors=True, **more):
         args=arguments,
         train_dataset=Dataset.from_dict({"prompt": prompts * 4}),
     )
-    sampling = Sampling(max_new_tokens=2, temperature=0.8)
+    given = {"prompts": prompts[:3], "sampling": Sampling(max_new_tokens=2, temperature=0.8), "every": 2}
     for name in MONITORS if monitors else ():
         reference = None if name == "drift" else str(folder / f"{kind}-reference")
-        DriftMonitor(reference=reference, prompts=prompts[:3], sampling=sampling, every=2, name=name).attach(
-            trainer
-        )
-    ResponseRecorder(trainer)
+        DriftMonitor(reference=reference, name=name, **given).attach(trainer)
+    recorder = ResponseRecorder(trainer)
     pid = PIDBeta(beta=0.3, target_nats=2.0, per="token", proportional=0.2)
     BetaController(pid, metric="kl/per_token").attach(trainer)
-    trainer.train()
+    out = folder / ("shared" if sharding else "alone")
+    job = SimpleNamespace(algorithm="grpo", resume=False, lora_rank=None, out=out)
+    networks = SimpleNamespace(pair=SimpleNamespace(notes=()), dtypes={})
+    run_trainer(trainer, job, None, networks, recorder=recorder)
     return trainer, trainer.state.log_history
 
 
@@ -216,6 +220,7 @@ def a_training_run_of_trl_equals_that_of_one_process(ranks):
         shared, shared_log = train(ranks.folder, kind, sharding)
     assert type(shared.model_wrapped).__name__ == wrapped
     same_training(log, shared_log)
-    for mine, right in zip(shared.model.parameters(), weights, strict=True):
-        assert (ranks.whole(mine) - right).abs().max() < 1e-6
+    saved = load_file(ranks.folder / "shared" / "policy" / "model.safetensors")
+    for (name, mine), right in zip(shared.model.named_parameters(), weights, strict=True):
+        assert max((x - right).abs().max() for x in (ranks.whole(mine), saved[name])) < 1e-6
     first_step_in_bfloat16(ranks.folder, kind, sharding, log)

@@ -187,17 +187,18 @@ def test_kl_budget_stops_training(training, folder, caplog):
     free = training()
     monitor(folder, every=1).attach(free)
     free.train()
-    for per in ("token", "sequence"):
+    for per, is_first in (("token", True), ("sequence", False)):  # of several processes
         kls = [entry[f"drift/kl_per_{per}"] for entry in drifts(free)]
-        budget = max(kls[:4])
-        trainer = training()
+        budget, trainer = max(kls[:4]), training()
+        trainer.is_world_process_zero = lambda is_first=is_first: is_first
         watch = monitor(folder, every=1, stop_at_nats=budget, per=per).attach(trainer)
         with caplog.at_level(logging.WARNING):
             trainer.train()
         beyond = next(step for step, kl in enumerate(kls) if kl > budget)
         assert trainer.state.global_step == beyond < 6
         assert [entry[f"drift/kl_per_{per}"] for entry in drifts(trainer)] == kls[: beyond + 1]
-        assert f"nats per {per}, beyond the budget" in watch.stopped and watch.stopped in caplog.text
+        assert f"nats per {per}, beyond the budget" in watch.stopped
+        assert (watch.stopped in caplog.text) == is_first
 
 
 @pytest.mark.parametrize(
@@ -264,12 +265,14 @@ def test_beta_follows_the_metric_and_is_logged(training):
     assert [entry["step"] for entry in logs] == [2, 4] and logs[0]["beta/event"] == 0
 
 
-def test_bounded_beta_step_is_logged(training, caplog):
+@pytest.mark.parametrize("is_first", [True, False])  # of several processes
+def test_bounded_beta_step_is_logged(training, caplog, is_first):
     trainer = training(Steered)
+    trainer.is_world_process_zero = lambda: is_first
     pid = PIDBeta(beta=0.5, target_nats=1e-3, integral=3.0, beta_max=0.8)
     BetaController(pid, metric="kl").attach(trainer)
     trainer.train()
-    assert trainer.beta == 0.8 and "beta at step 2" in caplog.text and "to beta_max 0.8" in caplog.text
+    assert trainer.beta == 0.8 and ("beta 1 bounded to beta_max 0.8" in caplog.text) == is_first
     assert next(entry for entry in trainer.state.log_history if "beta" in entry)["beta/event"] == 1
 
 

@@ -409,11 +409,12 @@ def test_grpo_with_passes_of_its_own_is_steered_by_the_monitor(trl, folder, tmp_
 
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])
 def test_plain_trainer_is_logged_resumed_and_not_overwritten(folder, tmp_path, strategy):
-    def run(until, out="run", **resume):
+    def run(until, out="run", rows=3, accumulated=1, **resume):
         intervals = {"save_strategy": strategy, "save_steps": 3, "eval_strategy": strategy, "eval_steps": 3}
         intervals |= {"logging_steps": 500}  # the default, beside measurements every second step
         length = {"max_steps": until, "num_train_epochs": until}  # which a run that goes on may raise
-        trainer = plain(folder, tmp_path, per_device_train_batch_size=3, **length, **intervals)
+        batch = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulated}
+        trainer = plain(folder, tmp_path, **batch, **length, **intervals)
         log = kleash.attach(trainer, monitor=monitor(folder), out=tmp_path / out)
         trainer.train(**resume)
         return log
@@ -424,7 +425,9 @@ def test_plain_trainer_is_logged_resumed_and_not_overwritten(folder, tmp_path, s
     assert steps[1].metrics["loss"] > 0 and steps[1].metrics["kl/exact_per_token"] > 0
     with pytest.raises(RunFolderError, match=r"a run already; go on with it with trainer\.train\(resume"):
         run(6)
-    log = run(6, resume_from_checkpoint=True)
+    with pytest.raises(RunFolderError, match="global-batch-size was 3 and is now 6"):
+        run(6, accumulated=2, resume_from_checkpoint=True)
+    log = run(6, rows=1, accumulated=3, resume_from_checkpoint=True)  # as on three times as many processes
     steps = read_steps(tmp_path / "run")
     assert [step.step for step in steps] == [2, 3, 4, 6]
     assert [step.step for step in steps if "eval/loss" in step.metrics] == [3, 6]

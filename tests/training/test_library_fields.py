@@ -97,7 +97,7 @@ def test_a_field_is_given_once_and_is_a_setting_that_resuming_compares() -> None
     assert GRPOJob(set=("epsilon=.1",)).settings()["set"] == ["epsilon=.1"]
 
 
-def test_each_argument_of_the_trainers_can_be_set_or_names_its_option(trl: Any) -> None:
+def test_each_argument_of_the_trainers_can_be_set_or_names_its_option(trl: Any, monkeypatch: Any) -> None:
     """A field that kleash passes is a default, which --set replaces, or refused; no third."""
     defaults = {"lr_scheduler_type", "save_total_limit", "gradient_checkpointing"}
     evaluation = {"eval_strategy", "eval_steps", "per_device_eval_batch_size"}
@@ -106,7 +106,11 @@ def test_each_argument_of_the_trainers_can_be_set_or_names_its_option(trl: Any) 
     job = GRPOJob(out="x", eval_prompts="held_out.jsonl")
     shared = set(trl.online.shared_arguments(job, rows=16, row_tokens=8))
     assert shared - refused == defaults
-    assert set(trl.online._arguments(job, 64)) - shared - refused == evaluation | {"scale_rewards"}
+    for processes, prompts in (("1", 5), ("2", 8)):  # 8 fit: a divisor of 15, and of the larger half
+        monkeypatch.setenv("WORLD_SIZE", processes)
+        arguments = trl.online._arguments(job, 64, 15)
+        assert set(arguments) - shared - refused == evaluation | {"scale_rewards"}
+        assert arguments["per_device_eval_batch_size"] == prompts * job.samples_per_prompt
     known = {field.name for name in CONFIGURATIONS.values() for field in fields(getattr(trl.package, name))}
     listed = {name.partition("=")[0] for name in refused | {*REFUSED_ONLINE} if not name.startswith(LORA)}
     assert listed <= known, "a field that TRL does not have"

@@ -1,7 +1,9 @@
 """Two processes do what one does: the same responses, and from the same responses the same numbers."""
 
 import json
+import os
 import random
+from pathlib import Path
 
 import pytest
 from ppo_cases import tiny_job
@@ -34,7 +36,7 @@ def test_first_rollout_is_identical_for_any_number_of_processes(runs):
 
 
 @pytest.mark.parametrize("name", ["two", "begun"])
-def test_metrics_agree_for_any_number_of_processes(runs, name):
+def test_metrics_and_weights_agree_for_any_number_of_processes(runs, name):
     alone, together = read_steps(runs / "one"), read_steps(runs / name)
     assert len(alone) == len(together) == 2
     for one, other in zip(alone, together, strict=True):
@@ -44,10 +46,6 @@ def test_metrics_agree_for_any_number_of_processes(runs, name):
         for key in names:
             expected = pytest.approx(one.metrics[key], rel=1e-5, abs=1e-5, nan_ok=True)
             assert other.metrics[key] == expected, key
-
-
-@pytest.mark.parametrize("name", ["two", "begun"])
-def test_final_weights_agree_for_any_number_of_processes(runs, name):
     one, other = (
         load_file(runs / run / "checkpoints/checkpoint-2/model.safetensors") for run in ("one", name)
     )
@@ -56,3 +54,14 @@ def test_final_weights_agree_for_any_number_of_processes(runs, name):
     moved = max((left[key] - x).abs().max().item() for key, x in first.items())
     apart = max((one[key] - other[key]).abs().max().item() for key in one)
     assert apart < 0.1 * moved, "Adam divides rounding by rounding: a weight without a gradient may differ"
+
+
+def apart(folder):
+    """Go on in another folder than the first process, as on machines without a shared disk."""
+    os.chdir(folder / ("." if os.environ["RANK"] == "0" else "two"))
+    two_steps(folder, Path("begun"), steps=3, resume=True)
+
+
+def test_a_process_without_the_checkpoint_is_refused(runs, capfd):
+    assert two_ranks(apart, runs) == [1, 1]
+    assert "begun/checkpoints/checkpoint-2/progress.json cannot be read" in capfd.readouterr().err

@@ -8,6 +8,7 @@ import atexit
 import codecs
 import gc
 import os
+import re
 import signal
 import sys
 import threading
@@ -20,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from kleash.cli.streams import command_streams, json_escape
-from kleash.errors import KleashError, OptionError, RankError
+from kleash.errors import KleashError, RankError
 from kleash.launch_environment import launched_rank, launched_world_size
 
 EXIT_SUCCESS, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 0, 2, 130, 141
@@ -28,7 +29,9 @@ COLLECTION = (20_000, 50, 2)
 """Objects that may be made before Python looks for cycles among them, and such searches before it looks among older
 ones, and among all: with its defaults of 700, 10 and 10, importing torch and transformers takes a fifth longer."""
 FIRST_PRINTS_S = 2.0
-"""Seconds for which a process other than the first keeps an error of its options to itself."""
+"""Seconds for which a process other than the first keeps an error to itself."""
+# what an error of torch says in the processes of a run that have lost another
+LOST_PROCESS = re.compile(r"^\[\S*gloo\S*\] (?P<of_gloo>.*?)(\. |$)|ncclRemoteError")
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 """Handlers that are replaced; a program that calls ``main`` may have handlers of its own."""
 
@@ -132,7 +135,7 @@ def _exit_code(arguments: list[str], termination: Termination) -> int:
     except KleashError as error:
         if not (isinstance(error, RankError) and error.is_reported):
             _print_error(str(error))
-        return EXIT_ERROR
+        return termination.exit_code(EXIT_ERROR)
     except KeyboardInterrupt as stop:
         return _interrupted(stop, termination)
     except BrokenPipeError:  # such as "kleash … | head"
@@ -147,10 +150,15 @@ def _exit_code(arguments: list[str], termination: Termination) -> int:
                 f"{str(error).partition('. GPU')[0]}; give a smaller --batch-tokens, which a training takes with "
                 "--resume, too"
             )
-            return EXIT_ERROR
-        if termination.received is None:  # an interrupted import may raise another exception, as numpy's does
+        elif lost := LOST_PROCESS.search(str(error)):
+            _print_error(
+                f"a process is gone ({lost['of_gloo'] or lost[0]}), and its own message says why; go on with --resume"
+            )
+        elif termination.received is None:
             raise
-        return _interrupted(KeyboardInterrupt(), termination)
+        else:  # an interrupted import may raise another exception, as numpy's does
+            return _interrupted(KeyboardInterrupt(), termination)
+        return termination.exit_code(EXIT_ERROR)
 
 
 def _interrupted(stop: KeyboardInterrupt, termination: Termination) -> int:
@@ -164,8 +172,14 @@ def _interrupted(stop: KeyboardInterrupt, termination: Termination) -> int:
 
 
 def _print_error(message: str) -> None:
-    """Print an error message; its further lines are indented, so that they cannot pass for messages of kleash."""
-    print("kleash: " + message.replace("\n", "\n  "), file=sys.stderr)
+    """Print an error message; its further lines are indented, so that they cannot pass for messages of kleash.
+
+    Of several processes the first often prints the same, and the launcher then ends the others, which wait for that.
+    """
+    with suppress(KeyboardInterrupt):
+        if launched_rank() != 0:
+            time.sleep(FIRST_PRINTS_S)
+        print("kleash: " + message.replace("\n", "\n  "), file=sys.stderr)
 
 
 def _escape_unencodable_characters() -> None:
@@ -189,10 +203,6 @@ def _run(arguments: list[str]) -> int:
 
     try:
         command = read_words(arguments)
-    except OptionError:
-        if launched_rank() != 0:  # the first process prints the same, and the launcher then ends this one
-            time.sleep(FIRST_PRINTS_S)
-        raise
     except SystemExit:  # help, the version or a completion script was printed
         return EXIT_ERROR if " ".join(arguments) in SUBCOMMANDS else EXIT_SUCCESS
     reads = isinstance(command, ReportJob | CompareJob | MismatchJob | DoctorJob | AuditJob | DryRun)

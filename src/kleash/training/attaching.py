@@ -39,6 +39,9 @@ NOT_DESCRIBED = (
     "resume",
     "max_steps",
     "num_train_epochs",
+    "per_device_",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
 )
 """Beginnings of the names of arguments that a resumed run may change, or that say nothing about its numbers."""
 
@@ -104,7 +107,7 @@ def attach(
         raise OptionError(f"a {type(controller).__name__} has a target of its own; leave target_nats out")
     algorithm = _algorithm(trainer)
     is_read = algorithm in GENERATING and makes_trl_passes(trainer)
-    if algorithm in GENERATING and not is_read:
+    if algorithm in GENERATING and not is_read and trainer.is_world_process_zero():
         logging.getLogger(__name__).warning(
             "%s passes over responses in its own way, not TRL's, so they are not measured: the KL is that of monitor=",
             type(trainer).__name__,
@@ -172,7 +175,11 @@ def _measure(
         monitor.attach(trainer)
     if recorder is not None:
         _keep_best(trainer.args)
-        if recorder.note is not None and (monitor is None or trainer.beta != 0):  # else the monitor measures
+        if (
+            recorder.note is not None
+            and (monitor is None or trainer.beta != 0)  # else the monitor measures
+            and trainer.is_world_process_zero()
+        ):
             logging.getLogger(__name__).warning(recorder.note)
     return recorder
 
@@ -274,6 +281,10 @@ def _settings(
     network = trainer.accelerator.unwrap_model(trainer.model)
     return {
         **_changed_fields(trainer.args),
+        # on whatever number of processes
+        "global_batch_size": trainer.args.train_batch_size
+        * trainer.args.gradient_accumulation_steps
+        * trainer.args.world_size,
         **({} if leash is None else _changed_fields(leash)),
         **({} if monitor is None else _changed_fields(monitor.sampling, prefix="monitor_")),
         **(

@@ -73,7 +73,7 @@ def restore_last(folder: Path, accelerator: Any) -> TrainingState | None:
     Raises:
         RunFolderError: if no checkpoint has checksums (each is sealed before it has its name), or the last is damaged.
     """
-    checkpoint = last_checkpoint(folder.parent)
+    checkpoint = of_first_process(last_checkpoint(folder.parent))
     if checkpoint is None:
         if any(folder.glob("checkpoint-*/")):
             raise RunFolderError(f"the checkpoint in {folder} has lost its checksums; {DAMAGED}")

@@ -89,11 +89,11 @@ class BetaController(AttachedCallback, ExportableState):
         before, error = self.controller, logs.get(f"{self.metric}_error")
         self.controller = before.after(kl, sequences=max(1, round(drawn)), standard_error=error)
         self.reason = beta_reason(before, self.controller, kl)
-        if self.reason is not None:
+        if self.reason is not None and state.is_world_process_zero:
             LOG.info("step %d: %s", state.global_step, self.reason)
         self.since = state.global_step
         self.trainer.beta = self.controller.beta
-        if self.controller.event is not None:
+        if self.controller.event is not None and state.is_world_process_zero:
             LOG.warning("beta at step %d: %s", state.global_step, self.controller.event)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -104,7 +104,7 @@ class BetaController(AttachedCallback, ExportableState):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Warn if the metric was never logged."""
-        if state.global_step > 0 and self.since == 0:
+        if state.global_step > 0 and self.since == 0 and state.is_world_process_zero:
             LOG.warning(
                 "nothing called %r was logged in %d steps, so beta was never steered; logged were %s",
                 self.metric,

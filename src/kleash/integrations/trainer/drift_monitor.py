@@ -131,8 +131,8 @@ class DriftMonitor(AttachedCallback):
                     if isinstance(self.prompts, str)
                     else tokenise_prompts(self.prompts, pair, self.limit)
                 )
-            rank, world_size = self.trainer.accelerator.process_index, self.trainer.accelerator.num_processes
-            prompts = self._parsed_prompts[rank::world_size]
+            accelerator = self.trainer.accelerator
+            prompts = self._parsed_prompts[accelerator.process_index :: accelerator.num_processes]
             with turns_of(pair, self.sampling.temperature or 1.0):
                 parts = (
                     [draw_drift(pair, prompts, self.sampling, batch_tokens=self.batch_tokens)]
@@ -165,8 +165,9 @@ class DriftMonitor(AttachedCallback):
                 f"KL(policy ‖ reference) is {kl:.4g} nats per {self.per}, beyond the budget of "
                 f"{self.stop_at_nats:g}; training stops"
             )
-            LOG.warning(self.stopped)
             control.should_training_stop = True
+            if self.trainer.is_world_process_zero():
+                LOG.warning(self.stopped)
 
     def _networks(self, trainer: Any) -> dict[str, Any]:
         """The networks in memory by role: the policy, and the reference if it is a network of its own.

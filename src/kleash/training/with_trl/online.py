@@ -12,6 +12,7 @@ from kleash.integrations.trainer import BetaController
 from kleash.integrations.trl.compat import MIXIN
 from kleash.jobs import GRPOJob, RLOOJob
 from kleash.jobs.train import OnlineJob
+from kleash.launch_environment import launched_world_size
 from kleash.models import Pair, Prompt, TokenSequence, read_prompts
 from kleash.sources.sequences import text_after
 from kleash.store import TrainingResult
@@ -23,6 +24,7 @@ from kleash.training.rewards import Reward, check_rewards, load_rewards, reward_
 from kleash.training.run_log import RunLog
 from kleash.training.with_trl.runs import (
     PROMPT_COLUMN,
+    even_batch,
     held_out_arguments,
     run_trainer,
     shared_arguments,
@@ -99,7 +101,7 @@ def train_online(job: GRPOJob | RLOOJob, run_log: RunLog | None) -> TrainingResu
         ),
         args=trl_config(
             job,
-            **_arguments(job, longest_row(items, job, networks.pair)),
+            **_arguments(job, longest_row(items, job, networks.pair), len(held_out)),
             reward_weights=[reward.weight for reward in rewards.rewards],
         ),
         train_dataset=in_step_order(prompt_rows(prompt.text for prompt in prompts), job),
@@ -137,11 +139,15 @@ def longest_row(prompts: Sequence[Prompt], job: OnlineJob, pair: Pair) -> int:
     return tokens
 
 
-def _arguments(job: GRPOJob | RLOOJob, longest: int) -> dict[str, Any]:
+def _arguments(job: GRPOJob | RLOOJob, longest: int, held_out: int) -> dict[str, Any]:
     """The fields of TRL's configuration that the job decides, for rows of at most ``longest`` tokens."""
     of_grpo = {"scale_rewards": "none" if job.kl_place == "reward" else "group"}
-    rows = set_fields(job).get("num_generations_eval") or job.samples_per_prompt
-    of_held_out = held_out_arguments(job, rows=rows, updates=job.epochs, best="eval_reward")
+    samples = set_fields(job).get("num_generations_eval") or job.samples_per_prompt
+    # held-out prompts of a batch, which divide those of a process, since Accelerate fills the last batches with others
+    prompts = even_batch(
+        math.ceil(held_out / launched_world_size()), max(1, job.batch_tokens // (longest * samples))
+    )
+    of_held_out = held_out_arguments(job, rows=prompts * samples, updates=job.epochs, best="eval_reward")
     return {
         **shared_arguments(job, rows=job.responses_per_step, row_tokens=longest, updates=job.epochs),
         "shuffle_dataset": False,
@@ -151,7 +157,7 @@ def _arguments(job: GRPOJob | RLOOJob, longest: int) -> dict[str, Any]:
         "num_iterations": job.epochs,
         "beta": job.beta,
         **(of_grpo if isinstance(job, GRPOJob) else {}),
-        **(of_held_out if job.eval_prompts is not None else {}),
+        **(of_held_out if held_out else {}),
     }
 
 

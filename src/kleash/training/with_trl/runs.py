@@ -18,6 +18,7 @@ from kleash.store import TrainingResult
 from kleash.store.checksums import Checksums
 from kleash.store.training_folder import CHECKPOINTS, DAMAGED, POLICY, checkpoint_number, last_checkpoint
 from kleash.training.networks import Networks
+from kleash.training.response_metrics import of_first_process
 from kleash.training.run_log import RunLog
 from kleash.training.step_logger import StepLogger
 
@@ -68,11 +69,10 @@ def run_trainer(
         notes: what is shown when training starts, beside the notes about the models.
         options: further arguments of the ``StepLogger`` that writes to the run log.
     """
-    step_logger = StepLogger(job, run_log, notes=(*networks.pair.notes, *notes), **options)
-    step_logger.attach(trainer)
+    step_logger = StepLogger(job, run_log, notes=(*networks.pair.notes, *notes), **options).attach(trainer)
     trainer.remove_callback(import_extra("transformers.trainer_callback", "trl").PrinterCallback)
     root = Path(str(job.out))
-    checkpoint = last_checkpoint(root) if job.resume else None
+    checkpoint = of_first_process(last_checkpoint(root) if job.resume else None)
     if checkpoint is not None:
         Checksums.read(checkpoint).check_all(advice=DAMAGED)
         taken = checkpoint_number(checkpoint) or 0
@@ -83,7 +83,13 @@ def run_trainer(
     if job.lora_rank:
         # PEFT would read the base's config.json each time, which may have changed, to see if tokens were added.
         trainer.model.save_pretrained = partial(trainer.model.save_pretrained, save_embedding_layers=False)
+    # else the policy would be saved in the parts that the processes have
+    if trainer.is_deepspeed_enabled:
+        config = trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+        config.setdefault("zero_optimization", {})["stage3_gather_16bit_weights_on_model_save"] = True
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    if trainer.is_fsdp_enabled:
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model(str(root / POLICY))
     trainer.accelerator.wait_for_everyone()
     return step_logger.result(job.algorithm, policy=str(root / POLICY), out=str(root), dtypes=networks.dtypes)
@@ -112,8 +118,7 @@ def shared_arguments(job: TrainJob, *, rows: int, row_tokens: int, updates: int 
             f"{rows} rows a step cannot be divided evenly among {processes} processes; give a multiple"
         )
     rows_per_process = rows // processes
-    most = min(rows_per_process, max(1, job.batch_tokens // row_tokens))
-    batch_size = even_batch(rows_per_process, most)
+    batch_size = even_batch(rows_per_process, max(1, job.batch_tokens // row_tokens))
     return {
         "output_dir": str(Path(str(job.out)) / CHECKPOINTS),
         "per_device_train_batch_size": batch_size,
@@ -136,7 +141,7 @@ def shared_arguments(job: TrainJob, *, rows: int, row_tokens: int, updates: int 
 
 def even_batch(rows: int, most: int) -> int:
     """The largest size of batches, up to ``most``, that divides the rows evenly."""
-    return next(size for size in range(most, 0, -1) if rows % size == 0)
+    return next((size for size in range(min(rows, most), 1, -1) if rows % size == 0), 1)
 
 
 def held_out_arguments(job: TrainJob, *, rows: int, best: str, updates: int = 1) -> dict[str, Any]:
