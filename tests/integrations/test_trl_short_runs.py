@@ -212,6 +212,8 @@ def test_given_reference_is_refused_where_trl_moves_it_or_it_is_the_policy(made,
         made("GRPO", {"sync_ref_model": True}, reference=network)
     with pytest.raises(OptionError, match="one network in memory"):
         made("GRPO", {}, model=network, reference=network)
+    with pytest.raises(ModelError, match="the reference is of type str; give a transformers model"):
+        made("GRPO", {}, reference=str(folder))
 
 
 def test_reference_of_a_new_adapter_is_its_base(made):

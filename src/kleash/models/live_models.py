@@ -96,8 +96,8 @@ def checked_language_model(network: Any, role: str) -> Any:
     )
     if not has_head or base.config.is_encoder_decoder:
         raise ModelError(
-            f"the {role} must be a name or a transformers model with a language-model head, as AutoModelForCausalLM "
-            f"loads; it is of type {type(base).__name__}"
+            f"the {role} is of type {type(base).__name__}; give a transformers model with a language-model head, as "
+            "AutoModelForCausalLM.from_pretrained loads"
         )
     return network
 

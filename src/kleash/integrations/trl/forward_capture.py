@@ -29,6 +29,7 @@ from kleash.models.adapters import require_unchanged_base
 from kleash.models.compat import find_backbone
 from kleash.models.live_models import (
     base_network,
+    checked_language_model,
     current_head,
     dropouts_of,
     require_plain_head,
@@ -129,7 +130,8 @@ class ForwardCapture(MIXIN):
         Raises:
             OptionError: if the configuration is not passed by keyword, or asks for Liger's layers; or if ``reference``
                 is given, and TRL is to move the reference, or it is the policy's network.
-            ModelError: if an adapter has changed the base that is to be the reference.
+            ModelError: if ``reference`` is no language model in memory, or an adapter has changed the base that it is
+                to be.
             CannotRunError: if the trainer passes over responses in its own way.
         """
         if not makes_trl_passes(self):
@@ -163,7 +165,7 @@ class ForwardCapture(MIXIN):
         self.beta = self.args.beta = config.beta
         network = self.accelerator.unwrap_model(self.model)
         if reference is not None:
-            require_two_networks(network, reference)
+            require_two_networks(network, checked_language_model(reference, "reference"))
             reference.requires_grad_(False)
             if add_fused_lm_head is not None:
                 # an option of GRPO, not of RLOO
