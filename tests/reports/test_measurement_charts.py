@@ -148,7 +148,7 @@ def test_an_interval_without_ends_is_not_drawn_and_nor_is_a_number_that_is_not_f
 
 @pytest.mark.parametrize(
     ("floor", "said"),
-    [(0.0, "rounded otherwise make one"), (0.05, "is 4.0 times as large"), (0.3, "the KL is not above it")],
+    [(0.0, "no rounding difference"), (0.05, "is 4.0 times as large"), (0.3, "the KL is not above it")],
 )
 def test_the_noise_floor_note_compares_it_with_the_kl(run, floor, said):
     per_token = {"kl_policy_reference": number(0.2, 0.1, 0.3)}

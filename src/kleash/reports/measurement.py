@@ -111,7 +111,7 @@ def noise_floor_note(measurement: Measurement) -> str:
     definition = "the reference against itself in another batch layout"
     subject = "the KL" if upper_bound(measurement) is None else "the lower bound of the KL"
     if floor == 0:
-        return f"{definition}: no rounding difference, while weights rounded otherwise make one"
+        return f"{definition}: no rounding difference"
     if not value > floor:
         return f"{definition}; {subject} is not above it"
     return f"{definition}; {subject} is {format_value(value / floor, 2)} times as large"
