@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ def runs(tmp_path_factory):
     """Two small run folders."""
     root = tmp_path_factory.mktemp("formats")
     for seed, name in enumerate(("a", "b")):
-        write_synthetic_run(root / name, prompts=6, tokens=96, seed=seed, shards=1)
+        write_synthetic_run(root / name, prompts=6, tokens=96, seed=seed, shards=2)
     return [root / "a", root / "b"]
 
 
@@ -68,17 +69,21 @@ def test_llama_cpps_statistics_are_those_of_the_tokens(runs, capsys):
     assert float(lines["Same top p"][0]) == pytest.approx(100 * same, abs=2e-3)
 
 
-def test_llama_cpps_statistics_of_unlikely_and_of_unknown_tokens(monkeypatch):
+def test_llama_cpps_statistics_of_unlikely_unknown_and_lost_tokens(runs, tmp_path, capsys, monkeypatch):
+    cut = shutil.copytree(runs[1], tmp_path / "cut")
+    (cut / "tokens" / "part-00001.parquet").unlink()
+    assert printed(capsys, "report", cut, "--format", "llama.cpp", code=2) == "", "and no numbers of a part"
+    measurement = Measurement.read(runs[0])
     names = (*STORED_COLUMNS, "kl_reference_policy")
     part = {name: np.full(100, 1.0, dtype=np.float32) for name in names}
     part |= {name: -part[name] for name in ("logp_policy", "logp_reference")}
     part["logp_policy"][0] = -np.inf
     monkeypatch.setattr(RunFolder, "parts", lambda self, kind, names: iter([part]))
     monkeypatch.setattr(RunFolder, "token_columns", lambda self: frozenset(part))
-    assert "Mean PPL(Q)                   :        inf" in llama_cpp_text(Path("run"))
+    assert "Mean PPL(Q)                   :        inf" in llama_cpp_text(measurement)
     part["kl_reference_policy"][5] = np.nan
-    with pytest.raises(OptionError, match="of every token, which run does not have"):
-        llama_cpp_text(Path("run"))
+    with pytest.raises(OptionError, match=f"of every token, which {runs[0]} does not have"):
+        llama_cpp_text(measurement)
 
 
 @pytest.mark.parametrize("output_format", ["csv", "model-card", "llama.cpp", "markdown"])

@@ -4,6 +4,7 @@ import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from kleash.measuring.attribution import (
 )
 from kleash.measuring.model_pair import header_of
 from kleash.measuring.progress import ProgressReporter
-from kleash.measuring.sweep_ranking import sum_run
+from kleash.measuring.sequence_clusters import sum_run
 from kleash.models.weight_groups import WeightGroup
 from kleash.reports.sweep import describe_attribution
 from kleash.store import RunFolder
@@ -221,7 +222,7 @@ def test_sequences_are_drawn_until_they_have_the_tokens():
 
 def test_another_source_than_was_measured_is_refused(job, result):
     out, candidate = Path(str(job.out)), result.candidates[1]
-    run = sum_run(out / candidate.folder, job.statistic, 1)
+    run = sum_run(RunFolder(out / candidate.folder), [job.statistic], itemgetter(job.statistic))
     with pytest.raises(RunFolderError, match="was written to after it was measured"):
         attribute(job, out, candidate, run, "0" * 64, ProgressReporter())
 
@@ -239,7 +240,11 @@ def test_processes_share_the_passes(job, result, tmp_path, monkeypatch):
     monkeypatch.setattr(RunFolder, "write_shard", recorded)
     devices = iter(("auto", "cpu"))  # two names of one
     monkeypatch.setattr(attribution, "on_device_of_rank", lambda job: replace(job, device=next(devices)))
-    run = sum_run(Path(str(job.out)) / "candidates" / "02-planted", job.statistic, 1)
+    run = sum_run(
+        RunFolder(Path(str(job.out)) / "candidates" / "02-planted"),
+        [job.statistic],
+        itemgetter(job.statistic),
+    )
     models = [load_swap_models(job, Path(str(job.out)), result.candidates[1], run) for _ in range(2)]
     passes, _ = plan_passes(models[0].groups)
 

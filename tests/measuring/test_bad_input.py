@@ -153,10 +153,9 @@ def test_a_tilde_is_expanded_in_every_path_option(pair, tmp_path, monkeypatch):
 
 
 def test_report_and_compare_without_runs_raise(tmp_path, capsys):
-    with pytest.raises(OptionError, match="compare takes a list of two or more run folders; 1 was given"):
-        compare(str(tmp_path))
+    message = "compare takes a list of two or more run folders; 1 was given"
+    for one in (str(tmp_path), tmp_path, iter([tmp_path])):
+        with pytest.raises(OptionError, match=message):
+            compare(one)
     assert main(["compare", str(tmp_path)]) == 2
-    assert (
-        capsys.readouterr().err.strip()
-        == "kleash: compare takes a list of two or more run folders; 1 was given"
-    )
+    assert capsys.readouterr().err == f"kleash: {message}\n"

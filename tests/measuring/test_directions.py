@@ -215,5 +215,3 @@ def test_a_sweep_ranks_attributes_and_limits_one_direction():
     assert job.statistic == REFERENCE
     assert replace(job, direction="policy-reference").statistic == POLICY
     assert SweepJob(candidates=("a",), responses="r").statistic == REFERENCE
-    with pytest.raises(OptionError, match="at least 0"):
-        replace(job, at_most=-1.0)

@@ -104,6 +104,14 @@ def test_copies_are_noted_once_and_paired_with_samples(runs):
         assert difference.differences["kl_policy_reference"].value == pytest.approx(0, abs=1e-6)
 
 
+def test_the_turns_of_a_conversation_are_one_prompt(job, tmp_path):
+    rollouts = [{"token_ids": [n, 1, 2, 3, n, 4], "loss_mask": [0, 1, 0, 1, 0, 1]} for n in range(5, 9)]
+    (tmp_path / "rollouts.jsonl").write_text("\n".join(map(json.dumps, rollouts)))
+    run = measure(**job, responses=tmp_path / "rollouts.jsonl", out=tmp_path / "run")
+    (difference,) = compare([run, run]).differences
+    assert run.counts.sequences == 12 and run.counts.prompts == difference.shared_prompts == 4
+
+
 def test_one_prompt_written_thirty_times_passes_no_gate(job, eight, tmp_path):
     (tmp_path / "one.txt").write_text("\n".join([eight[0].read_text().split("\n")[0]] * 30))
     one = measure(**job, prompts=tmp_path / "one.txt", at_most=5.0, out=tmp_path / "run")

@@ -142,7 +142,7 @@ def test_a_folder_that_is_left_is_not_joined_by_other_weights_in_memory(policy, 
         ({"reference_cache": "cache"}, OptionError, "reference_cache"),
         ({"engine": "ray"}, OptionError, "engine"),
         ({"policy": 3}, ModelError, "transformers model"),
-        ({"policy": "no head"}, ModelError, "AutoModelForCausalLM loads; it is of type LlamaModel"),
+        ({"policy": "no head"}, ModelError, "is of type LlamaModel; give a transformers model with"),
         ({"reference": "http://127.0.0.1:1/v1"}, KleashError, "server"),
     ],
 )

@@ -10,6 +10,8 @@ from command_words import words
 from tiny_models import double_logits, tiny_pair, tiny_tokenizer
 
 from kleash.cli import main
+from kleash.records import Measurement
+from kleash.store.measurement_summary import describe_quantiles
 
 PROMPTS = [
     "The sea was calm",
@@ -165,4 +167,6 @@ def test_a_model_compared_with_itself_is_exactly_0(tmp_path):
         assert number["standard_error"] == 0
         assert all(warning.startswith("rows of a head that are no tokens") for warning in number["warnings"])
         assert number["ci95"] == [number["value"]] * 2
+    assert describe_quantiles(Measurement.read(out)).endswith("largest 0 nats"), "and no share of a KL of 0"
+    assert "The 1 % of tokens" not in (out / "report.html").read_text()
     assert measured["per_token"]["entropy_policy"]["warnings"], "few clusters are said of what is not known"

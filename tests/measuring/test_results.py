@@ -166,26 +166,6 @@ def test_truncated_and_greedy_runs_leave_out_estimators(job, tmp_path):
             assert (tokens["logp_sampled"] > tokens["logp_policy"]).all()
 
 
-def test_few_documents_are_clustered_in_blocks_with_a_warning(job, tmp_path):
-    text = tmp_path / "text.txt"
-    documents = ("The sea was calm and the boat went out. ", "The boat was out and the sea went calm. ")
-    text.write_text("\n\n".join(document * 40 for document in documents))
-    options = {**job, "prompts": None, "text": str(text), "window": 16}
-    measured = measure(**options, out=tmp_path / "run")
-    assert measured.counts.prompts == 2 < measured.counts.clusters
-    assert any("blocks of 8 neighbouring windows" in warning for warning in measured.warnings)
-
-
-def test_a_model_compared_with_itself_has_a_summary_without_shares(job, tmp_path, capsys):
-    words = ["--reference", job["reference"], "--prompts", job["prompts"], "--max-new-tokens", "4"]
-    out = str(tmp_path / "run")
-    assert main(["measure", "--policy", job["reference"], *words, "--limit", "1", "--out", out]) == 0
-    assert "largest 0 nats\n" in capsys.readouterr().out
-    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
-    body = page[page.index("<body") :]
-    assert "of the whole KL" not in body and "from NaN" not in body
-
-
 def test_report_and_compare_need_only_the_files(job, own, prompts, tmp_path, capsys):
     before = (own / "report.html").read_text()
     (own / "report.html").unlink()

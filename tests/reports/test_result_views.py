@@ -1,6 +1,7 @@
 """A result in Python: its summary, its data frames, its picture, and reading it back."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pyarrow.parquet as pq
@@ -43,7 +44,7 @@ def test_the_ranking_of_a_sweep_is_in_its_summary_with_one_note_of_all_candidate
     assert lines.count("note: the policy is packed") == 1
 
 
-def test_the_tables_of_a_run_are_data_frames(run):
+def test_the_tables_of_a_run_are_data_frames(run, tmp_path):
     folder, measurement = run
     frames = kleash.open(folder).to_pandas()
     for name, frame in zip(("tokens", "sequences"), frames, strict=True):
@@ -55,6 +56,9 @@ def test_the_tables_of_a_run_are_data_frames(run):
     assert frames.tokens["kl_policy_reference"].astype(float).mean() == pytest.approx(expected, rel=1e-9)
     with pytest.raises(RunFolderError, match=r"kleash\.open"):
         replace(measurement, folder=None).to_pandas()
+    (shutil.copytree(folder, tmp_path / "cut") / "tokens" / "part-00001.parquet").unlink()
+    with pytest.raises(RunFolderError, match=r"tokens/part-00001\.parquet is missing"):
+        kleash.open(tmp_path / "cut").to_pandas()
 
 
 def test_other_results_are_a_frame_of_their_numbers(tmp_path):

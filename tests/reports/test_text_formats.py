@@ -120,12 +120,9 @@ def test_names_are_no_formulas_in_a_spreadsheet(start):
     assert read["value"] == "-0.5"
 
 
-@pytest.mark.parametrize(
-    ("value", "word"), [(math.inf, "Infinity"), (-math.inf, "-Infinity"), (math.nan, "NaN")]
-)
-def test_numbers_that_are_not_finite_are_spelt_as_in_json(value, word):
-    text = to_csv([NumberRow(run="r", name="n", value=value, ci95=(-math.inf, math.inf))])
-    assert text.splitlines()[1] == f"r,,n,{word},,-Infinity,Infinity,none,,,"
+def test_numbers_that_are_not_finite_are_spelt_as_in_json():
+    text = to_csv([NumberRow(run="r", name="n", value=math.nan, ci95=(-math.inf, math.inf))])
+    assert text.splitlines()[1] == "r,,n,NaN,,-Infinity,Infinity,none,,,"
 
 
 def cells_of(markdown):

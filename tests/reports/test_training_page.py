@@ -58,6 +58,13 @@ def test_a_number_of_every_other_step_is_a_line_through_them():
     history = [StepRecord(step=at, metrics={"pairs/margin": 1.0, **kl}) for at, kl in enumerate(kls, 1)]
     cards = summary_cards(header_of(GRPOJob()), history, None)
     assert ("KL per sequence", "8.00 nats", "after step 8") in cards
+    assert ("eval/reward", "2.00", "8.00") in [row[:3] for row in metrics_table(history)]
+    begun = [StepRecord(step=0, metrics={"eval/reward": 0.5}), *history[1:8]]
+    cards = summary_cards(header_of(GRPOJob()), begun, None)
+    assert ("Held-out reward", "8.00", "0.500 in step 0") in cards
+    assert ("KL per sequence", "8.00 nats", "2.00 in step 2") in cards, (
+        "where training begins with an evaluation"
+    )
     for chart in map(run_charts(history).__getitem__, ("held-out", "kl-sequence")):
         assert list(curves(drawn(chart)[0]).values()) == [([2, 4, 6, 8], [2.0, 4.0, 6.0, 8.0])]
         assert chart.rows[:2] == (("1", "–"), ("2", "2.00")), "which is no NaN"

@@ -160,10 +160,10 @@ def test_files_of_another_format_in_a_folder_are_noted(pair, write, tmp_path):
         write(name, jsonl(RECORDS[0]))
     folder = str(tmp_path / "d")
     assert describe_source("prompts", folder) == ()
-    dataset_folders._splits.cache_clear()
+    write("d/e.jsonl", jsonl(RECORDS[0]))  # as a notebook may, between two measurements
     write("d/c.csv", "prompt\nA boat\n")
     write("d/sub/d.parquet", parquet(RECORDS))
-    assert texts(folder, pair) == PROMPTS[:1] * 2
+    assert texts(folder, pair) == PROMPTS[:1] * 3
     assert describe_source("prompts", folder) == (
         f"files of another format in {folder} are not read: 'c.csv' and 1 more",
     )
@@ -314,6 +314,13 @@ def test_a_record_has_one_response(pair, write, unhooked):
         list(read_responses(name, pair))
     (chosen,) = read_responses(name, pair, reading=ReadOptions(response_column="completion"))
     assert chosen.response_text == " b"
+    of_others = dict.fromkeys(("response", "response_token_ids", "chosen", "rejected"))
+    logs = [
+        {"completion": " b", **of_others, "prompt": "P"},
+        {"prompt": None, "chosen": "P b", "rejected": "P c"},
+    ]
+    merged = read_responses(write("merged.jsonl", jsonl(*logs)), pair)
+    assert [one.response_text for one in merged] == [" b", " b", " c"], "a frame of two logs has nulls"
 
 
 def test_texts_are_found_by_usual_or_named_columns(pair, write):

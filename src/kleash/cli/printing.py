@@ -149,10 +149,10 @@ def formatted(result: NumericResult | TrainingResult, output_format: str) -> str
             return to_markdown(_summary_with_command(result), tuple(map(as_sentence, gate_sentences(result))))
         case "model-card" if isinstance(result, Measurement):
             return model_card(result)
-        case "llama.cpp" if isinstance(result, Measurement) and result.folder is not None:
+        case "llama.cpp" if isinstance(result, Measurement):
             from kleash.measuring.llama_cpp_summary import llama_cpp_text
 
-            return llama_cpp_text(result.folder)
+            return llama_cpp_text(result)
         case _:
             where = "; of a sweep, name the folder of a candidate" if isinstance(result, Sweep) else ""
             raise OptionError(f"--format {output_format} is for one measurement{where}")

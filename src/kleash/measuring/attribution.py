@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,9 @@ from kleash.jobs import MeasureJob, SweepJob
 from kleash.launch_environment import local_world_size
 from kleash.measuring.model_pair import header_of, load_models, on_device_of_rank
 from kleash.measuring.progress import ProgressReporter
-from kleash.measuring.sequence_clusters import Clusters, Floats, Ids, SequenceSums, clusters_of
+from kleash.measuring.sequence_clusters import Clusters, Floats, Ids, SequenceSums, clusters_of, sum_run
 from kleash.measuring.shard_scoring import claim_of
 from kleash.measuring.shards import group_by_cost, hash_source, source_sequences
-from kleash.measuring.sweep_ranking import sum_run
 from kleash.models import Model, Pair, TokenSequence, load_reference
 from kleash.models.threads import threads_for_scoring
 from kleash.models.weight_groups import WeightGroup, swapped_weights, weight_groups
@@ -132,7 +132,14 @@ def run_passes(
         for name, groups in passes.items():
             _score_missing(name, groups, shards, models, root, header, reporter)
         is_complete = wait_for_parts(root, missing, reporter.note)
-    return {name: sum_run(root / name, models.statistic, len(shards)) for name in passes}
+    return {
+        name: sum_run(
+            RunFolder(root / name).require_shards(len(shards)),
+            [models.statistic],
+            itemgetter(models.statistic),
+        )
+        for name in passes
+    }
 
 
 def _score_missing(

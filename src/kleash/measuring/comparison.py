@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kleash.errors import OptionError, RunFolderError
 from kleash.jobs.output_options import GateOptions
-from kleash.measuring.sequence_clusters import Floats, SequenceSums, clusters_of, sum_sequences
+from kleash.measuring.sequence_clusters import Floats, clusters_of, sum_run
 from kleash.measuring.training_comparison import compare_training
 from kleash.reports.folder_report import kind_of_folder
 from kleash.reports.formatting import shared_end
@@ -73,11 +73,11 @@ def compare(
     >>> kleash.compare(["compared/policy", "compared/reference"]).differences[0].shared_prompts
     2
     """
-    if isinstance(folders, str) or len(folders) < 2:
-        num_folders = 1 if isinstance(folders, str) else len(folders)
-        raise OptionError(f"compare takes a list of two or more run folders; {num_folders} was given")
+    run_folders = [folders] if isinstance(folders, str | Path | Measurement) else list(folders)
+    if len(run_folders) < 2:
+        raise OptionError(f"compare takes a list of two or more run folders; {len(run_folders)} was given")
     gate = GateOptions(at_most=at_most, direction=direction)
-    paths = [Path(folder).expanduser() for folder in folders]
+    paths = [Path(folder).expanduser() for folder in run_folders]
     names = _short_names(paths)
     are_training = [kind_of_folder(path) == STEPS for path in paths]
     if any(are_training):
@@ -137,22 +137,23 @@ class _Run:
 def _read(path: Path) -> _Run:
     """Read a run's measurement, and sum its token statistics by prompt."""
     measurement = Measurement.read(path)
-    folder = RunFolder(path)
-    folder.require_shards(measurement.counts.shards)
+    folder = RunFolder(path).require_shards(measurement.counts.shards)
     columns = folder.token_columns()
     known = tuple(name for name in SUMMED if columns.issuperset(ALL_STATISTICS[name].columns))
     on_text = measurement.source_kind == "text"
-    parts = folder.parts("tokens", ["prompt_id", "sample_id", *columns_of(known)])
-    shards: list[SequenceSums] = []
-    for tokens, part in zip(parts, folder.parts("sequences", ["prompt_hash"]), strict=True):
-        values = [
-            ALL_STATISTICS[name].values(tokens)
-            if name in known
-            else np.full(len(tokens["prompt_id"]), np.nan)
-            for name in SUMMED
-        ]
-        shards.append(sum_sequences(tokens, part["prompt_hash"], np.stack(values, axis=1)))
-    sums = SequenceSums.concatenate(shards)
+    sums = sum_run(
+        folder,
+        columns_of(known),
+        lambda tokens: np.stack(
+            [
+                ALL_STATISTICS[name].values(tokens)
+                if name in known
+                else np.full(len(tokens["prompt_id"]), np.nan)
+                for name in SUMMED
+            ],
+            axis=1,
+        ),
+    )
     copies = defaultdict[int, Iterator[int]](count if on_text else lambda: repeat(0))
     keys = [(prompt_hash, next(copies[prompt_hash])) for prompt_hash in sums.prompt_hash.tolist()]
     rows = {key: row for row, key in enumerate(dict.fromkeys(keys))}
@@ -237,9 +238,7 @@ def _known_difference(run: _Run, first: _Run, name: str) -> float | None:
 
 
 def _count(run: _Run, rows: list[int] | None = None) -> int:
-    """The number of prompts of these rows of a run; on text, where a row is a window, of documents."""
-    if not run.on_text:
-        return len(run.rows) if rows is None else len(rows)
+    """The number of prompts, or documents, of these rows of a run; several rows are turns, or windows, of one."""
     return len(np.unique(run.prompts if rows is None else run.prompts[rows]))
 
 

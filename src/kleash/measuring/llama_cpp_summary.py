@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from kleash.errors import OptionError
-from kleash.store import RunFolder
+from kleash.store import Measurement, RunFolder
 
 LEAST_VALUES = 100
 """llama.cpp prints no statistics of fewer tokens."""
@@ -21,7 +21,7 @@ DP_LEVELS = (0.999, 0.99, 0.95, 0.9, 0.75, None, 0.25, 0.1, 0.05, 0.01, 0.001)
 """Quantiles in the order in which they are printed; None is the median."""
 
 
-def llama_cpp_text(folder: Path) -> str:
+def llama_cpp_text(measurement: Measurement) -> str:
     """llama.cpp's statistics of a measurement, from the files of its run; the base is the reference.
 
     The KL of each token is llama.cpp's where the reference is a file of base logits; otherwise it is exact, without the
@@ -31,19 +31,19 @@ def llama_cpp_text(folder: Path) -> str:
         OptionError: if fewer than 100 tokens were scored, or one model is behind a server.
         RunFolderError: if a file is missing or damaged.
     """
-    run = RunFolder(folder)
+    run = RunFolder(Path(measurement)).require_shards(measurement.counts.shards)
     kld = "llama_cpp_kld" if "llama_cpp_kld" in run.token_columns() else "kl_reference_policy"
     parts = list(run.parts("tokens", [*STORED_COLUMNS, kld]))
     columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     if np.isnan(columns[kld]).any():
         raise OptionError(
-            f"--format llama.cpp needs KL(reference ‖ policy) of every token, which {folder} does not have: one model "
-            "is behind a server; its numbers are printed by --format csv"
+            f"--format llama.cpp needs KL(reference ‖ policy) of every token, which {run.root} does not have: one "
+            "model is behind a server; its numbers are printed by --format csv"
         )
     nll, nll_base = -columns["logp_policy"], -columns["logp_reference"]
     if len(nll) < LEAST_VALUES:
         raise OptionError(
-            f"--format llama.cpp takes {LEAST_VALUES} tokens or more, and {folder} has {len(nll)}; its numbers are "
+            f"--format llama.cpp takes {LEAST_VALUES} tokens or more, and {run.root} has {len(nll)}; its numbers are "
             "printed by --format csv"
         )
     same_top = columns["top1_policy"] == columns["top1_reference"]

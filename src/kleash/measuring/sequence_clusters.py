@@ -1,6 +1,6 @@
 """The sequences of a run: where each begins in the token table, its cluster, and the running KL."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -179,6 +179,29 @@ def sum_sequences(tokens: Mapping[str, Any], hashes: Iterable[str], values: NDAr
         prompt_hash=hashes_as_ints(hashes),
         total=rows["kl"],
         tokens=rows["tokens"].astype(np.float64),
+    )
+
+
+def sum_run(
+    folder: RunFolder, names: Sequence[str], values_of: Callable[[Mapping[str, Any]], NDArray[Any]]
+) -> SequenceSums:
+    """The sequences of a run with the sums of numbers of their tokens.
+
+    Args:
+        folder: of the run, from ``require_shards``.
+        names: of the columns of ``tokens/`` that the numbers are made of.
+        values_of: makes them of the columns of a shard: one of each token, or several.
+
+    Raises:
+        RunFolderError: if a file is damaged.
+    """
+    parts = zip(
+        folder.parts("tokens", ["prompt_id", "sample_id", *names]),
+        folder.parts("sequences", ["prompt_hash"]),
+        strict=True,
+    )
+    return SequenceSums.concatenate(
+        [sum_sequences(tokens, sequences["prompt_hash"], values_of(tokens)) for tokens, sequences in parts]
     )
 
 

@@ -1,4 +1,4 @@
-"""The numbers of a sweep, from the run folders of its candidates: order, ties and the Pareto front. No torch."""
+"""The numbers of a sweep, from the run folders of its candidates: order, ties and the Pareto front."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,8 +9,8 @@ import numpy as np
 from kleash.errors import RunFolderError
 from kleash.jobs.sweep import SweepJob
 from kleash.measuring.model_pair import recorded_versions
-from kleash.measuring.sequence_clusters import Clusters, SequenceSums, sum_sequences
-from kleash.store import Measurement, RunFolder
+from kleash.measuring.sequence_clusters import Clusters, SequenceSums
+from kleash.store import Measurement
 from kleash.store.measurement_summary import all_warnings
 from kleash.store.statistics import KL_DIRECTIONS
 from kleash.store.sweep import QUANTILE, Sweep, SweepCandidate, SweepPair
@@ -130,29 +130,6 @@ def pareto_front(candidates: Sequence[SweepCandidate], statistic: str) -> set[in
             for other_size, other_kl in points.values()
         )
     }
-
-
-def sum_run(path: Path, statistic: str, shards: int) -> SequenceSums:
-    """The sequences of a run folder with the sums of a statistic.
-
-    Args:
-        path: the folder.
-        statistic: a column of ``tokens/``.
-        shards: number of shards of the run.
-
-    Raises:
-        RunFolderError: if one is missing or damaged.
-    """
-    folder = RunFolder(path)
-    folder.require_shards(shards)
-    parts = zip(
-        folder.parts("tokens", ["prompt_id", "sample_id", statistic]),
-        folder.parts("sequences", ["prompt_hash"]),
-        strict=True,
-    )
-    return SequenceSums.concatenate(
-        [sum_sequences(tokens, sequences["prompt_hash"], tokens[statistic]) for tokens, sequences in parts]
-    )
 
 
 def _require_same_sequences(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,12 +21,11 @@ from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.ray_workers import connected_cluster
 from kleash.measuring.reference_cache import cache_reference, is_cached
 from kleash.measuring.run import default_out, measure, resumable
-from kleash.measuring.sequence_clusters import SequenceSums
+from kleash.measuring.sequence_clusters import SequenceSums, sum_run
 from kleash.measuring.shards import hash_source
 from kleash.measuring.sweep_ranking import (
     measured_candidate,
     rank_candidates,
-    sum_run,
 )
 from kleash.models.cache.stored_reference import StoredReference
 from kleash.reports.gate_verdicts import with_gate
@@ -253,7 +253,8 @@ def _measure_candidate(
             measurement = measure(replace(measure_job, resume=True), reporter)
         else:
             reporter.note(f"{measure_job.out} is finished, and kept")
-        sequences[number] = sum_run(out / candidate.folder, job.statistic, measurement.counts.shards)
+        folder = RunFolder(out / candidate.folder).require_shards(measurement.counts.shards)
+        sequences[number] = sum_run(folder, [job.statistic], itemgetter(job.statistic))
         return measurement
 
     measurement, failure = _attempt(measure_and_read)

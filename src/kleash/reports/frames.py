@@ -1,8 +1,9 @@
 """Results as data frames of pandas."""
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from kleash.errors import OptionError, RunFolderError
+from kleash.errors import OptionError
 from kleash.extras import import_extra
 from kleash.store import Measurement, RunFolder
 from kleash.store.number_rows import NumericResult, number_rows
@@ -33,9 +34,7 @@ def to_pandas(result: Any) -> Any:
                 "the numbers of a training run are those of its steps: TrainingFolder(folder).history()"
             )
         return pandas.DataFrame(map(vars, number_rows(result)))
-    if result.folder is None:
-        raise RunFolderError("this measurement does not know its folder; read it with kleash.open(folder)")
-    files = RunFolder(result.folder)
+    files = RunFolder(Path(result)).require_shards(result.counts.shards)
     there = files.token_columns()
     names = [name for name in (*TOKEN_COLUMNS, *OPTIONAL_COLUMNS) if name in there]
     tables = (files.parts("tokens", names), files.parts("sequences", list(SEQUENCE_COLUMNS)))

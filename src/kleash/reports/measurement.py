@@ -58,8 +58,7 @@ def write_report(folder: Path, measurement: Measurement | None = None) -> Path:
         MissingExtraError: if Jinja2, Matplotlib or pyarrow is not installed.
     """
     measurement = Measurement.read(folder) if measurement is None else measurement
-    files = RunFolder(folder)
-    files.require_shards(measurement.counts.shards)
+    files = RunFolder(folder).require_shards(measurement.counts.shards)
     return write_page(
         folder / "report.html",
         "measurement.html",

@@ -75,8 +75,7 @@ def write_training_report(folder: Path) -> Path:
 def summary_cards(
     header: RunHeader, history: Sequence[StepRecord], result: TrainingResult | None
 ) -> list[tuple[str, str, str]]:
-    """The run's main metrics: title, value in the last step, and a note with the first value and the target."""
-    first, last = history[0].metrics, history[-1].metrics
+    """The run's main metrics: title, the last value, and a note with the first one, or its step, and the target."""
     target = target_nats(header)
     target_name = f"kl/exact_per_{header.settings.get('target_per')}"
     rows: list[tuple[str, str, str]] = []
@@ -85,10 +84,10 @@ def summary_cards(
         steps = [record for record in history if name in record.metrics]
         if not metric.card or not steps:
             continue
-        is_of_each = name in first and name in last
+        is_current = name in history[-1].metrics and len(steps) > 1
         note = (
-            f"{format_value(first[name])} in step {history[0].step}"
-            if is_of_each
+            f"{format_value(steps[0].metrics[name])} in step {steps[0].step}"
+            if is_current
             else f"after step {steps[-1].step}"
         )
         if target is not None and name == target_name:
@@ -130,16 +129,19 @@ def metrics_table(
     history: Sequence[StepRecord], *, per: str = TrainingResult.target_per
 ) -> list[tuple[str, str, str, str, str]]:
     """Name, first value, last value, unit and meaning of each metric; a target is ``per`` "sequence" or "token"."""
-    first, last = history[0].metrics, history[-1].metrics
+    first, last = (
+        {name: value for record in order for name, value in record.metrics.items()}
+        for order in (reversed(history), history)
+    )
     return [
         (
             name,
-            format_value(first[name]) if name in first else "",
-            format_value(last[name]) if name in last else "",
+            format_value(first[name]),
+            format_value(last[name]),
             metric_of(name).unit + per_what(name, per),
             metric_of(name).meaning,
         )
-        for name in sorted({name for record in history for name in record.metrics})
+        for name in sorted(first)
     ]
 
 

@@ -46,20 +46,20 @@ def find_dataset(name: str, reading: ReadOptions) -> tuple[tuple[Path, ...], tup
     try:
         exists, has_splits, has_state = path.exists(), (path / SPLITS).is_file(), (path / STATE).is_file()
         is_of_another_kind = any((path / file).is_file() for file in NO_DATA_SET)  # a model, or a run
-        has_data_files = path.is_dir() and not is_of_another_kind and any(_data_files(path))
+        files = frozenset(_data_files(path) if path.is_dir() and not is_of_another_kind else ())
     except (OSError, ValueError):  # such as a prompt given as a name; opening the file says what is wrong
         return None
     if has_splits or has_state:
         return _saved_files(name, path, reading)
     is_on_hub = not exists and HUB_ID.fullmatch(name) is not None and not has_data_suffix(path)
-    if not (has_data_files or is_on_hub):
+    if not (files or is_on_hub):
         return None
     if not is_installed("datasets"):
         raise SourceError(
             f"{name} is no file, and the package datasets reads data sets of several files and those of the hub; run: "
             "pip install 'kleash[datasets]', or name a file"
         )
-    splits = _splits(name, name if is_on_hub else str(path.resolve()), reading.dataset_config)
+    splits = _splits(name, name if is_on_hub else str(path.resolve()), reading.dataset_config, files)
     split, notes = _choose_split(name, list(splits), reading.split)
     urls = splits[split]
     if not urls:
@@ -151,17 +151,18 @@ def _require_all_shards(name: str, paths: tuple[Path, ...]) -> None:
 
 
 @lru_cache(maxsize=8)
-def _splits(name: str, folder: str, config: str | None) -> dict[str, tuple[str, ...]]:
+def _splits(name: str, folder: str, config: str | None, files: frozenset[Path]) -> dict[str, tuple[str, ...]]:
     """The files of each split of a folder or a data set of the hub, by the names of its files or its README.
 
-    They are those in the local cache if the hub cannot be reached.
+    They are those in the local cache if the hub cannot be reached. ``files`` are those of a folder, which is looked at
+    again when it has others.
     """
     datasets = import_extra("datasets", "datasets")
     try:
         with suppress_library_output():
             builder = datasets.load_dataset_builder(folder, config)
     except ConnectionError as error:
-        return _splits(name, _cached_folder(name, error), config)
+        return _splits(name, _cached_folder(name, error), config, files)
     except Exception as error:  # the package raises exceptions of many types
         raise SourceError(
             f"{name} cannot be read as a data set: {summarise_error(error)}; --dataset-config names a configuration"

@@ -133,7 +133,7 @@ def _is_media(value: Any) -> bool:
 
 def is_preference(record: SourceRecord) -> bool:
     """Whether a record is a preference pair."""
-    return "chosen" in record.fields and "rejected" in record.fields
+    return record.fields.get("chosen") is not None and record.fields.get("rejected") is not None
 
 
 def parse_preference(record: SourceRecord) -> Preference:
@@ -144,7 +144,7 @@ def parse_preference(record: SourceRecord) -> Preference:
     """
     fields = record.fields
     names = ["chosen", "rejected"]
-    if "prompt" in fields and not _repeats_prompt(fields):
+    if fields.get("prompt") is not None and not _repeats_prompt(fields):
         names = ["prompt", *names]
     if {type(fields.get(name)) for name in names} not in ({str}, {list}) or not all(map(fields.get, names)):
         raise record.error(
@@ -198,7 +198,7 @@ def expand_responses(record: SourceRecord) -> Iterator[SourceRecord]:
         raise record.error(
             "expected 'response' or 'completion' and found both; keep one, or choose by --response-column"
         )
-    if "response" in fields or "response_token_ids" in fields:
+    if fields.get("response") is not None or fields.get("response_token_ids") is not None:
         yield from _given_responses(record)
     elif is_preference(record):
         pair = parse_preference(record)

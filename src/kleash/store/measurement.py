@@ -325,7 +325,9 @@ class Measurement(MeasuredResult):
             RunFolderError: if it was not read from one.
         """
         if self.folder is None:
-            raise RunFolderError("this measurement was not read from a run folder; give the folder")
+            raise RunFolderError(
+                "this measurement was not read from a run folder; read it with kleash.open(folder), or give the folder"
+            )
         return str(self.folder)
 
     @property

@@ -200,8 +200,10 @@ class RunFolder(JobFolder):
             and _part_name("alternatives", index) not in lost
         ]
 
-    def require_shards(self, count: int) -> None:
-        """Check that all the shards are there that a finished run is made of.
+    def require_shards(self, count: int) -> "RunFolder":
+        """Check that all the shards are there that a finished run is made of; returns the folder.
+
+        Who reads ``parts`` of a finished run asks first: ``parts`` passes over a shard of which a file is lost.
 
         Args:
             count: the number of shards of the run.
@@ -217,6 +219,7 @@ class RunFolder(JobFolder):
                 f"{(lost or paths)[0]} is missing or has no checksum, and the run is made of {count} shards; copy the "
                 "whole folder, or run again with --resume to make it anew"
             )
+        return self
 
     def write_shard(
         self,

@@ -127,7 +127,12 @@ REMAKE = "delete it and run again with --resume to make it anew"
 
 
 def encode_table(columns: Mapping[str, Any], kinds: Mapping[str, str]) -> bytes:
-    """The bytes of a Parquet file of ``columns``; arguments as for ``write_table``."""
+    """The bytes of a Parquet file.
+
+    Args:
+        columns: values by name; others than those of ``kinds`` are left out.
+        kinds: the columns in their order -> "int32", "float32" or "string".
+    """
     arrow, parquet = (import_extra(module, "models") for module in ("pyarrow", "pyarrow.parquet"))
     types = {"int32": arrow.int32(), "float32": arrow.float32(), "string": arrow.string()}
     arrays = [arrow.array(columns[name], type=types[kind], from_pandas=False) for name, kind in kinds.items()]
