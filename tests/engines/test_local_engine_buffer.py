@@ -22,30 +22,20 @@ def pair(tmp_path_factory):
     return load_pair(str(policy), str(reference))
 
 
-@pytest.fixture
-def options_of(monkeypatch, pair):
-    """The options with which the engine scores a pair whose policy lies on a device."""
-
-    def found(device):
-        seen = []
-
-        def scored(*given, **named):
-            seen.append(named["options"])
-            return score(pair, *given[1:], top=5)
-
-        monkeypatch.setattr(local, "score", scored)
-        there = replace(pair, policy=replace(pair.policy, device=torch.device(device)))
-        LocalEngine(pair=there, job=MeasureJob()).run(Shard(index=0, sequences=SEQUENCES))
-        return seen[0]
-
-    return found
-
-
 @pytest.mark.usefixtures("unhooked")
-def test_a_gpu_s_free_memory_decides_and_a_cpu_has_96_mib(options_of):
+@pytest.mark.parametrize(("device", "wanted"), [("cuda", None), ("cpu", 96 * 2**20)])
+def test_a_gpu_s_free_memory_decides_and_a_cpu_has_96_mib(monkeypatch, pair, device, wanted):
     """At 96 MiB a chunk has 80 tokens of 151 936 words, for each of which a GPU would read all weights."""
-    assert options_of("cuda").buffer_bytes is None
-    assert options_of("cpu").buffer_bytes == 96 * 2**20
+    seen = []
+
+    def scored(there, *given, **named):
+        seen.append(named["options"].buffer_bytes)
+        return score(pair, *given, top=5)
+
+    monkeypatch.setattr(local, "score", scored)
+    there = replace(pair, policy=replace(pair.policy, device=torch.device(device)))
+    LocalEngine(pair=there, job=MeasureJob()).run(Shard(index=0, sequences=SEQUENCES))
+    assert seen == [wanted]
 
 
 def test_on_a_cpu_the_numbers_do_not_depend_on_the_memory_for_a_chunk(pair):

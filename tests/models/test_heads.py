@@ -47,12 +47,12 @@ def test_a_bias_is_part_of_the_head():
 def test_multiplying_and_dividing_logits_scaling_are_distinguished():
     whole = network("granite")
     forward = whole.forward
-    whole.forward = lambda **inputs: scaled(forward(**inputs), 16.0)  # divided by 4 inside
+    whole.forward = lambda **inputs: changed(forward(**inputs), lambda z: 16 * z)  # divided by 4 inside
     assert extract_head(whole, whole.base_model, probe(), "the policy").head.scale == 4.0
 
 
-def scaled(out, factor):
-    out.logits = out.logits * factor
+def changed(out, change):
+    out.logits = change(out.logits)
     return out
 
 
@@ -60,7 +60,7 @@ def test_a_network_without_a_matching_head_is_measured_through_its_logits(folder
     policy, reference = folders("llama")
     pair = load_pair(str(policy), str(reference))
     forward = pair.policy.network.forward
-    pair.policy.network.forward = lambda **inputs: scaled(forward(**inputs), 1.001)
+    pair.policy.network.forward = lambda **inputs: changed(forward(**inputs), lambda z: 1.001 * z)
     anatomy = extract_head(pair.policy.network, pair.policy.backbone, probe(), "the policy")
     assert anatomy.head.weight is None
     assert "the policy (LlamaForCausalLM) does not come apart" in anatomy.note and "slower" in anatomy.note
@@ -93,13 +93,7 @@ def test_masked_logits_do_not_hide_that_the_head_gives_other_ones(mask):
 def test_head_rows_beyond_the_networks_logits_are_truncated():
     whole = network()
     forward = whole.forward
-
-    def shortened(**inputs):
-        out = forward(**inputs)
-        out.logits = out.logits[..., :301]
-        return out
-
-    whole.forward = shortened
+    whole.forward = lambda **inputs: changed(forward(**inputs), lambda z: z[..., :301])
     anatomy = extract_head(whole, whole.base_model, probe(), "the policy")
     assert (anatomy.vocab_size, anatomy.head.weight.shape) == (301, (301, 32))
 

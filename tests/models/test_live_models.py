@@ -110,8 +110,9 @@ def test_unsupported_live_networks_are_refused(network, adapted, tokenizer):
     with pytest.raises(ModelError, match="training mode"):
         live_model(network, tokenizer)
     network.eval()
-    with pytest.raises(ModelError, match=r"no adapter 'some'.*leave the name"):
-        live_model(network, tokenizer, adapter="some")
+    for mistaken, known in ((network, "none"), (adapted, "default")):
+        with pytest.raises(ModelError, match=f"no adapter 'some' .*adapters: {known}.*leave the name"):
+            live_model(mistaken, tokenizer, adapter="some")
     network.get_input_embeddings().weight.data = torch.empty(7)  # as FSDP1 flattens it
     with pytest.raises(ModelError, match="sharded over processes"):
         live_model(network, tokenizer)

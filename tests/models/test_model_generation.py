@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from transformers import (
 from kleash.errors import NonFiniteError, OptionError
 from kleash.linear import Head
 from kleash.models import Prompt, Sampling, draw, generate, keyed_draws, load_pair
+from kleash.models.heads import extract_head
 from kleash.sources.sequences import batch_by_length, hash_tokens
 
 TEXTS = ((0, 50, 60, 70), (0,), (0, 9, 8, 7, 6, 5, 4, 3, 200, 201, 202, 203), (0, 100, 101))
@@ -130,10 +132,9 @@ def test_logp_sampled_agrees_with_transformers(folders, pair, cut, warpers):
 def test_temperature_zero_is_greedy(folders, pair):
     policy, _ = folders("llama")
     responses = generate(pair.policy, prompts(), Sampling(max_new_tokens=10, temperature=0.0))
-    for _, one in zip(prompts(), responses, strict=True):
+    for one in responses:
         rows = double_logits(policy, [*one.prompt_ids, *one.response_ids])[len(one.prompt_ids) - 1 : -1]
         assert one.response_ids == tuple(rows.argmax(-1).tolist())
-        assert one.logp_sampled is not None
         assert (one.logp_sampled == 0).all()
 
 
@@ -149,20 +150,14 @@ def test_a_response_ends_with_its_end_token(pair):
         stops = [place for place, token in enumerate(whole.response_ids) if token in ends]
         length = stops[0] + 1 if stops else 30
         assert one.response_ids == whole.response_ids[:length]
-        assert one.logp_sampled is not None
         np.testing.assert_allclose(one.logp_sampled, whole.logp_sampled[:length], rtol=1e-4, atol=1e-5)
         assert one.finish_reason == ("stop" if stops else "length")
     assert len({len(one.response_ids) for one in ended}) > 1
+    at_most_five = generate(ending, prompts(TEXTS[:1]), replace(sampling, max_new_tokens=5))
+    assert [(len(one.response_ids), one.finish_reason) for one in at_most_five] == [(5, "stop")]
     tokens, responses = zip(*told, strict=True)
     assert sum(tokens) == sum(len(one.response_ids) for one in ended)
     assert told[0] == (4, pytest.approx(4 / 30)) and sum(responses) == pytest.approx(len(ended))
-
-
-def test_an_end_token_at_max_new_tokens_is_a_stop(pair):
-    free = generate(pair.policy, prompts(TEXTS[:1]), Sampling(max_new_tokens=5))
-    ending = replace(pair.policy, eos_token_ids=free[0].response_ids[4:])
-    (one,) = generate(ending, prompts(TEXTS[:1]), Sampling(max_new_tokens=5))
-    assert one.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("length", [125, 128])
@@ -185,6 +180,31 @@ def test_one_token_per_step_is_run_with_a_cache(folders, architecture):
     handle.remove()
     checks = (2, 12), (2, 13), (2, 14), (2, 16)  # of the shortest and the longest, after 0, 1, 2 and 4 steps
     assert shapes == [(4, 12), checks[0], (4, 1), checks[1], (4, 1), checks[2], (4, 1), (4, 1), checks[3]]
+
+
+class Elsewhere(NamedTuple):
+    """Hidden states on another device, which must be moved before they are used."""
+
+    states: torch.Tensor
+
+    def __getitem__(self, part):
+        return Elsewhere(self.states[part])
+
+    def to(self, device):
+        return self.states.to(device)
+
+
+def test_a_device_map_may_put_the_last_layer_elsewhere_than_the_head(pair):
+    def moved(module, inputs, output):
+        output.last_hidden_state = Elsewhere(output.last_hidden_state)
+        return output
+
+    model, sampling, texts = pair.policy, Sampling(max_new_tokens=4), prompts(TEXTS[:1] * 2)
+    backbone = lambda **inputs: moved(None, None, model.backbone(**inputs))  # noqa: E731
+    assert extract_head(model.network, backbone, torch.arange(24)[None], "p").head.weight is not None
+    wanted = generate(model, texts, sampling)
+    with model.backbone.register_forward_hook(moved):
+        assert responses(generate(model, texts, sampling)) == responses(wanted)
 
 
 def without_a_cache(model):

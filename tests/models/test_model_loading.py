@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGenerat
 from kleash.checkpoints import files, resolution
 from kleash.checkpoints.resolution import find_checkpoint
 from kleash.errors import CannotRunError, ModelError, OptionError, UnknownNameError
-from kleash.models import Model, live_model, load_pair, score
+from kleash.models import Model, live_model, load_pair, score, tokenizers
 from kleash.models.pair_loading import pair_models
 
 
@@ -189,9 +189,7 @@ def test_a_class_of_own_code_that_is_not_run_and_unused_weights_give_notes(copie
     own = {"auto_map": {"AutoModelForCausalLM": "modeling.MyModel"}, "architectures": ["MyModel"]}
     edit_json(copied / "config.json", **own)
     notes = load_pair(str(copied), str(copied)).notes
-    assert any(
-        "the class MyModel of its own code, and transformers' LlamaForCausalLM" in note for note in notes
-    )
+    assert any("class MyModel of its own code, and transformers' LlamaForCausalLM" in note for note in notes)
     stored = load_file(copied / "model.safetensors")
     stored["mtp.layers.0.weight"] = torch.zeros(2)
     save_file(stored, copied / "model.safetensors", metadata={"format": "pt"})
@@ -201,12 +199,17 @@ def test_a_class_of_own_code_that_is_not_run_and_unused_weights_give_notes(copie
     assert any("has a head of its own in its files and is tied" in note for note in notes)
 
 
-def test_a_missing_tokenizer_is_an_error(copied, unhooked):
+def test_a_missing_tokenizer_is_an_error(copied, unhooked, monkeypatch):
     for path in copied.glob("tokenizer*"):
         path.unlink()
-    refuse(copied, "the policy .* has no tokenizer: there is no tokenizer.json in .*; copy")
+    for kind in ("llama", "qwen2", "gemma"):  # transformers makes empty ones of the last two
+        edit_json(copied / "config.json", model_type=kind)
+        refuse(copied, "the policy .* has no tokenizer: there is no tokenizer.json in .*; copy")
     (copied / "tokenizer.json").write_text("{")
     refuse(copied, "the tokenizer of the policy .* cannot be loaded")
+    (copied / "tokenizer.json").rename(copied / "tokenizer.model")
+    monkeypatch.setattr(tokenizers, "find_spec", lambda name: None)
+    refuse(copied, "cannot be loaded .*; a tokenizer.model .* needs: pip install sentencepiece")
 
 
 def test_mismatched_shapes_and_architectures_that_do_not_fit_are_errors(copied, tmp_path, unhooked):

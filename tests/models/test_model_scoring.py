@@ -109,27 +109,22 @@ def test_the_noise_floor_scores_each_sequence_alone(pair):
     assert sorted(rows) == [1, 1, 1, 1, 4]
 
 
-def test_the_dtype_gap_of_a_truncated_head_uses_the_truncated_head(folders):
-    policy, reference = folders("llama")
-    pair = load_pair(str(policy), str(reference), dtype="bfloat16")
-    head = replace(pair.reference.head, weight=pair.reference.head.weight[:300])
-    gap = score_against_float32(replace(pair.reference, head=head, vocab_size=300), random_sequences())
-    one = random_sequences()[0]
-    z = double_logits(reference, [*one.prompt_ids, *one.response_ids])[4:-1, :300].numpy()
-    wanted = log_softmax(z, axis=-1)[np.arange(7), one.response_ids]
-    np.testing.assert_allclose(gap["logp_reference"][:7], wanted, rtol=3e-5)
-
-
-def test_the_dtype_gap_compares_the_dtype_that_ran_with_float32(folders):
+def test_the_dtype_gap_compares_the_dtype_and_the_head_that_ran_with_float32(folders):
     policy, reference = folders("llama")
     sequences = random_sequences()
-    rounded = load_pair(str(policy), str(reference), dtype="bfloat16")
-    assert rounded.policy.dtype == torch.bfloat16
-    gap = score_against_float32(rounded.reference, sequences)
+    rounded = load_pair(str(policy), str(reference), dtype="bfloat16").reference
+    assert rounded.dtype == torch.bfloat16
+    gap = score_against_float32(rounded, sequences)
     truth = columns_by_enumeration(reference, reference, sequences)
     np.testing.assert_allclose(gap["logp_reference"], truth["logp_reference"], rtol=3e-5)
     assert 1e-7 < gap["kl_policy_reference"].mean() < 0.05
     assert np.abs(gap["logp_policy"] - gap["logp_reference"]).max() > 1e-3
+    head = replace(rounded.head, weight=rounded.head.weight[:300])
+    cut = score_against_float32(replace(rounded, head=head, vocab_size=300), sequences)
+    one = sequences[0]
+    z = double_logits(reference, [*one.prompt_ids, *one.response_ids])[4:-1, :300].numpy()
+    wanted = log_softmax(z, axis=-1)[np.arange(7), one.response_ids]
+    np.testing.assert_allclose(cut["logp_reference"][:7], wanted, rtol=3e-5)
 
 
 def test_float64_models_are_scored_in_float64(folders):

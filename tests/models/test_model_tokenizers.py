@@ -10,7 +10,13 @@ from transformers import PreTrainedTokenizerFast
 
 from kleash.checkpoints.resolution import Checkpoint
 from kleash.errors import ModelError
-from kleash.models.tokenizers import compare_tokenizers, load_tokenizers, token_count, token_texts
+from kleash.models.tokenizers import (
+    compare_tokenizers,
+    load_tokenizer,
+    load_tokenizers,
+    token_count,
+    token_texts,
+)
 
 
 def changed(**parts):
@@ -52,6 +58,15 @@ def test_a_tokenizer_of_equal_files_is_loaded_once(tmp_path, changed_file):
     has_other_template = changed_file == "chat_template.jinja"
     assert (tokenizers["policy"] is tokenizers["reference"]) != has_other_template
     assert any("chat templates differ" in note for note in notes) == has_other_template
+
+
+def test_an_adapter_without_a_vocabulary_has_the_tokenizer_of_its_base(tmp_path):
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    tiny_tokenizer().save_pretrained(base)
+    adapter.mkdir()
+    (adapter / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    loaded = load_tokenizer(Checkpoint(name="a", folder=base, adapter=adapter), False)
+    assert loaded.get_vocab() == tiny_tokenizer().get_vocab()
 
 
 def test_different_vocabularies_are_an_error_with_the_first_differences(unhooked):

@@ -74,16 +74,12 @@ def test_a_network_that_depends_on_the_length_is_detected_and_run_without_paddin
     monkeypatch.setattr(LlamaModel, "forward", scaled_by_length)
     pair = load_pair(str(save_tiny(tmp_path / "policy", apart=0.2)), str(save_tiny(tmp_path / "reference")))
     assert pair.policy.max_padded_length == pair.reference.max_padded_length == 0
-    batched, single = score(pair, SEQUENCES), score(pair, SEQUENCES, batch_tokens=1)
-    np.testing.assert_allclose(
-        batched["kl_policy_reference"], single["kl_policy_reference"], rtol=1e-4, atol=1e-5
-    )
+    batched, single = (score(pair, SEQUENCES, batch_tokens=n)["kl_policy_reference"] for n in (4096, 1))
+    np.testing.assert_allclose(batched, single, rtol=1e-4, atol=1e-5)
     prompts = tokenise_prompts(["The sea", "A long road leads out of the town"], pair)
     policy = replace(pair.policy, eos_token_ids=())
     together = generate(policy, prompts, Sampling(max_new_tokens=4))
-    apart = [
-        response for prompt in prompts for response in generate(policy, [prompt], Sampling(max_new_tokens=4))
-    ]
+    apart = generate(policy, prompts, Sampling(max_new_tokens=4), batch_tokens=1)
     for one, other in zip(together, apart, strict=True):
         assert one.response_ids == other.response_ids
         np.testing.assert_allclose(one.logp_sampled, other.logp_sampled, rtol=1e-4)

@@ -17,6 +17,7 @@ from tiny_models import double_logits, save_tiny, tiny_adapter
 from kleash.errors import ModelError
 from kleash.jobs.measure import MeasureJob
 from kleash.measuring import CacheJob, cache_reference
+from kleash.measuring.shards import source_sequences
 from kleash.models import (
     Loading,
     Pair,
@@ -77,11 +78,8 @@ def test_a_missing_sequence_is_an_error_with_its_name(folders, tmp_path):
     stored = made(tmp_path, folders("llama")[1], random_sequences()[:3])
     where = replace(random_sequences()[3], location="file, line 7")
     (other,) = random_sequences(((2, 2),), seed=5)
-    assert stored.count_missing([*random_sequences()[:3], where, other]) == (
-        2,
-        5,
-        "prompt 3, sample 0 (file, line 7)",
-    )
+    missing = stored.count_missing([*random_sequences()[:3], where, other])
+    assert missing == (2, 5, "prompt 3, sample 0 (file, line 7)")
     assert stored.count_missing([]) == (0, 0, "")
     with pytest.raises(ModelError, match="holds no hidden states of prompt 3, sample 0"):
         stored.read([random_sequences()[0], where])
@@ -111,7 +109,7 @@ def test_a_stored_reference_may_be_an_adapter(folders, tmp_path):
     assert kept.notes[0] == f"the reference is the adapter {adapter} over {base}"
     found = beside(StoredReference(cache), policy, adapter)
     exact = load_pair(str(policy), str(adapter))
-    sequences = list(sequences_of(tmp_path, exact))
+    sequences = list(source_sequences(MeasureJob(policy="p", responses=str(rollouts(tmp_path))), exact))
     for name, values in score(exact, sequences).items():
         np.testing.assert_array_equal(score(found, sequences)[name], values, err_msg=name)
     with pytest.raises(ModelError, match="holds hidden states of"):
@@ -123,12 +121,6 @@ def rollouts(folder: Path) -> Path:
     lines = [{"prompt_token_ids": [0, 9 + n], "response_token_ids": [50 + n, 60]} for n in range(3)]
     path.write_text("\n".join(map(json.dumps, lines)))
     return path
-
-
-def sequences_of(folder: Path, pair: Pair) -> Any:
-    from kleash.measuring.shards import source_sequences
-
-    return source_sequences(MeasureJob(policy="p", responses=str(rollouts(folder))), pair)
 
 
 def test_the_cache_has_the_tokenizer_but_no_weights_with_the_permissions_of_the_folder(folders, tmp_path):

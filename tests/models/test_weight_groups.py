@@ -1,6 +1,5 @@
 """Groups of weights: every weight in one group, swapped as the state dict would be, and undone without a trace."""
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_architectures import tiny_config
-from tiny_models import save_tiny, tiny_adapter
+from tiny_models import edit_json, save_tiny, tiny_adapter
 from transformers import AutoModelForCausalLM
 
 from kleash.errors import ModelError
@@ -201,13 +200,10 @@ def test_a_copy_in_other_files_is_the_same_model_until_a_bit_or_a_setting_change
 def test_embeddings_with_another_padding_index_are_identical(tmp_path):
     """It changes gradients only, and a GGUF file has none where a checkpoint names one."""
     first, second = (save_tiny(tmp_path / name) for name in ("first", "second"))
-    config = json.loads((second / "config.json").read_text())
-    (second / "config.json").write_text(json.dumps({**config, "pad_token_id": None}))
+    edit_json(second / "config.json", pad_token_id=None)
     pair = load_pair(str(first), str(second))
-    assert [model.network.model.embed_tokens.padding_idx for model in (pair.policy, pair.reference)] == [
-        2,
-        None,
-    ]
+    indices = [model.network.model.embed_tokens.padding_idx for model in (pair.policy, pair.reference)]
+    assert indices == [2, None]
     assert all(group.is_identical for group in weight_groups(pair.policy, pair.reference, "modules"))
 
 

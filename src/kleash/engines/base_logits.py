@@ -32,7 +32,7 @@ from kleash.models.base_logit_bounds import (
 )
 from kleash.models.base_logits import BaseLogitsFile, BaseLogitsRows
 from kleash.models.heads import head_logits
-from kleash.models.scoring import columns_in_batches, head_on_device, read_hidden_states
+from kleash.models.scoring import columns_in_batches, read_hidden_states
 from kleash.models.tokenizers import token_count
 from kleash.sources.sequences import hash_tokens, text_after
 from kleash.store.measurement import ModelRecord
@@ -153,11 +153,10 @@ def logit_tiles(model: Model, hidden: Tensor, name: str) -> Iterator[tuple[int, 
     Raises:
         NonFiniteError: if a row's largest logit is NaN or infinite.
     """
-    head = head_on_device(model.head, hidden)
     step = max(1, TILE_LOGITS // model.vocab_size)
     for start in range(0, len(hidden), step):
         with torch.inference_mode():
-            logits = head_logits(hidden[start : start + step], head)[:, : model.vocab_size]
+            logits = head_logits(hidden[start : start + step], model.head)[:, : model.vocab_size]
         if not bool(logits.amax(-1).isfinite().all()):  # -inf is the logit of a probability of 0
             raise NonFiniteError(
                 f"the {model.role} gives NaN or infinite logits in {name}, from response token {start} on; try "

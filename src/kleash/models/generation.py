@@ -283,7 +283,7 @@ class IncrementalDecoder:
         self.cache = getattr(output, self.cache_name, None)
         if self.model.head.weight is None:
             return output.logits[:, -1, : self.model.vocab_size]
-        return output.last_hidden_state[:, -1]
+        return output.last_hidden_state[:, -1].to(self.model.head.weight.device)
 
     def _is_as_without_cache(self, hidden: Float[Tensor, "rows dim"]) -> bool:
         """Whether the shortest and the longest sequence have the same hidden states when run without a cache.

@@ -73,7 +73,9 @@ def extract_head(
     head = Head(weight=None)
     plain_head = _plain_head(network, vocab_size)
     if plain_head is not None and backbone is not network:
-        hidden = backbone(input_ids=both, use_cache=False).last_hidden_state[: len(probe)]
+        # with a device map, the network alone returns its output to the device of its input
+        states = backbone(input_ids=both, use_cache=False).last_hidden_state
+        hidden = states[: len(probe)].to(network_logits.device)
         agreeing = (
             each
             for each in candidate_heads(network.config, plain_head)
@@ -208,6 +210,14 @@ def first_rows(tensor: Tensor, rows: int) -> Tensor:
     local = stored.to_local()[: max(0, rows - first)]
     shape = torch.Size((rows, *tensor.shape[1:]))
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=tensor.stride())
+
+
+def head_on_device(head: Head, hidden: Tensor) -> Head:
+    """``head`` on the device of ``hidden``."""
+    if head.weight is None or head.weight.device == hidden.device:
+        return head
+    bias = None if head.bias is None else head.bias.to(hidden.device)
+    return replace(head, weight=head.weight.to(hidden.device), bias=bias)
 
 
 def truncate_head(head: Head, vocab_size: int) -> Head:

@@ -209,9 +209,11 @@ def at_rest(*networks: Any) -> Iterator[None]:
 
 def _resolve_adapter(peft_model: Any, adapter: str | None, role: str) -> str | None:
     """The name of the adapter to measure: of the one in use, the one that acts in PEFT's layers; None for the base."""
-    if peft_model is None and adapter not in (ACTIVE_ADAPTER, None):
+    names = () if peft_model is None else tuple(peft_model.peft_config)
+    if adapter not in (ACTIVE_ADAPTER, None, *names):
         raise ModelError(
-            f"the {role} has no adapter {adapter!r}: it is no PEFT model; leave the name of the adapter out"
+            f"the {role} has no adapter {adapter!r} (its adapters: {', '.join(names) or 'none'}); name one of "
+            "them, or leave the name out"
         )
     if peft_model is None or adapter != ACTIVE_ADAPTER:
         return None if peft_model is None else adapter

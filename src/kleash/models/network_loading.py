@@ -215,7 +215,6 @@ def load_as(
     Raises:
         ModelError: if it does not fit the files.
     """
-    placement = _placement(device_map)
     with loading(checkpoint, advice):
         skeleton = check_network_size(
             checkpoint, candidate.config, candidate.build, is_quantised=packed is not None
@@ -234,7 +233,7 @@ def load_as(
                     checkpoint.folder,
                     config=skeleton.config,
                     dtype=dtype,
-                    **placement,
+                    **_placement(device_map),
                     use_safetensors=True,
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,  # reported by check_complete instead

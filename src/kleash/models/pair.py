@@ -30,7 +30,7 @@ class Model:
     """Commit of a hub id; None for a folder or a network in memory."""
     dtype: torch.dtype
     device: torch.device
-    """Device of the inputs and the hidden states."""
+    """Device of the inputs."""
     parameters: int | None
     """Number of parameters of the base and the adapter together; None where a server does not say it."""
     vocab_size: int
@@ -97,6 +97,8 @@ class Model:
     def hidden_states(self, input_ids: Int[Tensor, "batch time"]) -> Float[Tensor, "batch time dim"]:
         """Final hidden states, which ``head`` maps to logits (the logits themselves if the head has no weight).
 
+        They are on the head's device, which a ``device_map`` may put elsewhere than the last layer.
+
         Args:
             input_ids: on any device; padded on the right only, which a causal model does not see.
         """
@@ -105,7 +107,8 @@ class Model:
         with torch.inference_mode(), self.activate_adapter():
             if self.head.weight is None:
                 return self.network(input_ids=ids, use_cache=False).logits[..., : self.vocab_size]
-            return self.backbone(input_ids=ids, use_cache=False).last_hidden_state
+            output = self.backbone(input_ids=ids, use_cache=False)
+            return output.last_hidden_state.to(self.head.weight.device)
 
     def states_from(
         self, texts: Sequence[Sequence[int]], starts: Sequence[int]

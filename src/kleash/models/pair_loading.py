@@ -110,7 +110,6 @@ def _load_models(
         loading: how they are loaded.
         stored_tokenizer: of a reference that is not loaded, with which the tokenizers are compared.
     """
-    models: dict[str, Model] = {}
     device = resolve_device(loading.device, loading.device_map)
     dtype = resolve_dtype(loading.dtype, device)
     with suppress_library_output(), without_zero3_loading():
@@ -124,8 +123,8 @@ def _load_models(
             device_map=loading.device_map,
             trust_remote_code=loading.trust_remote_code,
         )
-        for role, checkpoint in checkpoints.items():
-            models[role] = build_model(
+        models = {
+            role: build_model(
                 networks[role],
                 tokenizers[role],
                 role=role,
@@ -138,6 +137,8 @@ def _load_models(
                 device_map=loading.device_map,
                 trust_remote_code=loading.trust_remote_code,
             )
+            for role, checkpoint in checkpoints.items()
+        }
     adapter_notes = [
         f"the {checkpoint.role} is the adapter {checkpoint.name} over {checkpoint.base}"
         for checkpoint in checkpoints.values()

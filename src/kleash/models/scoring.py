@@ -13,7 +13,7 @@ from torch import Tensor
 from kleash.divergences import truncate
 from kleash.errors import NonFiniteError
 from kleash.extras import suppress_library_output
-from kleash.jobs.option_groups import Sampling, is_gguf
+from kleash.jobs.option_groups import Loading, Sampling, is_gguf
 from kleash.linear import (
     Head,
     LinearOptions,
@@ -25,10 +25,10 @@ from kleash.linear import (
 )
 from kleash.models.cache.reference_cache import ReferenceCache
 from kleash.models.generation import ignore
-from kleash.models.heads import truncate_head
+from kleash.models.heads import head_on_device, truncate_head
 from kleash.models.padding_rows import padding_columns
 from kleash.models.pair import Model, Pair
-from kleash.models.pair_loading import load_pair
+from kleash.models.pair_loading import load_reference
 from kleash.registry import require_above
 from kleash.sources.sequences import TokenSequence, batch_by_length
 
@@ -263,14 +263,6 @@ def _acceptance(
     return _to_numpy(torch.cat(parts))
 
 
-def head_on_device(head: Head, hidden: Tensor) -> Head:
-    """``head`` on the device of ``hidden``."""
-    if head.weight is None or head.weight.device == hidden.device:
-        return head
-    bias = None if head.bias is None else head.bias.to(hidden.device)
-    return replace(head, weight=head.weight.to(hidden.device), bias=bias)
-
-
 def _to_numpy(values: Tensor) -> np.ndarray:
     """The values on the CPU: float32, or int32 if they are integers."""
     return values.to(torch.float32 if values.is_floating_point() else torch.int32).cpu().numpy()
@@ -339,17 +331,14 @@ def score_against_float32(
     """
     if model.dtype in (torch.float32, torch.float64):
         return None
-    float32_model = load_pair(
-        model.path,
-        model.path,
-        revision_policy=model.revision,
-        revision_reference=model.revision,
+    loading = Loading(
         dtype="float32",
         device="auto" if model.device_map else str(model.device),
         device_map=model.device_map,
         trust_remote_code=model.trust_remote_code,
         tokenizer=model.tokenizer.name_or_path if is_gguf(model.path) else None,
-    ).reference
+    )
+    float32_model = load_reference(model.path, model.revision, loading).reference
     float32_model = replace(
         float32_model,
         head=truncate_head(float32_model.head, model.vocab_size),

@@ -1,6 +1,7 @@
 """Loading tokenizers, and checking that two of them, or one and the vocabulary of a GGUF file, give the same tokens."""
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ PROBES = (
 """Texts on which two tokenizers must agree: numbers, whitespace, code, combined characters, other scripts."""
 MAX_SHOWN_DIFFERENCES = 3
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "tekken.json")
-"""File patterns; every tokenizer has a file of at least one."""
+"""File patterns; every tokenizer with a vocabulary has a file of at least one."""
 
 
 class TokenizerMismatchError(ModelError):
@@ -147,7 +148,10 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
     folder = tokenizer_folder(checkpoint)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        tokenizer("a", add_special_tokens=True, verbose=False)
+        ids = tokenizer("a", add_special_tokens=True, verbose=False)["input_ids"]
+        # without a file, some classes have an empty vocabulary, and those of bytes need none
+        if not has_tokenizer(folder) and "a" not in tokenizer.decode(ids, skip_special_tokens=True):
+            raise ValueError("it has no vocabulary")
         return tokenizer
     except Exception as error:  # tokenizers raise exceptions of every type, Exception itself included
         if not has_tokenizer(folder):
@@ -155,8 +159,15 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
                 f"{checkpoint} has no tokenizer: there is no tokenizer.json in {folder}; copy the "
                 "tokenizer's files of the model it was made from into that folder"
             ) from error
+        # without that package transformers takes the file for one of tiktoken, and names that package alone
+        lacks_reader = (folder / "tokenizer.model").is_file() and find_spec("sentencepiece") is None
         raise ModelError(
             f"the tokenizer of {checkpoint} cannot be loaded from {folder}: {summarise_error(error)}"
+            + (
+                "; a tokenizer.model of SentencePiece needs: pip install sentencepiece"
+                if lacks_reader
+                else ""
+            )
         ) from error
 
 
@@ -182,7 +193,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 def tokenizer_folder(checkpoint: Checkpoint) -> Path:
     """The folder of a checkpoint's tokenizer."""
-    if checkpoint.adapter is not None and any(checkpoint.adapter.glob("tokenizer*")):
+    if checkpoint.adapter is not None and has_tokenizer(checkpoint.adapter):
         return checkpoint.adapter
     return checkpoint.folder
 

@@ -179,12 +179,6 @@ def test_an_address_that_nobody_answers(monkeypatch):
             find_model(client, None)
 
 
-@pytest.mark.usefixtures("pauses")
-def test_a_short_key_is_removed_from_errors(connected):
-    with pytest.raises(EndpointError, match=r"answers 429: '.*Bearer \*\*\*"):
-        connected("vllm", "429", api_key="Q7q")
-
-
 def test_a_closed_client_sends_no_more(connected):
     client = connected("vllm").client
     client.is_closed.set()
@@ -192,7 +186,10 @@ def test_a_closed_client_sends_no_more(connected):
         client.request("/v1/models")
 
 
-def test_a_key_that_no_header_can_hold_and_one_that_no_text_has(connected):
+@pytest.mark.usefixtures("pauses")
+def test_a_key_that_no_header_can_hold_a_short_one_and_one_that_no_text_has(connected):
+    with pytest.raises(EndpointError, match=r"answers 429: '.*Bearer \*\*\*"):
+        connected("vllm", "429", api_key="Q7q")
     with pytest.raises(OptionError, match="KLEASH_POLICY_API_KEY has characters") as raised:
         variable = "KLEASH_POLICY_API_KEY"
         JSONClient(url="http://x", subject="s", key_variable=variable, api_key="sk\nInjected: 1")

@@ -84,21 +84,18 @@ def set_linear_attention(attributes: dict[str, Any], settings: Settings, tensors
 
 
 def restore_linear_attention(parameters: dict[str, Tensor], attributes: Mapping[str, Any]) -> None:
-    """Put the value heads of a gated delta net back into groups of a key head, and the convolution into its shape."""
+    """Put the value heads of a gated delta net back into groups of a key head."""
     keys, values = attributes["linear_num_key_heads"], attributes["linear_num_value_heads"]
     key_rows = 2 * keys * attributes["linear_key_head_dim"]
     # rows of queries and keys, which come first; the rows of values follow
     for name in [name for name in parameters if ".linear_attn." in name]:
         weight, part = parameters[name], name.split(".linear_attn.")[1]
         if part in ("in_proj_qkv.weight", "conv1d.weight"):
-            grouped = torch.cat([weight[:key_rows], _group_heads(weight[key_rows:], keys, values)])
+            parameters[name] = torch.cat([weight[:key_rows], _group_heads(weight[key_rows:], keys, values)])
         elif part == "out_proj.weight":
-            grouped = _group_heads(weight.T, keys, values).T.contiguous()
+            parameters[name] = _group_heads(weight.T, keys, values).T.contiguous()
         elif part != "norm.weight":
-            grouped = _group_heads(weight, keys, values)
-        else:
-            grouped = weight
-        parameters[name] = grouped.unsqueeze(1) if part == "conv1d.weight" else grouped
+            parameters[name] = _group_heads(weight, keys, values)
 
 
 def _group_heads(weight: Tensor, keys: int, values: int) -> Tensor:
@@ -133,7 +130,7 @@ QWEN35 = GGUFArchitecture(
     norm_offset=1.0,
     norms_without_offset=frozenset(("ssm_norm",)),
     functions={"ssm_a": log_of_negated},
-    arrange=[restore_linear_attention],
+    arrange=[restore_linear_attention, restore_convolutions],
 )
 QWEN_FAMILY: Mapping[str, GGUFArchitecture] = {
     "qwen2": QWEN2,
@@ -144,7 +141,7 @@ QWEN_FAMILY: Mapping[str, GGUFArchitecture] = {
         model_type="qwen2_moe",
         names=EXPERTS,
         settings=EXPERT_SETTINGS,
-        constants={"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        constants={"norm_topk_prob": False, **QWEN_EXPERTS},
     ),
     "qwen3moe": QWEN3_MOE,
     "qwen3vlmoe": QWEN3_MOE,

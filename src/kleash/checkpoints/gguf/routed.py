@@ -111,10 +111,9 @@ def adjust_gpt_oss(attributes: dict[str, Any], settings: Settings, tensors: Tens
         raise ModelError(
             "its layers with a sliding window have another rope.freq_base_swa, which gpt-oss has not"
         )
-    scaling: dict[str, Any] = attributes.pop("rope_scaling", None) or {"rope_type": "default"}
-    if scaling["rope_type"] == "yarn":
-        scaling["truncate"] = False
-    attributes["rope_parameters"] = {**scaling, "rope_theta": attributes.pop("rope_theta")}
+    set_rope(attributes)
+    if attributes["rope_parameters"]["rope_type"] == "yarn":
+        attributes["rope_parameters"]["truncate"] = False
 
 
 JOINED_GPT_OSS_EXPERTS = [

@@ -107,9 +107,8 @@ def _describe_codes(
     tensors = ModuleTensors(checkpoint=checkpoint, name=name, headers=headers)
     codes = _read_settings(tensors, state)
     count = codes.shape[0] * codes.shape[1]
-    stored = tensors.shape("weight", ("U8", "I8", "BF16", "F16", "F32"), (1, 2))
-    item_bytes = {"U8": 1, "I8": 1, "BF16": 2, "F16": 2, "F32": 4}[tensors.headers["weight"].kind]
-    size = torch.Size(stored).numel() * item_bytes
+    tensors.shape("weight", ("U8", "I8", "BF16", "F16", "F32"), (1, 2))
+    size = tensors.headers["weight"].num_bytes
     tensors.require(size == -(-count // 2), f"has {size} bytes for {count} weights of 4 bits")
     blocks = -(-count // codes.block_size)
     tensors.check_shape("weight.quant_map", ("F32", "F16", "BF16"), (TABLE_SIZE,))

@@ -288,8 +288,7 @@ def _read_zeros(tensors: ModuleTensors, scales: Tensor, bits: int, codes: torch.
     header = tensors.headers["weight_zero_point"]
     if codes != torch.int32 or header.kind != "I32":
         shape = tensors.shape("weight_zero_point", ("I8", "U8", "I32", *FLOAT_TYPES), (0, 1, 2))
-        size = header.shape[0] * (header.shape[1] if len(shape) > 1 else 1) if shape else 1
-        tensors.require(size == blocks * groups, f"has a weight_zero_point of shape {list(shape)}")
+        tensors.require(header.elements == blocks * groups, f"has a weight_zero_point of shape {list(shape)}")
         return tensors.read("weight_zero_point").reshape(blocks, groups).float()
     tensors.check_shape("weight_zero_point", ("I32",), (words_of(blocks, bits), groups))
     words = tensors.read("weight_zero_point").T.contiguous()

@@ -12,6 +12,7 @@ from kleash.errors import ModelError, OptionError
 from kleash.extras import suppress_library_output
 from kleash.linear import token_statistics
 from kleash.models.cache.engine_states import EngineStates
+from kleash.models.heads import head_on_device
 from kleash.models.pair import Model
 from kleash.sources.sequences import TokenSequence
 
@@ -76,7 +77,9 @@ def final_norm(model: Model, token_ids: Sequence[int]) -> Norm:
         for handle in handles:
             handle.remove()
     norms = (
-        module for module, x in reversed(outputs) if isinstance(x, Tensor) and torch.equal(x, final[None])
+        module
+        for module, x in reversed(outputs)
+        if isinstance(x, Tensor) and torch.equal(x, final[None].to(x.device))
     )
     module = next(norms, None)
     weight = None if module is None else next(module.parameters(), None)
@@ -152,7 +155,8 @@ def check_token_logps(
     if logps is None or np.isnan(logps).all():
         return 0.0
     tokens = torch.tensor(sequence.response_ids, device=hidden.device)
-    ours = token_statistics(hidden, model.head, hidden, model.head, tokens).token_logp
+    head = head_on_device(model.head, hidden)
+    ours = token_statistics(hidden, head, hidden, head, tokens).token_logp
     differences = np.abs(ours.double().cpu().numpy() - logps)
     largest, tolerance = float(np.nanmax(differences)), LOGP_TOLERANCES[model.dtype]
     if largest > tolerance or np.nanmedian(differences) > TYPICAL_SHARE * tolerance:
