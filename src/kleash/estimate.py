@@ -58,7 +58,10 @@ class Estimate:
         return self.format(self.value)
 
     def format(self, value: float) -> str:
-        """``value`` to the second significant digit of this error, at most the ninth decimal: "0.1234" or "3.2e-07"."""
+        """``value`` to the second significant digit of this error, at most the ninth decimal: "0.1234" or "3.2e-07".
+
+        Where the error is ten million or more, as of weights of long responses, with a power of ten: "2.00e+21".
+        """
         if not math.isfinite(value):
             return str(value)
         if value == 0:
@@ -67,7 +70,7 @@ class Estimate:
         if not math.isfinite(error) or error == 0:
             return f"{value:.4g}"
         digits = 1 - math.floor(math.log10(error))
-        if digits > 7 and abs(value) < 1e-4:
+        if digits < -5 or (digits > 7 and abs(value) < 1e-4):
             leading = max(1, math.floor(math.log10(abs(value))) + digits)
             return f"{value:.{min(leading, 6)}e}"
         return f"{value:.{min(max(0, digits), 9)}f}"

@@ -389,6 +389,12 @@ def test_a_bias_within_rounding_is_no_finding(monkeypatch):
     assert diagnose(world.rollouts(world.noisy(1e-5), engine + 0.003 * np.expm1(engine))).findings == ()
 
 
+def test_single_tokens_after_prompts_of_one_length_have_no_errors_that_shrink_along_the_sequence():
+    world = World(0)
+    columns = [x[:, None] for x in (world.tokens, world.logp(world.logits), world.noisy(0.01))]
+    assert diagnose(rollouts_of([[7, number] for number in range(len(columns[0]))], *columns)).findings == ()
+
+
 @pytest.mark.parametrize("dtype", MACHINE_EPSILON)
 def test_a_fault_begins_at_twice_the_largest_healthy_error(dtype):
     """It is one of the sizes of the mixture; were the next larger one the first, faults would begin at four times."""
@@ -436,7 +442,7 @@ def test_the_command_prints_a_ranked_list(tmp_path, capsys):
 
 
 def test_the_command_reads_the_logs_of_several_ranks(tmp_path, capsys):
-    """A fault in the log of one rank of two is said to be there, and that log alone has the right cause."""
+    """A fault in the log of one rank of two is said to be there, of columns that are log-probabilities."""
     healthy, faulty = World(9), World(8, temperature=0.7)
     paths = [
         written(tmp_path / "rank-0.jsonl", healthy.rollouts(healthy.noisy(1e-3), healthy.noisy(1e-3))),

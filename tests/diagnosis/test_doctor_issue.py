@@ -255,10 +255,12 @@ def test_a_reference_column_is_as_exact_as_the_others(plain, pair, seen, of_refe
 
 
 def test_columns_that_differ_at_few_tokens_make_no_warning(plain, pair):
-    """Warnings are errors here: nothing is divided by a median of 0, and no mean is of nothing."""
+    """Warnings are errors here: nothing is divided by a median or mean of 0, and no mean is of nothing."""
     trainer, engine = plain.scored(), plain.scored()
     engine[-1, -1] = min(engine[-1, -1] + 1e-4, 0.0)
     assert diagnose(plain.records(trainer, engine), pair=pair).findings == ()
+    engine[-1, -1] = trainer[-1, -1] - 20
+    assert not {each.cause for each in diagnose(plain.records(trainer, engine)).findings} & {"temperature"}
 
 
 class Synthetic:
@@ -316,6 +318,9 @@ def test_padding_that_is_left_out_is_no_second_cause():
     world.responses = np.where(is_padding, 1, world.responses).tolist()
     (finding,) = diagnose(world.records(*columns)).findings
     assert finding.cause == "mask" and f"{is_padding.sum()} tokens" in finding.evidence
+    world.responses = world.random.integers(0, 2, (60, 40)).tolist()
+    nothing = diagnose(world.records(0 * world.column, 0 * world.column))
+    assert not nothing.examined and "0 tokens are too few" in nothing.notes[0], "what is left counts"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+import resource
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,6 @@ from kleash.cli import main
 from kleash.diagnosis import measure_mismatch, read_rollouts, write_rollouts
 from kleash.diagnosis.rollout_records import FIELD_NAMES, RESPONSE_MASKS
 from kleash.errors import OptionError, SourceError
-from kleash.jobs.reading_jobs import MismatchJob
 from kleash.leash import mismatch
 
 
@@ -80,6 +81,8 @@ def test_verl_metrics_are_printed_on_request(tmp_path, capsys):
     assert re.search(rf"rollout_corr/k3_kl +{record.numbers['kl_engine_trainer'].value!r}", output)
     assert "rollout_corr/chi2_seq" in output and "training/rollout_probs_diff_max" in output
     assert "KL(trainer ‖ engine)" not in output, "no table of kleash's names"
+    with pytest.raises(OptionError, match="--names must be one of verl; it is 'trl'"):
+        measure_mismatch(path, names="trl")
 
 
 def test_a_narrow_terminal_truncates_no_number(tmp_path, monkeypatch, capsys):
@@ -218,6 +221,7 @@ def token_export(**changes: Any) -> dict[str, Any]:
         (changed(response_mask=[1]), "'response_mask' has 1 values for 2 tokens"),
         (changed(response_mask=[1, 2]), "to hold 0 and 1, and it holds '2'"),
         (changed(response_mask=[0, 0]), "no token that counts"),
+        (changed(prompt_mask=[0]), "the masks leave no token of the prompt"),
         (changed(reference_logprobs=[-1.0, math.nan]), "'reference_logprobs' is nan"),
         (token_export(loss_mask=[True] * 5), "counts the first of 5 tokens, which no prompt precedes"),
         (token_export(trainer_logprobs=[-1.0] * 3), "'trainer_logprobs' has 3 values for 5 tokens; give one"),
@@ -294,8 +298,15 @@ def test_files_of_several_ranks_are_measured_as_one(tmp_path, capsys):
     assert main(["mismatch", str(tmp_path / "logs")]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "36 responses to 18 prompts, from 4 files" in output and "no rollout in" in output
-    limited = read_rollouts(str(tmp_path / "logs"), limit=7)
-    assert [int(re.findall(r"\d+", rollout.file)[-1]) for rollout in limited] == [2, 2, 2, 3, 3, 4, 4]
+    os.close(free := os.dup(1))
+    largest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 2, largest[1]))  # for two more open files
+    try:
+        limited = [read_rollouts(str(tmp_path / "logs"), limit=limit) for limit in (7, 20)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, largest)
+    ranks = [[int(re.findall(r"\d+", rollout.file)[-1]) for rollout in part] for part in limited]
+    assert ranks == [[2, 2, 2, 3, 3, 4, 4], [2] * 7 + [3] * 7 + [4] * 6]
 
 
 def test_a_file_whose_mismatch_is_above_that_of_the_others_is_named(tmp_path):
@@ -345,13 +356,6 @@ def test_files_that_cannot_be_read_are_one_sentence(names, message, tmp_path, ca
     assert main(["mismatch", *(str(tmp_path / name) for name in names)]) == 2
     error = capsys.readouterr().err
     assert message in " ".join(error.split("\n")) and "\x1b" not in error and error.count("kleash: ") == 1
-
-
-def test_unknown_names_are_refused(tmp_path):
-    with pytest.raises(OptionError, match="--names must be one of verl; it is 'trl'"):
-        MismatchJob(rollouts=("x",), names="trl")
-    with pytest.raises(OptionError, match="it is 'trl'"):
-        measure_mismatch(written(tmp_path / "x.jsonl", records(2)), names="trl")
 
 
 def padded_row(number: int, length: int, values: tuple[float, float] = (0.0, 0.0)) -> dict[str, Any]:
@@ -460,11 +464,21 @@ def test_an_experience_of_openrlhf_is_written_and_read(tmp_path):
     assert second.engine.tolist() == columns[1, 1, 1:].tolist()
 
 
-def test_what_lacks_a_column_is_refused_with_its_name_or_what_writes_it(tmp_path):
+def test_what_lacks_a_column_is_refused_with_its_name_or_what_writes_it(tmp_path, monkeypatch):
     ids = torch.ones(2, 3, dtype=torch.long)
     with pytest.raises(OptionError, match="rollout_log_probs"):
         write_rollouts(tmp_path / "x", {"prompts": ids, "responses": ids, "old_log_probs": -ids.float()})
     assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    columns = {
+        "rollout_log_probs": -ids.float(),
+        "old_log_probs": -ids.float(),
+        "responses": ids,
+        "prompts": ids,
+    }
+    write_rollouts("~/x.jsonl", {"index": [0, 1], **columns})
+    first = json.loads((tmp_path / "x.jsonl").read_text().splitlines()[0])
+    assert list(first) == [*columns][::-1], "in an order that no hash of a process decides"
     texts = {"input": "What?", "output": "That.", "gts": None, "score": 1.0, "step": 3}
     with pytest.raises(SourceError, match=r"rollout_data_dir.*write_rollouts"):
         read_rollouts(written(tmp_path / "3.jsonl", [texts]))

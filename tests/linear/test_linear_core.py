@@ -31,9 +31,13 @@ def test_the_likeliest_token_is_found_at_every_position(vocab_size):
     assert torch.equal(actual.rank_q, (-z > -z[:, :1]).sum(-1))
 
 
-def check_likeliest(case, options):
+@EVERY
+@pytest.mark.parametrize(
+    ("vocab_size", "traits", "tokens"), [(101, "softcap", 37), (4, "scale", 37), (2999, "temperature", 5)]
+)
+def test_the_likeliest_tokens_come_with_the_statistics(options, vocab_size, traits, tokens):
     """The statistics equal ``token_statistics``; the five likeliest tokens and probabilities equal float64's."""
-    vocab_size = logp_by_numpy(case.hidden_p, case.head_p, case.temperature).shape[-1]
+    case = head_case(vocab_size=vocab_size, tokens=(tokens,), **TRAITS[traits])
     chosen = {"temperature": case.temperature, "options": options}
     actual = token_statistics_and_top(*case.models, case.tokens, top=5, **chosen)
     plain = case.statistics(options)
@@ -46,17 +50,6 @@ def check_likeliest(case, options):
         for values in (top.probability.double(), probs.gather(-1, top.token_ids)):
             torch.testing.assert_close(values, likeliest, rtol=2e-5, atol=1e-12)
         assert all(len(set(ids)) == min(5, vocab_size) for ids in top.token_ids.tolist())
-
-
-@EVERY
-@pytest.mark.parametrize(("vocab_size", "traits"), [(101, "softcap"), (4, "scale")])
-def test_the_likeliest_tokens_come_with_the_statistics(options, vocab_size, traits):
-    check_likeliest(head_case(vocab_size=vocab_size, **TRAITS[traits]), options)
-
-
-@pytest.mark.parametrize("options", [REFERENCE, CHUNKED], ids=["reference", "chunked"])
-def test_the_likeliest_of_many_tokens_come_with_the_statistics(options):
-    check_likeliest(head_case(vocab_size=2999, tokens=(5,), **TRAITS["temperature"]), options)
 
 
 def test_the_likeliest_tokens_at_every_position_and_with_ties():

@@ -116,13 +116,18 @@ def test_no_gradient_is_computed_under_no_grad(off, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("call", "option"),
-    [(linear_kl_loss, "weights"), (linear_kl, "temperature")],
+    ("call", "option", "words"),
+    [
+        (linear_kl_loss, "weights", "linear_divergence's values"),
+        (linear_kl, "temperature", "take the functions"),
+    ],
     ids=["weights", "temperature"],
 )
-def test_weights_and_temperatures_have_no_gradient(call, option, unhooked):
+def test_weights_and_temperatures_have_no_gradient(call, option, words, unhooked):
     case = head_case(torch.float32, tokens=(5,))
-    with pytest.raises(CannotRunError, match=f"{option}.* cannot require a gradient"):
+    with pytest.raises(
+        CannotRunError, match=f"{option}.* cannot require a gradient; detach it, or .*{words}"
+    ):
         call(*case.models, **{option: torch.ones(5, requires_grad=True)})
 
 

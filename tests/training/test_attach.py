@@ -55,11 +55,12 @@ def monitor(folder, **more):
     )
 
 
-def test_leashed_trainer_writes_a_folder_that_report_reads(trl, folder, tmp_path, capsys):
+def test_leashed_trainer_writes_a_folder_that_report_reads(trl, folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     trainer = grpo(trl, folder, tmp_path, max_steps=3)
-    log = kleash.attach(trainer, target_nats=0.5, controller="dual", out=tmp_path / "run", rollouts_every=2)
+    log = kleash.attach(trainer, target_nats=0.5, controller="dual", out="~/run", rollouts_every=2)
     trainer.train()
-    steps = read_steps(tmp_path / "run")
+    steps = read_steps("~/run")
     assert [step.step for step in steps] == [1, 2, 3]
     written = sorted(path.name for path in (tmp_path / "run" / "rollouts").iterdir())
     assert written == ["step-000000-rank-0.jsonl", "step-000002-rank-0.jsonl"]
@@ -77,7 +78,7 @@ def test_leashed_trainer_writes_a_folder_that_report_reads(trl, folder, tmp_path
     assert betas[0] == 0.3 and len(set(betas)) == 3
     kl = steps[1].metrics["kl/exact_per_sequence"]
     assert f"KL {kl:.3g} is above its target of 0.5" in steps[1].beta_reason
-    assert len(read_samples(tmp_path / "run")) == 12
+    assert len(read_samples("~/run")) == 12
     result = TrainingFolder(tmp_path / "run").result()
     assert result == log.result_of_run and (result.algorithm, result.steps) == ("grpo", 3)
     assert result.beta == trainer.beta and dict(result.metrics) == dict(steps[-1].metrics)

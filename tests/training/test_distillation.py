@@ -184,10 +184,11 @@ def test_loss_of_lists_is_that_of_the_coarse_distributions_a_few_tokens_at_a_tim
         torch.testing.assert_close(got.double(), right, rtol=1e-3, atol=1e-4)
 
 
-def test_a_cache_trains_as_its_teacher_does(distill, root, tmp_path):
+def test_a_cache_trains_as_its_teacher_does(distill, root, tmp_path, monkeypatch):
     """Divergences before the first update are those of float64 logits; then both runs go the same way."""
     steps, weights = run(distill, root, tmp_path / "live", teacher=str(root / "teacher"), teacher_cache=None)
-    cached_steps, cached = run(distill, root, tmp_path / "cached")
+    monkeypatch.setenv("HOME", str(root))
+    cached_steps, cached = run(distill, root, tmp_path / "cached", teacher_cache="~/cache-teacher")
     np.testing.assert_allclose(metric(steps), metric(cached_steps), rtol=1e-5)
     for name in weights:
         torch.testing.assert_close(weights[name], cached[name], rtol=1e-4, atol=1e-5)

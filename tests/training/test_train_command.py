@@ -56,10 +56,11 @@ def test_finished_run_is_unchanged_and_resumes_with_more_steps(
 
 
 def test_steps_are_printed_and_hacking_stops_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     words = ["--steps", "9", "--seed", "4", "--target-nats", "1e-9", "--on-hacking", "stop"]
-    assert main(["train", "ppo", *TINY, *words, "--out", str(tmp_path / "run")]) == 1
+    assert main(["train", "ppo", *TINY, *words, "--out", "~/run"]) == 1
     said = capsys.readouterr()
     assert "step 1/9: reward" in said.err and "step 3/9: reward" in said.err and "step 4/9" not in said.err
     assert "alert, step 3: the updates of one step move the policy by" in said.err

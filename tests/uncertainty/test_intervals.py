@@ -1,9 +1,10 @@
-"""Intervals against scipy and simulated coverage at both ends; constant samples; warnings."""
+"""Intervals against scipy and simulated coverage at both ends; Student's t; constant samples; warnings."""
 
 import math
 import runpy
 from collections.abc import Iterator
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from prompt_sums import lognormal_prompts
 from scipy import stats
 
+from kleash.errors import OptionError
 from kleash.uncertainty import (
     clustered_mean,
     controlled_total,
@@ -20,6 +22,7 @@ from kleash.uncertainty import (
     ratio_of_many,
     ratio_of_sums,
     running_mean,
+    student_t_quantile,
 )
 from kleash.uncertainty.diagnostics import unseen_share
 
@@ -210,8 +213,9 @@ def test_two_clusters_are_few_and_not_equal():
 
 def test_the_paired_difference_is_exact_only_for_identical_measurements():
     sums, counts = lognormal_prompts(10, seed=8)
-    assert paired_difference(sums, counts, sums, counts).is_exact
-    assert not paired_difference(sums, counts, sums[::-1], counts[::-1]).is_exact
+    same = paired_difference(sums, counts, sums, counts)
+    assert (same.value, same.standard_error, same.ci95, same.warnings) == (0.0, 0.0, (0.0, 0.0), ())
+    assert same.is_exact and not paired_difference(sums, counts, sums[::-1], counts[::-1]).is_exact
     agreement = np.array([10.0, 10, 9, 10, 8])
     assert not paired_difference(agreement, np.full(5, 10), agreement, np.full(5, 10)).is_exact, "by chance"
 
@@ -224,3 +228,24 @@ def test_mostly_tied_clusters_have_a_warning():
         "58 of 64 clusters have the same mean: the estimate rests on the other 6, and its interval cannot be trusted"
     )
     assert not any("rests on" in one for one in ratio_of_sums(sums, counts, lower=0.0, upper=1.0).warnings)
+
+
+WHOLE = [1, 2, 3, 4, 7, 15, 29, 63, 127, 199, 200, 201, 511, 4095, 1e5, 1e6]
+PROBABILITIES = [1e-8, 1e-4, 0.025, 0.3, 0.5, 0.51, 0.95, 0.975, 1 - 1e-4, 1 - 1e-7]
+FRACTIONS = [*product([0.001, 0.025, 0.995, 0.999], [1.0001, 1.02, 1.2, 1.5, 2.7, 63.2])]
+
+
+@pytest.mark.parametrize(("probability", "nu"), [*product(PROBABILITIES, WHOLE), *FRACTIONS])
+def test_quantiles_of_students_t_agree_with_scipy(probability, nu):
+    expected = float(stats.t.ppf(probability, nu))
+    rel = 1e-9 if 1e-4 <= probability <= 1 - 1e-4 else 1e-6
+    assert student_t_quantile(probability, nu) == pytest.approx(expected, rel=rel)
+
+
+def test_invalid_arguments_of_students_t_raise():
+    for probability in (0.0, 1.0, -0.1, math.nan, 1e-9, 1 - 1e-15):
+        with pytest.raises(OptionError, match=r"probability is .*; give one from 1e-08 to 1 - 1e-08"):
+            student_t_quantile(probability, 7)
+    for degrees_of_freedom in (0.0, 0.99, 1.5, math.inf, math.nan):
+        with pytest.raises(OptionError, match=r"degrees_of_freedom is .*; give a whole number from 1 on"):
+            student_t_quantile(0.9995, degrees_of_freedom)

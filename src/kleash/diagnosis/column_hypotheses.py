@@ -93,7 +93,7 @@ def noise_hypotheses(table: TokenTable, limit: float, everywhere_is: str = "weig
         everywhere_is: the cause of errors on all tokens.
     """
     fault, size = max(SMALLEST_DIFFERENCE, DISTINCT * limit), np.abs(table.difference)
-    far = size > DISTINCT * np.hypot(limit * table.unit, table.rounding_error)
+    far = _is_visible(table, limit, DISTINCT)
     few = (
         f"{far.sum():,} of {len(size):,} tokens differ by more than rounding, by up to {size.max():.2g} nats"
     )
@@ -197,11 +197,10 @@ def _change(table: TokenTable, place: np.ndarray) -> tuple[int, float]:
 def _trend(table: TokenTable, place: np.ndarray) -> tuple[float, Floats]:
     """The power of a place that the errors grow or shrink with, and its values, whose logarithms have mean 0."""
     logs, is_uncertain = _log_sizes(table)
-    if not is_uncertain.any():
+    if len(np.unique(place[is_uncertain])) < 2:  # whose logarithms differ from their mean by rounding alone
         return 0.0, np.ones(len(place))
     log_place = np.log1p(place) - np.log1p(place)[is_uncertain].mean()
-    total = float((log_place[is_uncertain] ** 2).sum())
-    slope = float((log_place * logs)[is_uncertain].sum()) / total if total else 0.0
+    slope = float((log_place * logs)[is_uncertain].sum() / (log_place[is_uncertain] ** 2).sum())
     return slope, np.exp(np.clip(slope * log_place, -8, 8))
 
 
@@ -331,7 +330,7 @@ def _is_of_likeliest(table: TokenTable, limit: float) -> bool:
 
     Two tokens have 1 together at most; after a cut, the likelier ones have more than the others would leave them.
     """
-    is_apart = np.abs(table.difference) > DISTINCT * np.hypot(limit * table.unit, table.rounding_error)
+    is_apart = _is_visible(table, limit, DISTINCT)
     has_more = np.exp(table.trainer) + np.exp(table.engine) > 1
     is_other = np.median(np.abs(table.difference[is_apart]) if is_apart.any() else 0.0) > math.log(2)
     return bool(is_other and (has_more & is_apart).sum() < MISTAKES * is_apart.sum())
@@ -402,8 +401,9 @@ def temperature_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothes
     size that beta - 1 determines.
     """
     above = _share_above(table, table.difference, limit)
+    usable = np.abs(table.difference) < LARGEST_FITTED
     if (
-        not table.difference.any()
+        not table.difference[usable].any()
         or min(above, 1 - above) < LEAST_RARE_SIGN
         or not correlated(table) > LEAST_CORRELATION
         or float(np.median(table.rounding_error)) > COARSEST
@@ -414,7 +414,6 @@ def temperature_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothes
         for power in ENTROPY_POWERS:
             curve = token_unit(column) ** power
             basis = np.stack([column, curve], axis=1)
-            usable = np.abs(values) < LARGEST_FITTED
             weight = np.where(usable, 1 / np.hypot(curve, LEAST_CURVE), 0.0)
             slope, height = np.linalg.lstsq(basis * weight[:, None], values * weight, rcond=None)[0]
             rest = values - basis @ np.array([slope, height])
@@ -447,9 +446,9 @@ def _ratio(table: TokenTable, sharper: str) -> float:
     return float(covariance[0, 1] / covariance[0, 0])
 
 
-def _is_visible(table: TokenTable, limit: float) -> np.ndarray:
-    """Which differences are above rounding."""
-    return np.abs(table.difference) > np.hypot(limit * table.unit, table.rounding_error)
+def _is_visible(table: TokenTable, limit: float, times: float = 1.0) -> np.ndarray:
+    """Which differences are above rounding, or above so many times it."""
+    return np.abs(table.difference) > times * np.hypot(limit * table.unit, table.rounding_error)
 
 
 def _share_above(table: TokenTable, values: Floats, limit: float, among: Any = True) -> float:

@@ -123,21 +123,20 @@ def diagnose_records(
         ModelError, NonFiniteError: if a model cannot score the tokens.
     """
     limit = healthy_scale(rounding)
-    tokens = sum(int(rollout.is_counted.sum()) for rollout in rollouts)
-    counted, mask_findings = _without_padding(rollouts)
+    counted, findings = _without_padding(rollouts)
+    total, tokens = (sum(int(each.is_counted.sum()) for each in those) for those in (counted, rollouts))
     examined = sample_rollouts(counted, MOST_TOKENS if pair is None else MOST_WITH_MODELS)
     table = tabulate(examined)
     notes: list[str] = []
-    findings: list[LikelyCause] = []
-    if len(table.trainer) < (total := sum(int(rollout.is_counted.sum()) for rollout in counted)):
+    if len(table.trainer) < total:
         notes.append(
             f"{len(table.trainer):,} of {total:,} tokens were examined, a random sample in {len(examined):,} of "
             f"{len(rollouts):,} responses"
         )
-    if tokens < MIN_TOKENS:
-        notes.append(f"{tokens} tokens are too few for a diagnosis; give {MIN_TOKENS} or more")
+    if total < MIN_TOKENS:
+        notes.append(f"{total} tokens are too few for a diagnosis; give {MIN_TOKENS} or more")
     else:
-        findings = mask_findings + _findings(examined, table, pair, limit, batch_tokens)
+        findings += _findings(examined, table, pair, limit, batch_tokens)
         findings.sort(key=lambda finding: -finding.probability)
         findings = _with_short_column(findings, table)
         notes += _notes(table, has_models=pair is not None)
@@ -146,7 +145,7 @@ def diagnose_records(
         file=file,
         tokens=tokens,
         sequences=len(rollouts),
-        examined=tokens >= MIN_TOKENS,
+        examined=total >= MIN_TOKENS,
         models=() if pair is None else (pair.policy.path, pair.reference.path),
         findings=tuple(findings),
         notes=tuple(notes),

@@ -1,5 +1,6 @@
 """The files of rollouts: one, several such as one for each rank, or a folder of them, read in a stable order."""
 
+import math
 import os
 import re
 from collections import Counter
@@ -91,14 +92,17 @@ def read_rollout_files(
     given_names = [str(names)] if isinstance(names, str | PurePath) else list(map(str, names))
     files = [label for name in given_names for label in _files_of(name)]
     labels = list({Path(label).expanduser().resolve(): label for label in files}.values())
-    padding: list[tuple[RolloutRecord, int]] = []
-    readers = [_rollouts_of(label, allow_logits, len(labels) > 1, padding) for label in labels]
-    if limit is None:
-        rollouts = [rollout for reader in readers for rollout in reader]
-    else:
-        in_turn = (rollout for turn in zip_longest(*readers) for rollout in turn if rollout is not None)
-        places = {label: place for place, label in enumerate(labels)}
-        rollouts = sorted(islice(in_turn, limit), key=lambda rollout: places[rollout.file])
+    parts: list[list[RolloutRecord]] = []
+    share, responses = (None, math.inf) if limit is None else (-(-limit // max(1, len(labels))), limit)
+    # One file after the other, since a process may have few open, and again where some hold less than their share.
+    for most in dict.fromkeys((share, limit)):
+        if sum(map(len, parts)) < responses:
+            parts = [
+                list(islice(_rollouts_of(label, allow_logits, len(labels) > 1), most)) for label in labels
+            ]
+    in_turn = (rollout for turn in zip_longest(*parts) for rollout in turn if rollout is not None)
+    places = {label: place for place, label in enumerate(labels)}
+    rollouts = sorted(islice(in_turn, limit), key=lambda rollout: places[rollout.file])
     if not rollouts:
         raise SourceError(f"{', '.join(given_names)} holds no rollout; give a record for each response")
     if not any(rollout.is_counted.any() for rollout in rollouts):
@@ -106,7 +110,7 @@ def read_rollout_files(
             f"{', '.join(given_names)} has {len(rollouts)} rollouts and no token that counts; look at the masks "
             f"({', '.join(RESPONSE_MASKS)})"
         )
-    notes = _note_on_padding(padding, len(rollouts))
+    notes = _note_on_padding(rollouts)
     if notes and not allow_logits:
         raise SourceError(f"{notes[0]}; kleash doctor says more about this file")
     sizes = dict.fromkeys(labels, 0) | Counter(rollout.file for rollout in rollouts)
@@ -132,10 +136,8 @@ def note_on_one_sided_files(kl: Mapping[str, Estimate]) -> tuple[str, ...]:
     return ()
 
 
-def _rollouts_of(
-    label: str, allow_logits: bool, may_be_empty: bool, padding: list[tuple[RolloutRecord, int]]
-) -> Iterator[RolloutRecord]:
-    """Iterate over the rollouts of a file; those that end like padding and have no mask are added to ``padding``."""
+def _rollouts_of(label: str, allow_logits: bool, may_be_empty: bool) -> Iterator[RolloutRecord]:
+    """Iterate over the rollouts of a file, with the padding of those without a mask."""
     path = Path(label).expanduser()
     if may_be_empty and os.path.isfile(path) and not path.stat().st_size:  # noqa: PTH113
         return
@@ -143,8 +145,8 @@ def _rollouts_of(
     for record in find_source(label, "rollouts").records():
         rollout = replace(read_rollout(record, allow_logits), file=label)
         if all(record.fields.get(name) is None for name in masks):
-            length = padding_length(rollout.response_ids, (rollout.trainer, rollout.engine))
-            padding += [(rollout, length)] if length else []
+            columns = rollout.trainer, rollout.engine
+            rollout = replace(rollout, padding=padding_length(rollout.response_ids, columns))
         yield rollout
 
 
@@ -181,15 +183,16 @@ def _files_of(name: str) -> list[str]:
     return sorted(files)
 
 
-def _note_on_padding(padding: Sequence[tuple[RolloutRecord, int]], responses: int) -> list[str]:
+def _note_on_padding(rollouts: Sequence[RolloutRecord]) -> list[str]:
     """A note if many responses without a mask end with placeholders."""
-    if not is_padded(len(padding), responses):
+    ending = [each for each in rollouts if each.padding]
+    if not is_padded(len(ending), len(rollouts)):
         return []
-    (first, length), tokens = padding[0], sum(length for _, length in padding)
+    first, tokens = ending[0], sum(each.padding for each in ending)
     sentence = (
-        f"{len(padding)} of {responses} responses end with {tokens} tokens in all that look like padding without a "
-        f"mask: at the last {length} of {first.location} the trainer's values are all {first.trainer[-1]:g} and the "
-        f"engine's {first.engine[-1]:g}; give {RESPONSE_MASKS[0]!r} with 1 for each token that the engine drew, or "
+        f"{len(ending)} of {len(rollouts)} responses end with {tokens} tokens in all that look like padding without a "
+        f"mask: at the last {first.padding} of {first.location} the trainer's values are all {first.trainer[-1]:g} and "
+        f"the engine's {first.engine[-1]:g}; give {RESPONSE_MASKS[0]!r} with 1 for each token that the engine drew, or "
         "leave the padding out"
     )
     return [sentence]

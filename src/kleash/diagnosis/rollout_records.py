@@ -81,6 +81,8 @@ class RolloutRecord:
     """File that it was read from."""
     has_prompt_mask: bool = False
     """Whether a mask says which tokens of the prompt are padding."""
+    padding: int = 0
+    """Tokens at the end that look like padding; 0 where a mask says which tokens count."""
 
 
 class PaddedRollouts(NamedTuple):
@@ -181,6 +183,8 @@ def read_rollout(record: SourceRecord, allow_logits: bool) -> RolloutRecord:
             _check_values(record, name, np.where(is_counted, column, -1.0), allow_logits, field)
     attended = mask((ATTENTION_MASK,), len(prompt) + len(response))
     stays = attended[: len(prompt)] & mask(PROMPT_MASKS, len(prompt)), attended[len(prompt) :]
+    if is_counted[stays[1]].any() and not stays[0].any():
+        raise record.error("the masks leave no token of the prompt; they are 1 at tokens that were read")
     trainer, engine, reference = (None if column is None else column[stays[1]] for column in columns.values())
     assert trainer is not None and engine is not None
     return RolloutRecord(
@@ -277,8 +281,8 @@ def write_rollouts(path: str | Path, batch: Mapping[str, Any], **of_each: int | 
         OptionError: if token ids or one of the two columns of log-probabilities are missing.
         RunFolderError: if the file cannot be written.
     """
-    names = {name for group in FIELD_NAMES.values() for name in group}
-    names |= {*RESPONSE_MASKS, *PROMPT_MASKS, ATTENTION_MASK, SEQUENCES.ids, SEQUENCES.mask}
+    names = [name for group in FIELD_NAMES.values() for name in group]
+    names += [*RESPONSE_MASKS, *PROMPT_MASKS, ATTENTION_MASK, SEQUENCES.ids, SEQUENCES.mask]
     columns = {name: value for name in names if isinstance(value := batch.get(name, None), Tensor)}
     for field, group in FIELD_NAMES.items():
         is_ids = field.endswith("token_ids")
@@ -291,7 +295,7 @@ def write_rollouts(path: str | Path, batch: Mapping[str, Any], **of_each: int | 
             )
     rows = zip(*(column.detach().cpu().unbind() for column in columns.values()), strict=True)
     lines = [json.dumps({**of_each, **dict(zip(columns, map(_finite, row), strict=True))}) for row in rows]
-    path = Path(path)
+    path = Path(path).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, "".join(f"{line}\n" for line in lines))
 

@@ -316,7 +316,7 @@ def linear_divergence_loss(
         "linear_divergence_loss", (hidden_p, head_p), (hidden_q, head_q), temperature, weights, inside=False
     )
     pair = checked_pair((hidden_p, head_p), (hidden_q, head_q), temperature)
-    check_constant("the weights of a loss", weights)
+    check_constant("the weights of a loss", weights, "multiply linear_divergence's values by them")
     with torch.autocast(hidden_p.device.type, enabled=False):
         loss, per_token = autograd.weighted_sum(pair, options or LinearOptions(), record, weights.reshape(-1))
     return LinearLoss(loss, per_token.reshape(weights.shape))

@@ -212,17 +212,15 @@ def common_dtype(tensors: Sequence[Tensor | None]) -> torch.dtype:
 def check_temperature(temperature: float | Tensor) -> None:
     """Check that a number is positive, and that a tensor requires no gradient (its values: ``flat_pair``)."""
     if isinstance(temperature, Tensor):
-        check_constant("a temperature", temperature)
+        check_constant("a temperature", temperature, "take the functions of kleash.divergences")
     else:
         require_above(0.0, temperature=temperature)
 
 
-def check_constant(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor that requires a gradient where none is computed."""
+def check_constant(name: str, tensor: Tensor, alternative: str) -> None:
+    """Refuse a tensor that requires a gradient where none is computed, with what gives one."""
     if tensor.requires_grad:
-        raise CannotRunError(
-            f"{name} cannot require a gradient; detach it, or multiply linear_kl's values by it"
-        )
+        raise CannotRunError(f"{name} cannot require a gradient; detach it, or {alternative}")
 
 
 def check_model(name: str, hidden: Tensor, head: Head) -> None:

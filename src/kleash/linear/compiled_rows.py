@@ -84,8 +84,7 @@ def compiled(function: Callable[..., Any], device: str) -> Callable[..., Any]:
     """A row function, compiled by torch: for all sizes, on a GPU for all numbers of rows.
 
     There it is tuned to the sizes of its first call, and the vocabulary of that call may be a small one. Torch compiles
-    a graph for each dtype, for one row and for several, and for what needs a gradient, and raises where these are more
-    than 8.
+    a graph for each dtype, for one row and for several, and for what needs a gradient, of which its own limit is 8.
     """
     # Torch says so where a GPU gets few rows at a time; it is slower, and no caller's doing.
     warnings.filterwarnings("ignore", r"\s*Online softmax is disabled", UserWarning)

@@ -96,7 +96,7 @@ class VocabShards:
         Of equal logits, those of the smaller ids come first; NaN is larger than any number.
         """
         top = min(values.shape[-1], self.vocab_size)
-        if top == 0 or self.group is None:
+        if self.group is None:
             return values, ids
         all_values, all_ids = (
             next(self._gather([x])).movedim(0, 1).flatten(1) for x in (values, ids + self.offset)

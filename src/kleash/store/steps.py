@@ -94,7 +94,7 @@ def read_steps(folder: Path | str) -> tuple[StepRecord, ...]:
     Raises:
         RunFolderError: if a line but the last is damaged, or one is missing.
     """
-    return tuple(_decoded(Path(folder) / STEPS, StepRecord))
+    return tuple(_decoded(Path(folder).expanduser() / STEPS, StepRecord))
 
 
 def read_samples(folder: Path | str) -> tuple[SampleRecord, ...]:
@@ -103,7 +103,7 @@ def read_samples(folder: Path | str) -> tuple[SampleRecord, ...]:
     Raises:
         RunFolderError: if a line but the last is damaged, or one is missing.
     """
-    return tuple(_decoded(Path(folder) / SAMPLES, SampleRecord))
+    return tuple(_decoded(Path(folder).expanduser() / SAMPLES, SampleRecord))
 
 
 def read_prompt_means(folder: Path | str) -> tuple[PromptRecord, ...]:
@@ -112,7 +112,7 @@ def read_prompt_means(folder: Path | str) -> tuple[PromptRecord, ...]:
     Raises:
         RunFolderError: if a line but the last is damaged, or one is missing.
     """
-    return tuple(_decoded(Path(folder) / PROMPTS, PromptRecord))
+    return tuple(_decoded(Path(folder).expanduser() / PROMPTS, PromptRecord))
 
 
 def means_by_prompt(samples: Sequence[Sample], held_out: Sequence[Sample]) -> dict[str, dict[str, float]]:

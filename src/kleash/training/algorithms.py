@@ -58,12 +58,13 @@ def train(job: TrainJob, display: Display | None = None) -> TrainingResult:
     if not isinstance(job, OnlineJob | DPOJob):
         raise OptionError(f"nothing trains a {type(job).__name__}; give a job of {', '.join(TRAINERS)}")
     trainer = refused_fields(job)(resolve_name(f"kleash.training.{TRAINERS[job.algorithm]}"))
-    job = replace(job, out=job.out if job.out is not None else default_out())
+    out = Path(job.out if job.out is not None else default_out()).expanduser()
+    job = replace(job, out=str(out))
     with watching_files(), threads_for([*models_of(job).values()], device=job.device) as notes:
         if launched_rank() != 0:
             return trainer(job, None)
         set_fields(job)  # whose errors come before the folder is made
-        folder = TrainingFolder(Path(str(job.out)))
+        folder = TrainingFolder(out)
         folder.check(resume=job.resume)
         with (
             folder.writing(header_of(job), resume=job.resume),

@@ -137,9 +137,9 @@ def attach(
         if rollouts_every is not None:
             from kleash.integrations.trl.rollout_dump import RolloutDump
 
-            RolloutDump(Path(out) / "rollouts", every=rollouts_every).attach(trainer)
+            RolloutDump(Path(out).expanduser() / "rollouts", every=rollouts_every).attach(trainer)
         recorder = _measure(trainer, drift_monitor, leash, is_read=is_read)
-    return FolderLog(Path(out), options, algorithm, recorder=recorder).attach(trainer)
+    return FolderLog(Path(out).expanduser(), options, algorithm, recorder=recorder).attach(trainer)
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def header_of(job: OnlineJob | DPOJob) -> RunHeader:
         if held_out_source is not None:
             fingerprints[f"held-out {kind}"] = find_source(held_out_source, kind, job).sha256()
     if isinstance(job, DistillJob) and job.teacher_cache is not None:
-        fingerprints["teacher cache"] = cache_fingerprint(Path(job.teacher_cache))
+        fingerprints["teacher cache"] = cache_fingerprint(Path(job.teacher_cache).expanduser())
     specs = (*getattr(job, "rewards", ()), *getattr(job, "eval_reward", ()))
     for _, reward in map(weight_of, specs):
         if is_function(reward):

@@ -34,7 +34,7 @@ def warnings_about(estimate: LinearisedEstimate, bounds: tuple[float, float]) ->
     if finite_bounds == 2:
         return
     untied = clusters - estimate.tied
-    if float(estimate.influence @ estimate.influence) == 0:
+    if not estimate.influence.any():
         yield (
             f"all {clusters} clusters have the same mean, which says nothing about the spread of other clusters: up to "
             f"{100 * unseen_share(clusters):.0f} % of all may differ"

@@ -2,6 +2,8 @@
 
 import math
 
+import numpy as np
+
 from kleash.estimate import Estimate
 from kleash.uncertainty.diagnostics import FEW_CLUSTERS, unseen_share, warnings_about
 from kleash.uncertainty.linearisation import LinearisedEstimate
@@ -59,9 +61,8 @@ def standard_error(linearised: LinearisedEstimate, fitted: int = 0) -> float:
     degrees_of_freedom = linearised.clusters - 1 - fitted
     if linearised.why_no_standard_error or degrees_of_freedom < 1:
         return math.nan
-    return math.sqrt(
-        linearised.clusters / degrees_of_freedom * float(linearised.influence @ linearised.influence)
-    )
+    # by hypot, since the squares of large influences, as on a mean of weights, overflow
+    return math.sqrt(linearised.clusters / degrees_of_freedom) * float(np.hypot.reduce(linearised.influence))
 
 
 def _interval(linearised: LinearisedEstimate, error: float, bounds: Interval, fitted: int) -> Interval:

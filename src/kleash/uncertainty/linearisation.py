@@ -65,9 +65,7 @@ def linearise(terms: Sequence[RatioTerm]) -> LinearisedEstimate:
     """
     active = ~np.all([term.counts <= 0 for term in terms], axis=0)
     # sums and counts of each term in turn: columns[::2] are all sums, columns[1::2] all counts
-    columns = [np.asarray(column, np.float64) for term in terms for column in (term.sums, term.counts)]
-    if not active.all():
-        columns = [column[active] for column in columns]
+    columns = [np.asarray(x, np.float64)[active] for term in terms for x in (term.sums, term.counts)]
     why_no_standard_error = _why_no_standard_error(columns)
     if why_no_standard_error or not all(counts.any() for counts in columns[1::2]):
         with np.errstate(invalid="ignore", divide="ignore"):

@@ -132,8 +132,7 @@ def _quantile(
     if level == 1:
         return value, math.nan, (value, math.inf)
     sizes: FloatArray = np.bincount(labels).astype(np.float64)
-    clusters = int(np.count_nonzero(sizes))
-    if clusters < 2:
+    if np.count_nonzero(sizes) < 2:
         return value, math.nan, (-math.inf, math.inf)
     if ordered[0] == ordered[-1]:
         low, high = _constant_interval(value, level, sizes)

@@ -38,9 +38,8 @@ def student_t_quantile(probability: float, degrees_of_freedom: float | int) -> f
     is_in_tail = not 0.001 <= probability <= 0.999
     if not 1 <= degrees_of_freedom < math.inf or (is_in_tail and degrees_of_freedom % 1):
         raise OptionError(f"degrees_of_freedom is {degrees_of_freedom}; give a whole number from 1 on")
-    if probability < 0.5:
-        return -_upper_quantile(1 - probability, degrees_of_freedom)
-    return _upper_quantile(probability, degrees_of_freedom)
+    upper = _upper_quantile(max(probability, 1 - probability), degrees_of_freedom)
+    return math.copysign(upper, probability - 0.5)
 
 
 @lru_cache(maxsize=1024)

@@ -283,7 +283,7 @@ def train_distill(job: DistillJob, run_log: RunLog | None) -> TrainingResult:
     require_attributes(
         "trl", {"trl.trainer.distillation_trainer:DistillationTrainer._compute_loss": ("inputs",)}
     )
-    stored = None if job.teacher_cache is None else StoredReference(Path(job.teacher_cache))
+    stored = None if job.teacher_cache is None else StoredReference(Path(job.teacher_cache).expanduser())
     try:
         networks = load_networks(job, job.teacher_name, device=job.device, role="teacher", stored=stored)
     except TokenizerMismatchError as error:
