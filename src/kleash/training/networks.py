@@ -16,7 +16,7 @@ from kleash.errors import ModelError, OptionError
 from kleash.extras import import_extra, suppress_library_output
 from kleash.jobs import TrainJob
 from kleash.linear import Head
-from kleash.models import Loading, Model, Pair, StoredReference, load_beside, load_pair
+from kleash.models import Loading, Model, Pair, StoredReference, load_beside, load_pair, load_reference
 from kleash.models.adapters import attach_adapter, check_adapter, find_rule
 from kleash.models.compat import find_backbone
 from kleash.models.live_models import current_head, dropouts_of, require_plain_head
@@ -112,8 +112,8 @@ def load_networks(
     dtypes = options_given(**{"policy": policy.dtype, role: frozen_dtype})
     network = None
     if frozen is not None and not shares_network:
-        second = load_pair(bases[role], bases[role], **vars(loading)).policy if is_same else pair.reference
-        network = skip_padding_in_positions(second.network.requires_grad_(False))
+        second = load_reference(bases[role], None, loading, role=role) if is_same else pair
+        network = skip_padding_in_positions(second.reference.network.requires_grad_(False))
         if network.dtype != policy.dtype:
             _widen_states(network)
         network = with_adapter(network, checkpoints[role])
