@@ -9,10 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 from command_words import words
 from run_files import parts, untimed
-from tiny_models import double_logits, tiny_pair, tiny_tokenizer
+from tiny_models import double_logits, save_tiny, tiny_pair, tiny_tokenizer
 
 from kleash.cli import main
 from kleash.measuring import CacheJob, cache_reference, measure
+from kleash.records import Measurement
 
 DOCUMENTS = [
     "The sea was calm and the boat went out before the sun had come up.",
@@ -144,8 +145,10 @@ def test_bfloat16_results_are_bit_equal_with_their_dtype_gap(pair, text, tmp_pat
     measured(pair, text, tmp_path / "run", dtype="bfloat16", reference_cache=str(cache))
     assert parts(tmp_path / "run") == parts(tmp_path / "plain")
     assert numbers(tmp_path / "run") == numbers(tmp_path / "plain")
-    gap, notes = (untimed(tmp_path / "run")[name] for name in ("dtype_gap", "notes"))
-    assert gap["value"] > 0 and any(note.startswith("rounding to bfloat16 puts the ref") for note in notes)
+    near = measured((save_tiny(tmp_path / "b", apart=0.01), pair[1]), text, tmp_path / "n", dtype="bfloat16")
+    for run, is_noted in ((Measurement.read(tmp_path / "run"), False), (near, True)):
+        assert (2 * run.dtype_gap.value > run.per_token["kl_reference_policy"].standard_error) == is_noted
+        assert any(note.startswith("rounding to bfloat16 puts the ref") for note in run.notes) == is_noted
 
 
 def test_a_cache_of_responses_serves_another_temperature(pair, tmp_path, capsys):

@@ -142,10 +142,7 @@ def make_measurement(
     notes = (
         *(*run.pair.notes, padding_note, *run.source_notes, *source.notes),
         *(*counts.notes(on_text=on_text, documents=documents), *run.job.without_effect()),
-        ""
-        if dtype_gap is None
-        else f"rounding to {models['reference'].dtype} puts the reference {dtype_gap.rounded} nats from itself in "
-        "float32, and adds up to about twice that to a KL between two models; --dtype float32 leaves it out",
+        _rounding_note(dtype_gap, numbers.get(run.job.headline), models["reference"].dtype),
     )
     return Measurement(
         **_provenance(run, estimand, models),
@@ -159,6 +156,16 @@ def make_measurement(
         warnings=tuple(filter(None, dict.fromkeys(warnings))),
         notes=tuple(filter(None, notes)),
         seconds=seconds(),
+    )
+
+
+def _rounding_note(dtype_gap: Estimate | None, kl: Estimate | None, dtype: str) -> str:
+    """A note if rounding may move the KL by more than its standard error; otherwise ""."""
+    if dtype_gap is None or kl is None or kl.is_exact or 2 * dtype_gap.value <= kl.standard_error:
+        return ""
+    return (
+        f"rounding to {dtype} puts the reference {dtype_gap.rounded} nats from itself in float32, and adds up to about "
+        "twice that to a KL between two models; --dtype float32 leaves it out"
     )
 
 
