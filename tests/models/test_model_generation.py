@@ -199,8 +199,10 @@ def test_a_device_map_may_put_the_last_layer_elsewhere_than_the_head(pair):
         output.last_hidden_state = Elsewhere(output.last_hidden_state)
         return output
 
+    def backbone(**inputs):
+        return moved(model.backbone, inputs, model.backbone(**inputs))
+
     model, sampling, texts = pair.policy, Sampling(max_new_tokens=4), prompts(TEXTS[:1] * 2)
-    backbone = lambda **inputs: moved(None, None, model.backbone(**inputs))  # noqa: E731
     assert extract_head(model.network, backbone, torch.arange(24)[None], "p").head.weight is not None
     wanted = generate(model, texts, sampling)
     with model.backbone.register_forward_hook(moved):

@@ -5,13 +5,16 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 
 from kleash.cli import main
 from kleash.errors import OptionError
+from kleash.jobs.algorithms import ALGORITHMS
 from kleash.records import PPOJob, TrainingFolder, read_samples, read_steps
 from kleash.training import RunLog, train
+from kleash.training.algorithms import TRAINERS
 
 TINY = (
     *("--prompts-per-step", "4", "--limit", "4", "--max-new-tokens", "4"),
@@ -103,6 +106,12 @@ def test_ctrl_c_keeps_checkpoint_and_prints_resume_command(
     assert main(["report", "run"]) == 0  # of a run that had finished before it went on
     report = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "running or interrupted" in report and not (tmp_path / "run" / "training.json").exists()
+
+
+@pytest.mark.peers("trl")
+def test_each_algorithm_has_its_trainer() -> None:
+    assert TRAINERS.keys() == ALGORITHMS.keys()
+    assert all(callable(resolve_name(f"kleash.training.{path}")) for path in TRAINERS.values())
 
 
 def test_several_processes_require_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ def read_steps(folder: Path | str) -> tuple[StepRecord, ...]:
     Raises:
         RunFolderError: if a line but the last is damaged, or one is missing.
     """
-    return tuple(_decoded(Path(folder).expanduser() / STEPS, StepRecord))
+    return tuple(_decoded(Path(folder) / STEPS, StepRecord))
 
 
 def read_samples(folder: Path | str) -> tuple[SampleRecord, ...]:
@@ -103,7 +103,7 @@ def read_samples(folder: Path | str) -> tuple[SampleRecord, ...]:
     Raises:
         RunFolderError: if a line but the last is damaged, or one is missing.
     """
-    return tuple(_decoded(Path(folder).expanduser() / SAMPLES, SampleRecord))
+    return tuple(_decoded(Path(folder) / SAMPLES, SampleRecord))
 
 
 def read_prompt_means(folder: Path | str) -> tuple[PromptRecord, ...]:
@@ -112,7 +112,7 @@ def read_prompt_means(folder: Path | str) -> tuple[PromptRecord, ...]:
     Raises:
         RunFolderError: if a line but the last is damaged, or one is missing.
     """
-    return tuple(_decoded(Path(folder).expanduser() / PROMPTS, PromptRecord))
+    return tuple(_decoded(Path(folder) / PROMPTS, PromptRecord))
 
 
 def means_by_prompt(samples: Sequence[Sample], held_out: Sequence[Sample]) -> dict[str, dict[str, float]]:
@@ -193,7 +193,7 @@ def keep_steps(folder: Path, last: int) -> None:
 def _decoded(path: Path, kind: type[T]) -> list[T]:
     """The records in a file."""
     records: list[T] = []
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(_lines(path.expanduser()), 1):
         try:
             records.append(decode(kind, parse_json(line)))
         except (ValueError, TypeError, KeyError, AttributeError) as error:

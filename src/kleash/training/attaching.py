@@ -133,13 +133,14 @@ def attach(
             **({} if on_hacking == LogOptions.on_hacking else {"on_hacking": on_hacking}),
         },
     )
+    folder = Path(out).expanduser()
     with _undone_if_refused(trainer):
         if rollouts_every is not None:
             from kleash.integrations.trl.rollout_dump import RolloutDump
 
-            RolloutDump(Path(out).expanduser() / "rollouts", every=rollouts_every).attach(trainer)
+            RolloutDump(folder / "rollouts", every=rollouts_every).attach(trainer)
         recorder = _measure(trainer, drift_monitor, leash, is_read=is_read)
-    return FolderLog(Path(out).expanduser(), options, algorithm, recorder=recorder).attach(trainer)
+    return FolderLog(folder, options, algorithm, recorder=recorder).attach(trainer)
 
 
 @contextmanager
