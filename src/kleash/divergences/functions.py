@@ -24,6 +24,8 @@ from kleash.errors import ShapeError
 from kleash.precision import at_least_float32, nan_unless_normalised
 from kleash.registry import require_above
 
+PART_NUMBERS = 1 << 17
+"""Log-probabilities of one side in a part of ``divergence_of_rows``, if a row is not longer."""
 RENYI_SERIES_NATS = 0.5
 """Up to this absolute value of the log-sum, the Rényi divergence is computed from the alpha divergence."""
 
@@ -60,8 +62,17 @@ def divergence(
 def divergence_of_rows(
     record: Divergence, logp: Float[Tensor, "*batch vocab"], logq: Float[Tensor, "*batch vocab"]
 ) -> Float[Tensor, "*batch"]:
-    """``divergence`` of log-probabilities that are known to be normalised."""
-    return record.finish(contributions(record, *promote_pair(logp, logq)).sum(-1))
+    """``divergence`` of log-probabilities that are known to be normalised.
+
+    On a CPU it goes over parts of the rows, so that temporary tensors stay in the cache.
+    """
+    pair = promote_pair(logp, logq)
+    if logp.device.type != "cpu" or torch.compiler.is_compiling() or not logp.numel():
+        return record.finish(contributions(record, *pair).sum(-1))
+    rows = max(PART_NUMBERS // logp.shape[-1], 1)
+    parts = zip(*(x.reshape(-1, x.shape[-1]).split(rows) for x in pair), strict=True)
+    sums = torch.cat([contributions(record, p, q).sum(-1) for p, q in parts])
+    return record.finish(sums.reshape(logp.shape[:-1]))
 
 
 def promote_pair(logp: Tensor, logq: Tensor) -> tuple[Tensor, Tensor]:
