@@ -88,6 +88,9 @@ def get_attribute(holder: Any, path: str, module: str) -> Any:
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise UnknownNameError(f"{owner} has no {name!r}{hint}")
         if isinstance(holder, type) and isinstance(getattr_static(holder, name), FunctionType):
-            raise OptionError(f"{name} of {owner} takes self; wrap it in a function that makes the object")
+            raise OptionError(
+                f"{name} of {owner} takes self; wrap it in a function that makes the object, or in an audit name the "
+                f"class and write the call: f(…).{name}(…)"
+            )
         holder = getattr(holder, name)
     return holder

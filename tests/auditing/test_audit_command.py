@@ -131,8 +131,7 @@ def test_errors_are_one_line_on_stderr(project, capsys, words, sentence):
     assert main(["audit", *words]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith("kleash: ")
-    assert said.err.count("\n") == 1
+    assert said.err.startswith("kleash: ") and said.err.count("\n") == 1
     assert sentence in said.err
 
 

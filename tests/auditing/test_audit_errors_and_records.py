@@ -14,7 +14,7 @@ from single_faults import clamped_after, right, textbook
 import kleash
 from kleash.auditing import CONVENTIONS, audit, from_fields
 from kleash.auditing.quantities import MODERATE_PAIRS, match_quantity
-from kleash.errors import CannotRunError, KleashError, OptionError, ShapeError, UnknownNameError
+from kleash.errors import CannotRunError, OptionError, ShapeError, UnknownNameError
 from kleash.registry import look_up
 
 
@@ -42,12 +42,7 @@ def goes_backward(p, q):
         (partial(nnf.kl_div, reduction="sum"), "kl_div", ShapeError, ["that fits it, bind its reduction"]),
         (lambda p, q: (p - q).mean(), "loss", ShapeError, ["returned ()", "(8, 1)", "reduction"]),
         (lambda p, q: p - q, "mean_loss", ShapeError, ["returned (1, 1)", "()"]),
-        (
-            lambda p, q, m: p * (1 - m),
-            "loss_with_mask",
-            CannotRunError,
-            ["bool tensor", "that fits it, bind"],
-        ),
+        (lambda p, q, m: p * (1 - m), "loss_with_mask", CannotRunError, ["bool tensor", "that fits it"]),
         (kleash.kl, "loss_with_mask", CannotRunError, ["kleash.divergences", "kl"]),
         (right, "los", UnknownNameError, ["'los'", "did you mean 'loss'"]),
         (lambda p, q: {"kl": p}, "loss", CannotRunError, ["such as 'f(token_logp, token_logq)[0] -> t"]),
@@ -62,8 +57,8 @@ def test_a_function_that_does_not_fit_its_convention_raises(function, convention
         audit(function, convention)
     text = str(caught.value)
     assert all(word in text for word in words), text
+    assert ("; let it take" in text) is ("of 2 tokens" in text), text
     assert "\n" not in text and not text.endswith(".")
-    assert isinstance(caught.value, KleashError)
 
 
 def test_a_function_that_overwrites_its_arguments_is_audited_by_its_results():

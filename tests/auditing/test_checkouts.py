@@ -112,7 +112,8 @@ def test_only_what_the_function_needs_is_executed(checkout):
     assert not any(name.startswith("checkout:") for name in sys.modules)
     assert load_function(checkout, "pack:k2_penalty").file == "pack/losses.py"
     (of_a_class,) = audits_of(cases_of("pack/losses.py:Estimator.k2", "loss", source=checkout))
-    method = cases_of("pack/losses.py:Estimator", "f.k1(0, token_logp, token_logq) -> reward", (), checkout)
+    call = "f.k1(SimpleNamespace(), token_logp, token_logq) -> reward"
+    method = cases_of("pack/losses.py:Estimator", call, (), checkout)
     assert of_a_class.gradient == next(audits_of(method)).gradient == "KL(p ‖ q)"
     assert "Called with teacher = token_logp, policy = token_logq." in map(as_sentence, of_a_class.notes)
 
@@ -127,7 +128,7 @@ def test_only_what_the_function_needs_is_executed(checkout):
         ("pack/losses.py:uses_nothing_defined", UnknownNameError, "uses_nothing_defined uses k4_penalty"),
         ("pack/losses.py:uses_broken", CannotRunError, "line 51, raises IndexError: list index"),
         ("pack/losses.py:decorated", MissingExtraError, "not_there_at_all.deep.registered is needed, but it"),
-        ("pack/losses.py:Estimator.k1", OptionError, "k1 of Estimator in pack/losses.py takes self; wrap it"),
+        ("pack/losses.py:Estimator.k1", OptionError, "name the class and write the call: f(…).k1(…)"),
         ("pack/not_python.py:f", CannotRunError, "pack/not_python.py is not Python: "),
         ("pack:halved", UnknownNameError, "2 files in "),
         ("pack:nothing", UnknownNameError, "no file in "),

@@ -167,6 +167,12 @@ FAULTS: dict[str, Planted] = {
     "mean over padding": Planted(
         lambda p, q, mask: masked(p, q, mask).mean(), "mean_loss_with_mask", {"padding_in_denominator"}
     ),
+    "mean of means": Planted(
+        lambda p, q, m: (masked(p, q, m).sum(-1) / m.sum(-1)).mean(),
+        "mean_loss_with_mask",
+        {"nan_from_empty_response"},
+    ),
+    "a float": Planted(lambda p, q, m: masked(p, q, m)[m].mean().item(), "mean_metric_with_mask", set()),
     "clamp before exp": Planted(
         clamped_before, "loss", HALF_RIGHT, {"flat_value", "infinite_missed", "cancellation"}
     ),

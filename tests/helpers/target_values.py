@@ -54,7 +54,7 @@ def of(
     def bound(*given: Any, **keywords: Any) -> Tensor:
         return case.function(*given, **case.arguments, **keywords)
 
-    value = case.convention.call(bound, given)
+    value = torch.as_tensor(case.convention.call(bound, given))
     if not value.requires_grad:
         return value, torch.zeros_like(leaf)
     (gradient,) = torch.autograd.grad(value.sum(), leaf)

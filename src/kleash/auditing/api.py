@@ -32,7 +32,7 @@ from kleash.auditing.quantities import is_quantity
 from kleash.auditing.targets.cases import Case
 from kleash.auditing.targets.packages import version_of
 from kleash.auditing.toy_distributions import IGNORED, SEQUENCES, leaf_inputs
-from kleash.errors import CannotRunError, KleashError, MissingExtraError, OptionError, ShapeError
+from kleash.errors import CannotRunError, KleashError, OptionError, ShapeError
 from kleash.store.audit import FAULTS, Audit, Finding
 from kleash.version import __version__
 
@@ -110,8 +110,8 @@ def audit(
         except (CannotRunError, ShapeError) as error:
             if any(finding.kind == "stateful" for finding in impurities):
                 return _record(audited, impurities, last=f"Nothing else could be determined: {error}.")
-            is_import = isinstance(error.__cause__, MissingExtraError)
-            raise type(error)(f"{error}{'' if is_import else _advice(audited)}") from error
+            is_of_call = audited.convention.summary in str(error)  # not of an import, or of the backward pass
+            raise type(error)(f"{error}{_advice(audited) if is_of_call else ''}") from error
 
 
 def _require_labels_or_mask(audited: AuditedFunction) -> None:

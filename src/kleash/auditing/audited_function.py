@@ -106,6 +106,8 @@ class AuditedFunction:
                 f"{self.name} raised {type(error).__name__}{message} when called by {description}, with a vocabulary "
                 f"of {inputs.logp.shape[-1]} tokens"
             ) from error
+        if isinstance(result, float) and self.convention.place == "metric":  # as it is logged
+            result = torch.tensor(result, dtype=torch.float64)
         if not (isinstance(result, Tensor) and result.is_floating_point() and result.device.type == "cpu"):
             kind = (
                 f"{result.dtype} on {result.device}" if isinstance(result, Tensor) else type(result).__name__
@@ -139,8 +141,8 @@ class AuditedFunction:
         except RuntimeError as error:
             message = summarise_error(error).partition(". ")[0]
             raise CannotRunError(
-                f"the result of {self.name} cannot be differentiated ({message}); remove the backward pass from "
-                "the function, or choose a convention with place 'reward' or 'metric'"
+                f"the result of {self.name} cannot be differentiated ({message}); remove a backward pass, or a "
+                "change in place, from the function, or choose a convention with place 'reward' or 'metric'"
             ) from error
 
     def values_and_gradients(self, inputs: AuditInputs, leaves: AuditInputs) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal, get_args
 
 import torch
@@ -100,9 +100,10 @@ def packed(name: str, *names: str, **options: Any) -> Convention:
 def from_call(line: str) -> Convention:
     """The convention that a line describes: ``f(logits_p, teacher=logits_q, labels=labels)[0] -> mean reverse_kl``.
 
-    Before the arrow stands a Python expression of ``f``, the fields of ``AuditInputs``, ``Head``, ``torch`` and ``F``,
-    which is ``torch.nn.functional``; it is evaluated in each call. After it stand, in any order, values of ``place``,
-    ``gives`` and ``sees``, a divergence as in ``claims``, and ``minus`` for a sign of -1.
+    Before the arrow stands a Python expression of ``f``, the fields of ``AuditInputs``, ``Head``, ``torch``,
+    ``SimpleNamespace`` and ``F``, which is ``torch.nn.functional``; it is evaluated in each call. After it stand, in
+    any order, values of ``place``, ``gives`` and ``sees``, a divergence as in ``claims``, and ``minus`` for a sign of
+    -1.
 
     Raises:
         OptionError: if the expression is not one of Python.
@@ -144,7 +145,7 @@ def find_convention(convention: str | Convention) -> Convention:
 
 
 EXPRESSION_NAMES: Mapping[str, Any] = MappingProxyType(
-    {"torch": torch, "F": torch.nn.functional, "Head": Head}
+    {"torch": torch, "F": torch.nn.functional, "Head": Head, "SimpleNamespace": SimpleNamespace}
 )
 """What the call of a convention may use beside the function and the fields of ``AuditInputs``."""
 WORDS: Mapping[str, tuple[str, Any]] = MappingProxyType(

@@ -141,6 +141,10 @@ FINDINGS: Mapping[str, FindingKind] = MappingProxyType(
         "padding_in_denominator": FindingKind(
             "its mean counts the padding in the denominator", "divide by mask.sum()"
         ),
+        "nan_from_empty_response": FindingKind(
+            "a response without unmasked tokens makes the value or the gradient NaN",
+            "leave such responses out, or divide by the number of tokens clamped to at least 1",
+        ),
         # the precision
         "low_precision": FindingKind(
             "it computes in the precision of its inputs and loses digits in bfloat16",

@@ -1,6 +1,7 @@
 """Several responses in one call: whether they affect each other, and whether what is masked reaches the result."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from math import inf, isfinite, nan
 from types import MappingProxyType
@@ -171,10 +172,10 @@ def batch_mean(audited: AuditedFunction) -> Literal["", "tokens", "responses", "
     return "responses" if is_of_means else "neither"
 
 
-def padded_inputs(fill: str | None) -> AuditInputs:
+def padded_inputs(fill: str | None, lengths: tuple[int, int, int] = LENGTHS) -> AuditInputs:
     """Responses of three lengths in float32; their padding holds a fill, or its original numbers if None."""
     inputs = _batch_inputs().to(torch.float32)
-    mask = torch.arange(3) < torch.tensor(LENGTHS).unsqueeze(-1)
+    mask = torch.arange(3) < torch.tensor(lengths).unsqueeze(-1)
     if fill is not None:
         p, q = (torch.tensor([[[logit, 0.0, 0.0]]], dtype=torch.float64) for logit in FILLS[fill])
         padding = make_inputs(p, q, torch.tensor([[0]]), logits_behaviour=q, dtype=torch.float32)
@@ -208,7 +209,23 @@ def check_padding(audited: AuditedFunction) -> tuple[tuple[MaskRow, ...], list[F
         if bad:
             end = "" if kind == "padding_in_denominator" else f" if they hold: {cases}"
             findings.append(Finding(kind=kind, severity=severity, sentence=f"{statement}{end}.", where=cases))
-    return tuple(row for _, row in rows), findings
+    return tuple(row for _, row in rows), [*findings, *_empty_response_findings(audited)]
+
+
+def _empty_response_findings(audited: AuditedFunction) -> Iterator[Finding]:
+    """Yield a finding if a response without unmasked tokens makes a mean, or the sum of each response, NaN."""
+    inputs = padded_inputs(ORDINARY[0], lengths=(3, 2, 0))
+    if audited.convention.gives in ("mean", "sequence"):
+        with suppress(KleashError):  # the function refuses such a batch
+            result = audited.call(inputs)
+            gradients = audited.gradients(result.sum(), [getattr(inputs, name) for name in P_FIELDS])
+            if not all(x is None or bool(x.isfinite().all()) for x in (result, *gradients)):
+                yield Finding(
+                    kind="nan_from_empty_response",
+                    severity="fragile",
+                    sentence="A response without unmasked tokens makes the result NaN or infinite.",
+                    where="batch",
+                )
 
 
 def _expected_with_padding(audited: AuditedFunction) -> tuple[Tensor, Tensor]:
@@ -239,25 +256,16 @@ def _padding_row(audited: AuditedFunction, fill: str, expected: tuple[Tensor, Te
         return "cannot_be_called", MaskRow(
             case=fill, value_change=nan, gradient_change=nan, problem=str(error)
         )
-    value_change, gradient_change = (
-        (after - before).abs().max().item()  # NaN if any is
-        for after, before in zip(results, expected, strict=True)
-    )
+    changes = {
+        of: (after - before).abs().max().item()  # NaN if any is
+        for of, after, before in zip(("value", "gradient"), results, expected, strict=True)
+    }
     over_padding = expected[0] * torch.tensor(LENGTHS).unsqueeze(-1) / max(LENGTHS)
     is_over_padding = audited.convention.gives == "mean" and torch.allclose(
         results[0], over_padding, 1e-4, 1e-7
     )
-    kind, problem = _padding_fault(value_change, gradient_change, is_over_padding=is_over_padding)
-    return kind, MaskRow(
-        case=fill, value_change=value_change, gradient_change=gradient_change, problem=problem
-    )
-
-
-def _padding_fault(value_change: float, gradient_change: float, *, is_over_padding: bool) -> tuple[str, str]:
-    """The kind of finding and what is wrong, in words; two empty strings if nothing is."""
-    changes = {"value": value_change, "gradient": gradient_change}
     faults = (
-        *([("padding_in_denominator", "value")] if is_over_padding and value_change > 1e-6 else []),
+        *([("padding_in_denominator", "value")] if is_over_padding and changes["value"] > 1e-6 else []),
         *(("nan_from_padding", of) for of, change in changes.items() if not isfinite(change)),
         *(
             ("padding_counts", f"{of} changes by {change:.3g}")
@@ -265,4 +273,7 @@ def _padding_fault(value_change: float, gradient_change: float, *, is_over_paddi
             if change > 1e-5
         ),
     )
-    return next(iter(faults), ("", ""))
+    kind, problem = next(iter(faults), ("", ""))
+    return kind, MaskRow(
+        case=fill, value_change=changes["value"], gradient_change=changes["gradient"], problem=problem
+    )

@@ -121,12 +121,6 @@ STUDENT_NOTE = "the student is p, the teacher q"
 TOP_2_NOTE = "k = 2, so that a small vocabulary is truncated"
 
 
-def claiming(convention: str | Convention, claims: str) -> Convention:
-    """The convention of a function that should compute another divergence."""
-    record = find_convention(convention)
-    return replace(record, name=f"{record.name}, {claims}", claims=claims)
-
-
 def as_in_words(line: str, call: str) -> Convention:
     """The convention of a call that is written out, which audits show as a shorter one."""
     record = find_convention(line)

@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import metadata
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -78,12 +79,11 @@ class StandIn(ModuleType):
         return type(name, (), {"__module__": self.__name__})
 
 
+@dataclass(frozen=True, eq=False)
 class StandInFinder(MetaPathFinder, Loader):
     """Finds an empty module for every module of some packages."""
 
-    def __init__(self, packages: Sequence[str]) -> None:
-        """Find modules of ``packages``."""
-        self.packages = packages
+    packages: Sequence[str]
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         """A package, so that its submodules are looked up as well."""

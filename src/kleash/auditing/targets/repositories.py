@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kleash.auditing.conventions import Convention
-from kleash.auditing.targets.cases import STUDENT_NOTE, Case, Target, as_in_words, claiming, make_case
+from kleash.auditing.targets.cases import STUDENT_NOTE, Case, Target, as_in_words, make_case
 from kleash.auditing.toy_distributions import AuditInputs
 
 
@@ -106,7 +106,7 @@ NEMO_RL = Target(
             output_clamp_value=None,
         ),
     ),
-    not_audited=("the distillation losses, methods of classes that need the framework's parallel layers",),
+    not_audited=("the distillation losses, whose masked mean and parallel layers are of other files",),
 )
 SKYRL = Target(
     name="skyrl",
@@ -192,7 +192,7 @@ TORCHTUNE = Target(
         make_case(
             name,
             f"torchtune/modules/loss/kd_losses.py:{name}",
-            claiming(as_in_words(f"{times}{MODULE}", f"{times}f()(logits_p, logits_q, labels)"), claims),
+            as_in_words(f"{times}{MODULE} {claims}", f"{times}f()(logits_p, logits_q, labels)"),
             STUDENT_NOTE,
         )
         for name, claims, times in (

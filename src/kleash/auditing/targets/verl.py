@@ -11,7 +11,6 @@ from kleash.auditing.targets.cases import (
     TOP_2_NOTE,
     Target,
     as_in_words,
-    claiming,
     make_case,
 )
 from kleash.auditing.targets.packages import import_target
@@ -28,7 +27,9 @@ def kl_loss(
     """verl's penalty followed by ``agg_loss``, as its actor's loss calls them: a scalar."""
     core = import_target("verl.trainer.ppo.core_algos")
     per_token = core.kl_penalty(logprob=token_logp, ref_logprob=token_logq, kl_penalty=kl_penalty)
-    return core.agg_loss(loss_mat=per_token, loss_mask=mask, loss_agg_mode=loss_agg_mode)
+    return core.agg_loss(
+        loss_mat=per_token, loss_mask=mask, loss_agg_mode=loss_agg_mode, global_batch_size=len(mask)
+    )
 
 
 def kl_reward(token_logp: Tensor, token_logq: Tensor, mask: Tensor, *, kl_penalty: str = "kl") -> Tensor:
@@ -65,14 +66,6 @@ def forward_kl_topk(
         "thd",
     )
     return result["distillation_losses"].reshape(logits_p.shape[:-1])
-
-
-def rollout_metric(token_logp: Tensor, token_logq: Tensor, mask: Tensor, *, metric: str = "k3_kl") -> Tensor:
-    """A KL metric of verl's rollout correction: p generated (the rollout engine), q is the trainer's policy."""
-    metrics = import_target("verl.trainer.ppo.rollout_corr_helper").compute_offpolicy_metrics(
-        old_log_prob=token_logq.detach(), rollout_log_prob=token_logp.detach(), response_mask=mask.bool()
-    )
-    return torch.tensor(metrics[metric], dtype=token_logp.dtype)
 
 
 PENALTIES = ("kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "low_var_kl+", "full")
@@ -132,7 +125,7 @@ VERL = Target(
         make_case(
             "distillation_topk",
             "verl.trainer.distillation.fsdp.losses.compute_forward_kl_topk",
-            claiming("logits", "reverse_kl"),
+            "distillation",
             STUDENT_NOTE,
             TOP_2_NOTE,
             "the sum over the teacher's k likeliest tokens, the rest dropped; without the clamp of the aggregated loss",
@@ -143,10 +136,11 @@ VERL = Target(
             make_case(
                 f"rollout_{metric}",
                 "verl.trainer.ppo.rollout_corr_helper.compute_offpolicy_metrics",
-                "mean_metric_with_mask",
+                as_in_words(
+                    f"f(token_logq, token_logp, mask)[{metric!r}] -> mean metric",
+                    "f(token_logp, token_logq, mask)",
+                ),
                 "the rollout engine is p, the trainer's policy q",
-                function=rollout_metric,
-                metric=metric,
             )
             for metric in ("kl", "k3_kl")
         ),
