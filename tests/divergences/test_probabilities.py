@@ -43,7 +43,7 @@ def test_rounding_of_the_sum_is_normalised_and_gradients_flow_to_tensors():
     [
         ([0.5, -0.1, 0.6], r"p\[1\] is -0.1, which is not a probability; for log-probabilities use kl"),
         ([[0.5, 0.5, 0], [0.5, float("nan"), 0.5]], r"p\[1, 1\] is nan"),
-        ([0.5, 0.4, 0], r"p sums to 0.9, not to 1; divide it by its sum first"),
+        ([0.5, 0.4, 0], r"p sums to 0.9, not to 1; divide it by its sum first, in float64"),
         ([[0.5, 0.5], [1.0]], r"p is not an array of numbers .*; give rows of equal length"),
     ],
 )

@@ -73,7 +73,7 @@ def test_the_order_of_the_clusters_does_not_matter(sums_and_counts, random):
     sums, counts = sums_and_counts
     order = list(range(len(sums)))
     random.shuffle(order)
-    assert ratio_of_sums(sums[order], counts[order]) == ratio_of_sums(sums, counts)
+    assert ratio_of_sums(sums[order].tolist(), counts[order].tolist()) == ratio_of_sums(sums, counts)
 
 
 @settings(max_examples=30)
@@ -235,7 +235,7 @@ def test_a_paired_difference_of_unequal_counts_agrees_with_the_jackknife(seed):
 def test_a_prompt_in_only_one_measurement_counts_in_that_measurement():
     sums, counts = lognormal_prompts(40, seed=9)
     sums_b, counts_b = np.append(sums[:-1], 0.0), np.append(counts[:-1], 0)
-    estimate = paired_difference(sums, counts, sums_b, counts_b)
+    estimate = paired_difference(sums, counts, sums_b.tolist(), counts_b.tolist())
     assert estimate.clusters == 40
     assert estimate.value == pytest.approx(sums.sum() / counts.sum() - sums[:-1].sum() / counts[:-1].sum())
 

@@ -41,7 +41,7 @@ def test_documents_are_split_below_thirty():
 
 
 def test_labels_follow_the_order_of_the_sequences():
-    labels, _ = cluster_labels(np.array([3, 1, 3, 1]), np.array([9, 0, 0, 1]), block=2)
+    labels, _ = cluster_labels([3, 1, 3, 1], [9, 0, 0, 1], block=2)
     assert labels.tolist() == [2, 0, 1, 0]
 
 

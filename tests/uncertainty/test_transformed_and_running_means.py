@@ -72,7 +72,7 @@ def test_the_running_mean_agrees_with_the_mean_of_each_prefix():
 
 
 def test_the_running_mean_of_few_or_no_or_infinite_clusters():
-    few = running_mean(np.array([1.0, 2.0, 6.0]), np.array([1, 1, 1]))
+    few = running_mean([1.0, 2.0, 6.0], [1, 1, 1])
     assert few.tokens.tolist() == [1, 2, 3]
     assert few.mean.tolist() == pytest.approx([1.0, 1.5, 3.0])
     assert [len(column) for column in running_mean(np.zeros(0), np.zeros(0, int))] == [0, 0, 0]

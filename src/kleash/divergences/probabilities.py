@@ -19,7 +19,7 @@ def kl_from_probs(p: Any, q: Any) -> Float64[Tensor, "*batch"]:
     """KL(p || q) in nats from probabilities, computed and returned in float64.
 
     For one distribution or a batch of rows, with the outcomes on the last axis. Zeros as in ``kl``. Sums within 1e-5
-    of 1 are normalised; others raise an error. Differentiable in tensors; the derivative in a probability of 0 is 0.
+    of 1 are normalised; others raise an error. Differentiable in tensors, in a probability of 0 through that sum alone.
 
     Args:
         p: the distribution of the average: a list, a numpy array or a tensor.
@@ -56,7 +56,7 @@ def _log_probs(name: str, values: Any) -> Tensor:
     is_off = (sums - 1).abs() > SUM_TOLERANCE
     if is_off.any():
         raise NotProbabilitiesError(
-            f"{name} sums to {sums[is_off][0].item():.6g}, not to 1; divide it by its sum first"
+            f"{name} sums to {sums[is_off][0].item():.6g}, not to 1; divide it by its sum first, in float64"
         )
     positive = probs > 0
     return torch.where(positive, torch.where(positive, probs, 1.0).log(), -torch.inf) - sums.log()

@@ -70,7 +70,7 @@ def truncate(
     Args:
         logp: natural log-probabilities, normalised over the last axis.
         top_k: at least 1; above the size of the vocabulary it has no effect.
-        top_p: above 0, at most 1.
+        top_p: above 0, at most 1, which has no effect.
         min_p: from 0 to 1.
         order: the tokens from the least likely on, if they were sorted before; ``top_p`` sorts them otherwise.
 
@@ -88,7 +88,7 @@ def truncate(
     mask = constant_logp != -torch.inf  # comparisons here keep NaN, so that it stays visible
     if top_k is not None:
         mask = mask & _in_top_k(constant_logp, top_k)
-    if top_p is not None:
+    if top_p is not None and top_p < 1:  # at 1 a sum of 0, of probabilities that underflow, would be removed
         mask = mask & _in_top_p(torch.where(mask, constant_logp, -torch.inf), top_p, order)
     if min_p is not None:
         mask = mask & _above_min_p(torch.where(mask, constant_logp, -torch.inf), min_p)

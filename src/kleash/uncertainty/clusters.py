@@ -1,6 +1,7 @@
 """Cluster labels of sequences, sums over clusters, and the effective size of a weighted sample."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int64, Integer, Real, Shaped
@@ -14,20 +15,21 @@ BLOCK_WINDOWS = 8
 """Neighbouring windows in one block."""
 
 
-def require_one_each(place: str, **columns: np.ndarray) -> None:
-    """Check that columns have one axis, and one length.
+def one_each(place: str, **columns: Any) -> list[NDArray[Any]]:
+    """The columns as arrays, of one axis and one length.
 
     Args:
         place: what each column has a value for: "cluster".
-        columns: by their names.
+        columns: by their names; lists or arrays.
 
     Raises:
-        ShapeError: if not.
+        ShapeError: if they have more axes, or differ in length.
     """
-    shapes = {column.shape for column in columns.values()}
-    if len(shapes) > 1 or any(column.ndim != 1 for column in columns.values()):
-        named_shapes = ", ".join(f"{name} {column.shape}" for name, column in columns.items())
+    arrays = [np.asarray(column) for column in columns.values()]
+    if len({array.shape for array in arrays}) > 1 or any(array.ndim != 1 for array in arrays):
+        named_shapes = ", ".join(f"{name} {array.shape}" for name, array in zip(columns, arrays, strict=True))
         raise ShapeError(f"the shapes are {named_shapes}; give one of each per {place}")
+    return arrays
 
 
 def sums_by_cluster(
@@ -48,8 +50,8 @@ class ClusterLabels(NamedTuple):
 
 
 def cluster_labels(
-    document_ids: Integer[np.ndarray, "sequences_d"],
-    window_ids: Integer[np.ndarray, "sequences_w"],
+    document_ids: Integer[np.ndarray, "sequences_d"] | Sequence[int],
+    window_ids: Integer[np.ndarray, "sequences_w"] | Sequence[int],
     *,
     few: int = FEW_DOCUMENTS,
     block: int = BLOCK_WINDOWS,
@@ -67,7 +69,7 @@ def cluster_labels(
     Raises:
         ShapeError: if the two differ in length.
     """
-    require_one_each("sequence", document_ids=document_ids, window_ids=window_ids)
+    document_ids, window_ids = one_each("sequence", document_ids=document_ids, window_ids=window_ids)
     documents, labels = np.unique(document_ids, return_inverse=True)
     if len(documents) >= few:
         return ClusterLabels(labels.astype(np.int64), ())

@@ -1,12 +1,14 @@
 """KL between whole responses, combined from two unbiased estimates by a control variate."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Real, Shaped
 
 from kleash.estimate import Estimate
-from kleash.uncertainty.clusters import require_one_each, sums_by_cluster
+from kleash.uncertainty.clusters import one_each, sums_by_cluster
 from kleash.uncertainty.intervals import estimate_of
 from kleash.uncertainty.linearisation import FloatArray, RatioTerm, linearise
 
@@ -30,9 +32,9 @@ class ControlledTotal:
 
 
 def controlled_total(
-    monte_carlo: Real[np.ndarray, "sequences_u"],
-    exact: Real[np.ndarray, "sequences_c"],
-    clusters: Shaped[np.ndarray, "sequences_l"],
+    monte_carlo: Real[np.ndarray, "sequences_u"] | Sequence[float],
+    exact: Real[np.ndarray, "sequences_c"] | Sequence[float],
+    clusters: Shaped[np.ndarray, "sequences_l"] | Sequence[Any],
     *,
     unit: str = "nats",
     lower: float | None = 0.0,
@@ -58,7 +60,9 @@ def controlled_total(
     Raises:
         ShapeError: if the three differ in length.
     """
-    require_one_each("sequence", monte_carlo=monte_carlo, exact=exact, clusters=clusters)
+    monte_carlo, exact, clusters = one_each(
+        "sequence", monte_carlo=monte_carlo, exact=exact, clusters=clusters
+    )
     u, c, num_sequences = sums_by_cluster(clusters, monte_carlo, exact)
     weight, num_fitted = _fit_weight(u, c, num_sequences)
     combination = c if weight == 1 else u - weight * (u - c)

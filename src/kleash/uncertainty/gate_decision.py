@@ -34,9 +34,10 @@ def decide_gate(
         undecided   otherwise, also if a number is NaN
 
     A quantity that equals the limit passes in at most 2.4 % of measurements and fails in at most 3 % (simulated for
-    normal clusters, and lognormal ones of one length: benchmarks/gates.py). The number of further tokens assumes that
-    the ends of the interval approach the value with the square root of the tokens, and that clusters do not change in
-    length. It is not known where an end is infinite: with one cluster, or where all clusters are equal.
+    normal clusters, and lognormal ones of one length and a log standard deviation of 1: benchmarks/gates.py); one whose
+    clusters have a longer tail passes more often. The number of further tokens assumes that the ends of the interval
+    approach the value with the square root of the tokens, and that clusters do not change in length. It is not known
+    where an end is infinite: with one cluster, or where all clusters are equal.
 
     Args:
         value: the estimate.

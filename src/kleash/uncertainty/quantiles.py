@@ -10,7 +10,7 @@ from jaxtyping import Float, Integer
 from kleash.errors import OptionError
 from kleash.estimate import Estimate
 from kleash.registry import require_positive_share
-from kleash.uncertainty.clusters import require_one_each
+from kleash.uncertainty.clusters import one_each
 from kleash.uncertainty.diagnostics import few_clusters, unseen_share
 from kleash.uncertainty.intervals import Interval, clip_interval, standard_error
 from kleash.uncertainty.linearisation import FloatArray, RatioTerm, linearise
@@ -18,8 +18,8 @@ from kleash.uncertainty.student_t import student_t_quantile
 
 
 def quantiles(
-    values: Float[np.ndarray, "values_v"],
-    clusters: Integer[np.ndarray, "values_c"],
+    values: Float[np.ndarray, "values_v"] | Sequence[float],
+    clusters: Integer[np.ndarray, "values_c"] | Sequence[int],
     levels: Sequence[float],
     *,
     unit: str = "nats",
@@ -53,7 +53,7 @@ def quantiles(
     References:
         Woodruff (1952), "Confidence Intervals for Medians and Other Position Measures".
     """
-    require_one_each("value", values=values, clusters=clusters)
+    values, clusters = one_each("value", values=values, clusters=clusters)
     invalid = [level for level in levels if not 0 < level <= 1]
     if invalid:
         raise OptionError(f"there is no quantile at {invalid[0]}; give levels above 0 and up to 1")
@@ -88,7 +88,7 @@ def quantiles(
     )
 
 
-def top_share(values: Float[np.ndarray, "values"], share: float) -> float:
+def top_share(values: Float[np.ndarray, "values"] | Sequence[float], share: float) -> float:
     """The part of the sum of all values that comes from the largest ``share`` of them.
 
     NaN if the sum is 0 or not finite.
@@ -101,7 +101,7 @@ def top_share(values: Float[np.ndarray, "values"], share: float) -> float:
         OptionError: if the share is outside its range.
     """
     require_positive_share(share=share)
-    numbers = values[~np.isnan(values)]
+    numbers = np.compress(~np.isnan(values), values)
     total = numbers.sum(dtype=np.float64)
     if total == 0 or not math.isfinite(total):
         return math.nan

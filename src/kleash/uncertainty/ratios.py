@@ -9,7 +9,7 @@ from jaxtyping import Float64, Int64, Real, Shaped
 
 from kleash.errors import ShapeError
 from kleash.estimate import Estimate
-from kleash.uncertainty.clusters import require_one_each, sums_by_cluster
+from kleash.uncertainty.clusters import one_each, sums_by_cluster
 from kleash.uncertainty.intervals import estimate_of
 from kleash.uncertainty.linearisation import ROUNDING_TOLERANCE, RatioTerm, linearise
 from kleash.uncertainty.student_t import student_t_quantile
@@ -18,8 +18,8 @@ Bound = float | Sequence[float] | None
 
 
 def ratio_of_sums(
-    sums: Real[np.ndarray, "clusters_s"],
-    counts: Real[np.ndarray, "clusters_n"],
+    sums: Real[np.ndarray, "clusters_s"] | Sequence[float],
+    counts: Real[np.ndarray, "clusters_n"] | Sequence[float],
     *,
     unit: str = "nats",
     lower: float | None = None,
@@ -58,7 +58,7 @@ def ratio_of_sums(
     Raises:
         ShapeError: if sums and counts differ in length.
     """
-    require_one_each("cluster", sums=sums, counts=counts)
+    sums, counts = one_each("cluster", sums=sums, counts=counts)
     linearised = linearise([RatioTerm(1.0, sums, counts)])
     return estimate_of(linearised, unit, lower, upper, known_value=known_value)
 
@@ -128,8 +128,7 @@ def clustered_mean(
     2.5 ± 1.2 nats over 3 clusters
       warning: only 3 clusters; below 30 the error itself is uncertain
     """
-    values, clusters = np.asarray(values), np.asarray(clusters)
-    require_one_each("value", values=values, clusters=clusters)
+    values, clusters = one_each("value", values=values, clusters=clusters)
     sums, counts = sums_by_cluster(clusters, values)
     return ratio_of_sums(sums, counts, unit=unit, lower=lower, upper=upper)
 
@@ -151,10 +150,10 @@ def mean_per_token(
 
 
 def paired_difference(
-    sums_a: Real[np.ndarray, "clusters_sa"],
-    counts_a: Real[np.ndarray, "clusters_na"],
-    sums_b: Real[np.ndarray, "clusters_sb"],
-    counts_b: Real[np.ndarray, "clusters_nb"],
+    sums_a: Real[np.ndarray, "clusters_sa"] | Sequence[float],
+    counts_a: Real[np.ndarray, "clusters_na"] | Sequence[float],
+    sums_b: Real[np.ndarray, "clusters_sb"] | Sequence[float],
+    counts_b: Real[np.ndarray, "clusters_nb"] | Sequence[float],
     *,
     unit: str = "nats",
     lower: float | None = None,
@@ -183,7 +182,7 @@ def paired_difference(
     Raises:
         ShapeError: if the four differ in shape.
     """
-    require_one_each(
+    sums_a, counts_a, sums_b, counts_b = one_each(
         "cluster of both measurements", sums_a=sums_a, counts_a=counts_a, sums_b=sums_b, counts_b=counts_b
     )
     terms = [RatioTerm(1.0, sums_a, counts_a), RatioTerm(-1.0, sums_b, counts_b)]
@@ -210,8 +209,8 @@ class RunningMean(NamedTuple):
 
 
 def running_mean(
-    sums: Real[np.ndarray, "clusters_s"],
-    counts: Real[np.ndarray, "clusters_n"],
+    sums: Real[np.ndarray, "clusters_s"] | Sequence[float],
+    counts: Real[np.ndarray, "clusters_n"] | Sequence[float],
     points: int = 100,
     *,
     known_value: float | None = None,
@@ -228,7 +227,7 @@ def running_mean(
     Raises:
         ShapeError: if sums and counts differ in length.
     """
-    require_one_each("cluster", sums=sums, counts=counts)
+    sums, counts = one_each("cluster", sums=sums, counts=counts)
     active = counts > 0
     sums, counts = np.asarray(sums, np.float64)[active], np.asarray(counts, np.float64)[active]
     ends = np.unique(np.rint(np.linspace(len(sums), 1, min(points, len(sums)))).astype(np.int64))
