@@ -9,8 +9,6 @@ import pytest
 from kleash.cli import main
 from kleash.cli.parsing import completion_script
 
-TIMEOUT = 60.0
-
 
 @pytest.fixture(params=["bash", "fish"], scope="module")
 def complete(request, tmp_path_factory):
@@ -26,7 +24,7 @@ def complete(request, tmp_path_factory):
 
 
 def run_shell(script, *words):
-    done = subprocess.run(words, capture_output=True, text=True, timeout=TIMEOUT, cwd=script.parent)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60.0, cwd=script.parent)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 

@@ -64,7 +64,7 @@ def test_sigterm_prints_the_options_that_resume(job, command_forks, tmp_path):
 @pytest.mark.parametrize(
     ("number", "cause"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated by SIGTERM")]
 )
-@pytest.mark.parametrize("out", [None, "run"])
+@pytest.mark.parametrize("out", [None, "a b"])
 def test_an_interruption_whose_message_a_library_drops_is_described(number, cause, out, monkeypatch, capsys):
     """As Ray does while it waits for workers: it raises a KeyboardInterrupt without a message."""
 
@@ -85,7 +85,7 @@ def test_an_interruption_whose_message_a_library_drops_is_described(number, caus
     finally:
         signal.signal(number, before)
     expected = (
-        cause if out is None else "interrupted; finished shards are on disk: resume with --resume --out run"
+        cause if out is None else "interrupted; finished shards are on disk: resume with --resume --out 'a b'"
     )
     assert capsys.readouterr().err == f"kleash: {expected}\n"
 

@@ -56,6 +56,6 @@ def training_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def audit_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A page about two audits, one of them with hostile text wherever it takes text."""
+    """A page about four audits, which are folded, two of them with hostile text wherever it takes text."""
     folder = tmp_path_factory.mktemp("audits")
-    return write_audits(folder / "audit.html", [synthetic_audit(), drawn_audit()])
+    return write_audits(folder / "audit.html", [synthetic_audit(), drawn_audit()] * 2)

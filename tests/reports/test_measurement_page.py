@@ -212,8 +212,8 @@ def test_a_token_row_has_its_context_and_probabilities(run):
         assert bool(row["before"]) is any(before)
         text, p, q, rank = rows[(*key, drift.position)]
         assert text == drift.text
-        assert row["p"] == pytest.approx(math.exp(p), rel=6e-4)
-        assert row["q"] == pytest.approx(math.exp(q), rel=6e-4)
+        assert row["p"] == pytest.approx(math.exp(p), rel=1e-12)
+        assert row["q"] == pytest.approx(math.exp(q), rel=1e-12)
         assert row["rank"] == rank
         assert row["is_shown"] is False
         assert token_row(drift, tokens, {(*key, drift.position)})["is_shown"] is True

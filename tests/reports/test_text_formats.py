@@ -24,6 +24,7 @@ from kleash.reports.text_formats import (
 from kleash.store.number_rows import NumberRow, number_rows
 from kleash.store.rollout_results import LABELS, LikelyCause
 from kleash.store.summary import Name, Summary, SummaryTable, summarize
+from kleash.store.sweep import Attribution
 
 TABLES = ("a|b", "a\\|b", "a\\", 'quote " and, comma', "--- | ---", "line\nbreak | and more", "", " spaces ")
 MARKUP = ("`code`", "``", "*bold* _under_ ~~gone~~", "# title", "1. item", "- item", "$x^2$", "@everyone")
@@ -68,11 +69,7 @@ def test_every_number_of_a_result_is_a_row_with_all_of_its_digits(results):
         for row, cells in zip(rows, read, strict=True):
             told = (cells["run"], cells["minus"], cells["name"], cells["unit"])
             assert told == (row.run, row.minus, row.name, row.unit)
-            low, high = row.ci95 if row.ci95 is not None else (None, None)
-            for name, value in (
-                *(("value", row.value), ("standard_error", row.standard_error)),
-                *(("ci95_low", low), ("ci95_high", high)),
-            ):
+            for name, value in row.numbers.items():
                 read_value = float(cells[name]) if cells[name] else None
                 assert read_value == value or (math.isnan(read_value) and math.isnan(value)), (row, name)
             assert cells["warnings"] == "; ".join(row.warnings)
@@ -178,18 +175,20 @@ def test_sentences_in_a_table_are_aligned_to_the_left():
 
 def test_every_kind_of_result_has_a_markdown_table(results):
     for result in results:
-        text = to_markdown(summarize(result))
-        rows = cells_of(text)
+        rows = cells_of(to_markdown(summarize(result)))
         assert len(rows) > 1 and len({len(row) for row in rows}) <= 3, type(result)
     sweep_rows = cells_of(to_markdown(summarize(results[2])))
     assert [row[0] for row in sweep_rows[1:5]] == list(HOSTILE[:4])
     assert ["b|ad", "its weights are missing"] in sweep_rows
+    attribution = Attribution(candidate=1, grouping="layers", tokens=9, clusters=1, warnings=("few",))
+    told = summarize(replace(results[2], attributions=(attribution,)))
+    assert ("attributed on", "9 tokens, 1 independent cluster") in told.facts
+    assert told.warnings[-1] == f"on {HOSTILE[0]} by layers: few"
     with pytest.raises(TypeError, match="int is no result"):
         summarize(3)
 
 
 def test_one_cluster_has_no_interval_in_a_table(run):
-    counts = replace(run[1].counts, clusters=1)
-    summary = summarize(replace(run[1], counts=counts))
+    summary = summarize(replace(run[1], counts=replace(run[1].counts, clusters=1)))
     assert {row[2] for row in summary.tables[0].rows} == {"unknown"}
     assert "unknown" not in {row[2] for row in summarize(run[1]).tables[0].rows}

@@ -194,7 +194,7 @@ def test_a_tracker_gets_the_candidates_of_a_sweep_as_steps(name, tmp_path, monke
 
 
 def test_a_sweep_is_on_disk_whatever_a_tracker_does(tmp_path, monkeypatch, capsys):
-    out, service, result = tmp_path / "sweep", Service(), synthetic_sweep()
+    out, service, result = tmp_path / "a sweep", Service(), synthetic_sweep()
 
     def refuse(**_):
         assert (out / "sweep.json").exists()
@@ -210,7 +210,7 @@ def test_a_sweep_is_on_disk_whatever_a_tracker_does(tmp_path, monkeypatch, capsy
     assert main(["sweep", "--quiet", "--out", str(out), *names]) == 2  # of the candidate that failed
     error = capsys.readouterr().err
     assert "warning: the tracker wandb did not get the sweep (the tracker wandb" in error
-    assert f"send it with kleash report {out} --report-to wandb" in error and "not logged in" in error
+    assert f"send it with kleash report '{out}' --report-to wandb" in error and "not logged in" in error
     assert main(["report", str(out), "--report-to", "wandb"]) == 2
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "wandb", service.as_module("wandb"))

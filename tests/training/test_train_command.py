@@ -86,26 +86,26 @@ def test_ctrl_c_keeps_checkpoint_and_prints_resume_command(
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    words = [*TINY, "--quiet", "--out", "run", "--reward", "impatient_reward:impatient"]
+    words = [*TINY, "--quiet", "--out", "a run", "--reward", "impatient_reward:impatient"]
     four, often = ["--steps", "4"], ["--checkpoint-every", "1"]
     begin = RunLog.begin  # and an evaluation before the first step
     monkeypatch.setattr(RunLog, "begin", lambda log, at, _: begin(log, at) or at or log.step(0, {}))
     assert main(["train", "ppo", *words, *four, "--checkpoint-every", "9"]) == 130
-    said = "interrupted after step 2, before the first checkpoint; begin again with --resume --out run"
+    said = "interrupted after step 2, before the first checkpoint; begin again with --resume --out 'a run'"
     assert said in capsys.readouterr().err
     sys.modules["impatient_reward"].times.clear()
     words += ["--resume", *often]
     assert main(["train", "ppo", *words, *four]) == 130
-    said = "interrupted after step 2; the last checkpoint is kept: go on with --resume --out run"
+    said = "interrupted after step 2; the last checkpoint is kept: go on with --resume --out 'a run'"
     assert said in capsys.readouterr().err
-    assert main(["report", "run"]) == 0  # also of a run that has not finished
+    assert main(["report", "a run"]) == 0  # also of a run that has not finished
     assert main(["train", "ppo", *words, *four]) == 0
-    assert [record.step for record in read_steps(tmp_path / "run")] == [0, 1, 2, 3, 4]
+    assert [record.step for record in read_steps(tmp_path / "a run")] == [0, 1, 2, 3, 4]
     sys.modules["impatient_reward"].times.clear()
     assert main(["train", "ppo", *words, "--steps", "8"]) == 130
-    assert main(["report", "run"]) == 0  # of a run that had finished before it went on
-    report = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
-    assert "running or interrupted" in report and not (tmp_path / "run" / "training.json").exists()
+    assert main(["report", "a run"]) == 0  # of a run that had finished before it went on
+    report = (tmp_path / "a run" / "report.html").read_text(encoding="utf-8")
+    assert "running or interrupted" in report and not (tmp_path / "a run" / "training.json").exists()
 
 
 @pytest.mark.peers("trl")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kleash.cli.config_files import options_of_file
-from kleash.cli.parser_arguments import PATHS, arguments_of
+from kleash.cli.parser_arguments import PATHS, StoreOnce, arguments_of
 from kleash.errors import OptionError
 from kleash.extras import import_extra
 from kleash.jobs import CacheJob, MeasureJob, SweepJob, TrainJob
@@ -185,6 +185,7 @@ GENERAL_OPTIONS: tuple[tuple[Collection[str], tuple[str, ...], Mapping[str, Any]
         ("--config",),
         {
             "type": Path,
+            "action": StoreOnce,
             "metavar": "FILE",
             "help": "A file with options, as limit: 64 on a line (YAML), JSON, or the run.json of a run. Options that "
             "are given here win.",

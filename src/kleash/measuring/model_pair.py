@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shlex
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -308,7 +309,9 @@ def check_covered(job: MeasureJob, pair: Pair, stored: StoredReference, sha256: 
     if not missing:
         return
     source, cached_source = source_of(job, pair.context_length, sha256), stored.label.source
-    advice = f"make another: kleash cache --reference {job.reference} --{source.kind} {source.path}"
+    advice = "make another: " + shlex.join(
+        ("kleash", "cache", "--reference", job.reference, f"--{source.kind}", source.path)
+    )
     if cached_source is not None and cached_source.covers(source):
         advice = (
             "the policy's tokenizer or chat template makes other tokens of it; give its folder the reference's chat "

@@ -1,5 +1,6 @@
 """The measuring job: load the models, score shard by shard, write the files."""
 
+import shlex
 import warnings
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -245,4 +246,4 @@ def resumable(out: Path, how: str = "finished shards are on disk: resume with --
         yield
     except KeyboardInterrupt as stop:
         cause = stop.__cause__ if isinstance(stop, Interrupted) else stop
-        raise Interrupted(f"{str(cause) or 'interrupted'}; {how} --out {out}") from cause
+        raise Interrupted(f"{str(cause) or 'interrupted'}; {how} --out {shlex.quote(str(out))}") from cause

@@ -218,5 +218,5 @@ def _payload(
 
 
 def round_for_display(value: Any) -> float:
-    """``value`` to four significant digits."""
-    return float(f"{value:.4g}")
+    """``value`` to the three significant digits that pages show, so that it is rounded once."""
+    return float(f"{value:.3g}")

@@ -16,7 +16,6 @@ from kleash.reports.heatmap import (
     heat_map,
     key_of,
     read_sequences,
-    round_for_display,
 )
 from kleash.reports.measurement_charts import bin_chart, convergence_chart, means_chart, quantiles_chart
 from kleash.reports.page import write_page
@@ -169,8 +168,8 @@ def token_row(
         "is_shown": (*key, drift.position) in shown,
         "before": join_tokens(texts[max(0, row - CONTEXT_BEFORE) : row]),
         "after": join_tokens(texts[row + 1 : row + 1 + CONTEXT_AFTER]),
-        "p": round_for_display(math.exp(columns["logp_policy"][row])),
-        "q": round_for_display(math.exp(columns["logp_reference"][row])),
+        "p": math.exp(columns["logp_policy"][row]),
+        "q": math.exp(columns["logp_reference"][row]),
         "rank": int(columns["rank_reference"][row]),
     }
 

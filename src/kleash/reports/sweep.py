@@ -100,7 +100,6 @@ def attribution_context(sweep: Sweep, attribution: Attribution) -> dict[str, Any
         "record": attribution,
         "chart": attribution_chart(sweep, attribution, name) if attribution.has_changes else None,
         "title": f"{name} by {attribution.grouping}",
-        "warnings": [warning for warning in attribution.warnings if warning not in sweep.warnings],
         "sentence": describe_attribution(attribution, name),
     }
 

@@ -1,6 +1,7 @@
 """Trackers of the metrics of a training run, and of the numbers of a measurement or a sweep."""
 
 import math
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, redirect_stdout
@@ -140,8 +141,8 @@ def send_result(names: Sequence[str], result: Measurement | Sweep, folder: Path)
         except Exception as error:  # any exception of the tracker's own code: the result is not lost
             failures.append(
                 f"the tracker {name} did not get the {'sweep' if is_sweep else 'measurement'} "
-                f"({summarise_error(error)}), which is in {folder}; send it with kleash report {folder} --report-to "
-                f"{name}"
+                f"({summarise_error(error)}), which is in {folder}; send it with kleash report "
+                f"{shlex.quote(str(folder))} --report-to {name}"
             )
     return failures
 

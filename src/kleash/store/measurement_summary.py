@@ -10,6 +10,7 @@ from kleash.registry import grouped
 from kleash.store.measurement import Measurement
 from kleash.store.statistics import ALL_STATISTICS, label_of
 from kleash.store.summary import counted
+from kleash.store.sweep import Attribution
 
 NUMERAL = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 MAX_NAMES = 3
@@ -80,13 +81,15 @@ def all_warnings(measurement: Measurement) -> list[str]:
     return [*warnings, *merge_warnings([*rows, *_estimators(measurement)], warnings)]
 
 
-def merge_warnings(numbers: Iterable[tuple[str, Estimate]], reported: Collection[str] = ()) -> list[str]:
+def merge_warnings(
+    numbers: Iterable[tuple[str, Estimate | Attribution]], reported: Collection[str] = ()
+) -> list[str]:
     """One sentence for each distinct warning of several numbers, with the labels of the numbers that have it.
 
     Warnings that differ only in numerals are one sentence, with the range of each numeral that differs.
 
     Args:
-        numbers: labels and numbers.
+        numbers: labels and numbers, or attributions, which have several.
         reported: warnings to leave out.
     """
     warnings = ((label, warning) for label, number in numbers for warning in number.warnings)

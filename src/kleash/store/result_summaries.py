@@ -300,6 +300,14 @@ def _(sweep: Sweep) -> Summary:
                 ),
             ),
             ("sample", f"{counted(sweep.tokens, 'token')}, {counted(sweep.clusters, 'independent cluster')}"),
+            *dict.fromkeys(
+                (
+                    "attributed on",
+                    f"{counted(each.tokens, 'token')}, {counted(each.clusters, 'independent cluster')}",
+                )
+                for each in sweep.attributions
+                if not each.failure
+            ),
             *(("note", note) for note in sweep.notes),
             *_gate_fact(sweep.gate),
         ),
@@ -324,7 +332,14 @@ def _(sweep: Sweep) -> Summary:
         warnings=(
             *sweep.warnings,
             *merge_warnings(
-                ((each.name, each.numbers[sweep.rank_by]) for each in sweep.ranking), sweep.warnings
+                (
+                    *((each.name, each.numbers[sweep.rank_by]) for each in sweep.ranking),
+                    *(
+                        (f"{sweep.candidates[each.candidate - 1].name} by {each.grouping}", each)
+                        for each in sweep.attributions
+                    ),
+                ),
+                sweep.warnings,
             ),
         ),
     )

@@ -1,5 +1,6 @@
 """What a run folder has besides the steps: the header, from files and options, and the result with its report."""
 
+import shlex
 import sys
 from dataclasses import replace
 from hashlib import sha256
@@ -43,7 +44,7 @@ def interrupted(root: Path, step: int) -> str:
     saved = (
         "; the last checkpoint is kept: go on" if is_kept else ", before the first checkpoint; begin again"
     )
-    return f"interrupted after step {step}{saved} with --resume --out {root}"
+    return f"interrupted after step {step}{saved} with --resume --out {shlex.quote(str(root))}"
 
 
 def models_of(job: TrainJob) -> dict[str, str]:

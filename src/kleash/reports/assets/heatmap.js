@@ -18,13 +18,14 @@
     if (!Number.isFinite(x)) return x > 0 ? "∞" : "−∞";
     return digits(x);
   };
-  // Three significant digits; very small or large numbers as 1.2 × 10⁻⁷.
+  // Three significant digits, as in the tables; very small or large numbers as 1.23 × 10⁻⁷.
   const digits = (x) => {
     if (x === 0) return "0";
-    const power = Math.floor(Math.log10(Math.abs(Number(x.toPrecision(3)))));
+    const [mantissa, exponent] = x.toExponential(2).split("e");
+    const power = Number(exponent);
     if (power >= -4 && power < 6) return x.toFixed(Math.max(0, 2 - power)).replace("-", "−");
     const raised = String(power).replace(/[-0-9]/g, (c) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(c)]);
-    return `${(x / 10 ** power).toFixed(1).replace("-", "−")} × 10${raised}`;
+    return `${mantissa.replace("-", "−")} × 10${raised}`;
   };
   const percent = (value) => {
     const x = 100 * number(value);
