@@ -26,9 +26,8 @@ def config(kind: Any, folder: Path, **more: Any) -> Any:
     settings = {"output_dir": str(folder), "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
     settings |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "logging_steps": 1}
     settings |= {"per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": TIME}
-    settings |= {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "max_steps": 2}
-    settings |= {"beta": 0.3, "seed": 5}
-    return kind(**{**settings, **more})
+    settings |= {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "max_steps": 2, "beta": 0.3}
+    return kind(**{**settings, "seed": 5, **more})
 
 
 def make(

@@ -77,5 +77,4 @@ def test_trl_trains_a_tower_with_the_exact_kl(tmp_path):
     assert result.metrics["kl/exact_per_token"] > 1e-3
     names = json.loads((tmp_path / "out" / "policy" / "adapter_config.json").read_text())
     assert names["base_model_name_or_path"] == str(tmp_path / "policy")
-    pair = load_pair(result.policy, str(tmp_path / "policy"))
-    assert pair.policy.adapter == "policy"
+    assert load_pair(result.policy, str(tmp_path / "policy")).policy.adapter == "policy"

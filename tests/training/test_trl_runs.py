@@ -96,8 +96,7 @@ def test_rloo_with_adapter_and_kl_in_reward(trl, tmp_path):
     names = [f"{PART}heroine", f"{PART}heroine-2"]
     assert second["reward/score"] == pytest.approx(second[names[0]] + 0.5 * second[names[1]])
     assert result.steps == 2 and {name for name in second if "trainer/" not in name} <= {*METRICS, *names}
-    pair = load_pair(result.policy, "shipped:reference")
-    assert pair.policy.adapter is not None
+    assert load_pair(result.policy, "shipped:reference").policy.adapter is not None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -106,7 +106,7 @@ def _compared(run: _TrainingRun, first: _TrainingRun, steps: range) -> ComparedT
 
     A metric of ``PAIRED`` that is known by prompt is the mean over prompts, with its error; another, and one of
     ``SHOWN``, the mean over steps. Settings of two runs to which kleash was attached lack what is the default of their
-    trainer.
+    algorithm.
     """
     numbers = {
         metric: clustered_mean(
@@ -126,7 +126,9 @@ def _compared(run: _TrainingRun, first: _TrainingRun, steps: range) -> ComparedT
         and (values := [metrics[metric] for metrics in in_steps if metric in metrics])
     }
     settings, first_settings = run.header.settings, first.header.settings
-    is_attached = "trainer" in settings and settings["trainer"] == first_settings.get("trainer")
+    is_attached = "trainer" in settings.keys() & first_settings.keys() and (
+        settings["algorithm"] == first_settings["algorithm"]  # a leashed trainer has the defaults of TRL's
+    )
     return ComparedTraining(
         name=run.name,
         folder=str(run.folder),

@@ -69,11 +69,11 @@ class RunHeader:
         ]
 
     def described(self) -> dict[str, Any]:
-        """What determines the result, by its name in words."""
+        """What determines the result, by its name in words; a run of ``kleash.attach`` has arguments and no options."""
         return {
             "kleash": self.kleash,
             **{
-                f"--{name.replace('_', '-')}": value
+                name if "trainer" in self.settings else f"--{name.replace('_', '-')}": value
                 for name, value in self.settings.items()
                 if name not in (MAY_DIFFER_IN_TRAINING if "algorithm" in self.settings else MAY_DIFFER)
             },
@@ -102,7 +102,8 @@ def require_same(root: Path, stored: RunHeader, header: RunHeader) -> None:
     differences = stored.differences(header)
     if differences:
         raise RunFolderError(
-            f"{root} holds another run: {'; '.join(differences)}; go on with it as it was, or give another --out"
+            f"{root} holds another run: {'; '.join(differences)}; go on with it as it was, or give another --out "
+            "(out=)"
         )
 
 

@@ -55,7 +55,7 @@ class TrainingResult(MeasuredResult):
     stopped: str | None = None
     """Why it ended before the last step, in words; None if it did not."""
     metrics: Mapping[str, float]
-    """Of the last step, by kleash's names."""
+    """Of the last step, by kleash's names; with those of the responses that it learns from again."""
     held_out: Mapping[str, float] = field(default_factory=dict[str, float])
     """Of the last evaluation on held-out prompts, by kleash's names; empty without one."""
     best: str | None = None

@@ -113,7 +113,10 @@ def attach(
             type(trainer).__name__,
         )
     if monitor is None and algorithm in GENERATING and moves_reference(trainer):
-        monitor = list(islice(trainer.train_dataset, PROMPTS_OF_START))
+        monitor = [  # messages with the variables with which TRL renders them
+            row | {"chat_template_kwargs": getattr(trainer, "chat_template_kwargs", None)}
+            for row in islice(trainer.train_dataset, PROMPTS_OF_START)
+        ]
     drift_monitor = _drift_monitor(monitor, reference)
     if target_nats is not None or not isinstance(controller, str):
         _require_price(trainer, algorithm, is_steered=is_read or drift_monitor is not None)

@@ -351,7 +351,8 @@ def drawing_steps(history: History) -> list[StepRecord]:
     """
     steps: list[StepRecord] = []
     for record in history:
-        if steps and not record.metrics.keys() & OF_RESPONSES:
+        draws = not OF_RESPONSES.isdisjoint(record.metrics)
+        if steps and not draws and not OF_RESPONSES.isdisjoint(steps[-1].metrics):
             last = steps.pop()
             record = replace(
                 record, metrics={**last.metrics, **record.metrics}, alerts=(*last.alerts, *record.alerts)

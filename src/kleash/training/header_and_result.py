@@ -19,6 +19,7 @@ from kleash.store.cache import cache_fingerprint
 from kleash.store.job_folder import KIND_OF_FINGERPRINT, RunHeader
 from kleash.store.steps import held_out
 from kleash.store.training_folder import last_checkpoint
+from kleash.training.hacking_monitor import drawing_steps
 from kleash.training.rewards import is_function, weight_of
 from kleash.training.run_log import RunLog
 from kleash.version import __version__
@@ -29,7 +30,7 @@ def finish(folder: TrainingFolder, run_log: RunLog, result: TrainingResult) -> T
     result = replace(
         result,
         alerts=tuple(alert.sentence for record in run_log.history for alert in record.alerts),
-        metrics=run_log.history[-1].metrics,
+        metrics=drawing_steps(run_log.history)[-1].metrics,
         held_out=held_out(run_log.history),
         target_per=run_log.monitor.target_per,
     )

@@ -29,9 +29,10 @@ class Response:
     is_truncated: bool = False
     """Whether it ends without an end token; only known in PPO, since TRL logs the share itself."""
     tokens: dict[str, Float[np.ndarray, " tokens"]]
-    """Columns with a number for each token: "token_logp", where they are known "entropy", "token_logq" and the exact
-    "token_kl", and others of the trainer. Without tokens if the response is masked as a whole (TRL's
-    ``mask_truncated_completions``), and without columns if none are known: it then has rewards alone."""
+    """Columns with a number for each token: "token_logp", where they are known "entropy", "token_logq", the exact
+    "token_kl" and the importance "weight" of tokens that an older policy drew, and others of the trainer. Without
+    tokens if the response is masked as a whole (TRL's ``mask_truncated_completions``), and without columns if none are
+    known: it then has rewards alone."""
     prompt: str
     response: str
 
@@ -126,11 +127,14 @@ def _exact_metrics(
 def _sampled_metrics(
     responses: Sequence[Response], clusters: np.ndarray, lengths: np.ndarray
 ) -> dict[str, float]:
-    """Metrics of the KL that is estimated from the sampled tokens."""
+    """Metrics of the KL that is estimated from the sampled tokens, with their importance weights."""
     token_logp, token_logq = (
         torch.from_numpy(column_of(responses, name)) for name in ("token_logp", "token_logq")
     )
-    token_kl = {name: sampled_kl(token_logp, token_logq, name).numpy() for name in ("k1", "k2", "k3")}
+    weights = column_of(responses, "weight") if "weight" in responses[0].tokens else 1.0
+    token_kl = {
+        name: weights * sampled_kl(token_logp, token_logq, name).numpy() for name in ("k1", "k2", "k3")
+    }
     sums = np.add.reduceat(token_kl["k3"], np.cumsum(lengths) - lengths)
     return {
         "kl/max_prompt": _largest_of_prompts(sums, clusters),

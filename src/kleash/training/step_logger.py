@@ -103,8 +103,9 @@ class StepLogger(AttachedCallback):
         """Whether the hacking monitor stopped the run at this step of TRL; if so, sets the outcome. A collective."""
         step, advice = trl_step // self.trl_steps_per_step, Advice()
         if self.run_log is not None:
-            alerts = {record.step: record.alerts for record in read_steps(self.run_log.folder)}
-            advice = self.run_log.advice(alerts.get(step, ()))
+            advice = self.run_log.advice(
+                next((each.alerts for each in read_steps(self.run_log.folder) if each.step == step), ())
+            )
         advice = of_first_process(advice)
         if advice.act == "stop":
             self.stopped = stopped_by(advice.alerts, step)
@@ -293,7 +294,7 @@ class FolderLog(StepLogger):
             more: further arguments of ``StepLogger``.
         """
         super().__init__(options, None, **more)
-        again = "go on with it with trainer.train(resume_from_checkpoint=True), or give attach another out="
+        again = "go on with it with trainer.train(resume_from_checkpoint=True), or give a new trainer another out="
         self.folder, self.algorithm = TrainingFolder(folder, again), algorithm
         self._open = ExitStack()
 
@@ -347,12 +348,15 @@ class FolderLog(StepLogger):
         super().on_train_end(args, state, control)
         if self.run_log is not None and self.run_log.history:
             checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            result = self.result(
-                self.algorithm,
-                policy=str(checkpoint) if checkpoint.is_dir() else "",
-                out=str(self.folder.root),
+            self.result_of_run = finish(
+                self.folder,
+                self.run_log,
+                self.result(
+                    self.algorithm,
+                    policy=str(checkpoint) if checkpoint.is_dir() else "",
+                    out=str(self.folder.root),
+                ),
             )
-            self.result_of_run = finish(self.folder, self.run_log, result)
         self._open.close()  # also where a callback attached this one, in a training that has begun
 
     def _carry_out(self, advice: Advice, control: Any) -> None:

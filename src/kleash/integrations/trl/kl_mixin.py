@@ -334,7 +334,13 @@ class KLMixin(ForwardCapture):
         prompts, nats, tokens = (np.array(column) for column in zip(*rows, strict=True))
         per_token, per_sequence = mean_per_token(nats, tokens, prompts), clustered_mean(nats, prompts)
         self._log_metrics(
-            **with_errors({"kl/per_token": per_token, "kl/per_sequence": per_sequence}),
+            **{
+                name: x
+                for name, x in with_errors(
+                    {"kl/per_token": per_token, "kl/per_sequence": per_sequence}
+                ).items()
+                if not np.isnan(x)  # as an error of one prompt; TRL logs None, of which trackers warn
+            },
             beta=self.beta,
             **({"kl": per_sequence.value} if self._term.place == "reward" else {}),
         )

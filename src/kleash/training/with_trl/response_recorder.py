@@ -13,7 +13,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from kleash.errors import CannotRunError, ModelError
-from kleash.estimators import sampled_kl
+from kleash.estimators import importance_weights, sampled_kl
 from kleash.integrations.trainer.compat import tokenizer_of
 from kleash.integrations.trl.forward_capture import (
     ForwardPass,
@@ -84,6 +84,12 @@ class ResponseRecorder:
                     "the trainer's beta is 0, so it loads no reference and no KL is measured; give its configuration "
                     "a beta, attach a monitor with a reference, or train with kleash's LeashedGRPOTrainer"
                 )
+        names = trainer.reward_func_names
+        self._reward_names = [
+            f"{name}-{names[:at].count(name) + 1}" if name in names[:at] else name
+            for at, name in enumerate(names)
+        ]
+        """Those of TRL, with a number where two functions have one, as ``load_rewards`` names them."""
         self._rewarded: dict[tuple[int, ...], list[dict[str, Any]]] = {}
         """Tokens of a response of this process that was just rewarded -> fields of ``Response`` that are known then, of
         each such response: a subclass may fill a batch from several generations."""
@@ -112,8 +118,10 @@ class ResponseRecorder:
         local, self._responses["eval"] = self._responses["eval"], []
         responses = gather_object(local)
         measured = response_metrics(responses, self.trainer.beta) if responses else {}
-        metrics = {name: measured[ours] for ours, name in EVALUATION.items() if ours in measured}
-        return metrics, to_samples(responses)
+        return (
+            {name: measured[ours] for ours, name in EVALUATION.items() if ours in measured},
+            to_samples(responses),
+        )
 
     def _calculate_rewards(
         self,
@@ -136,7 +144,7 @@ class ResponseRecorder:
         scores = torch.where(columns.isnan().all(-1), torch.nan, totals)
         if self.name_of is not None:
             require_scored(
-                dict(zip(self.trainer.reward_func_names, columns.numpy().T, strict=True)),
+                dict(zip(self._reward_names, columns.numpy().T, strict=True)),
                 gather_object([self.name_of(row) for row in inputs]),
             )
         if mode_of(self.trainer) == "train":
@@ -145,15 +153,12 @@ class ResponseRecorder:
             same = groups.nan_to_num(torch.inf).amin(-1) == groups.nan_to_num(-torch.inf).amax(-1)
             self.trainer._metrics["train"]["reward/zero_std_share"].append(same.double().mean().item())
         first = self.trainer.accelerator.process_index * len(prompts)
-        for row, (prompt, completion, ids) in enumerate(
-            zip(prompts, completions, completion_ids_list, strict=True), first
-        ):
+        for row, (prompt, ids) in enumerate(zip(prompts, completion_ids_list, strict=True), first):
             self._rewarded.setdefault(self._tokens_of(ids), []).append(
                 {
                     "score": scores[row].item(),
-                    "parts": dict(zip(self.trainer.reward_func_names, columns[row].tolist(), strict=True)),
+                    "parts": dict(zip(self._reward_names, columns[row].tolist(), strict=True)),
                     "prompt": _text(prompt),
-                    **({} if isinstance(completion, str) else {"response": _text(completion)}),
                 }
             )
         return rewards
@@ -165,19 +170,27 @@ class ResponseRecorder:
     def _fields_of(self, output: Mapping[str, Any], row: int, *, is_whole: bool) -> dict[str, Any]:
         """The fields of a response that are known when it is rewarded; NaN if a subclass rewards in its own way.
 
+        Its text is that of all tokens of the policy, with thinking and calls of tools, without what a tool says.
+
         Equal responses come in their order if the batch ``is_whole``, with all that were rewarded. Otherwise a subclass
         has left some out, and its prompt says which of them one is.
         """
-        ids = output["completion_ids"][row].tolist()
-        equal = self._rewarded.get(self._tokens_of(ids), [])
+        ids, tool_mask = output["completion_ids"][row], output.get("tool_mask")
+        equal = self._rewarded.get(self._tokens_of(ids.tolist()), [])
+        if tool_mask is not None and tool_mask[row].any():  # nowhere if the response is masked as a whole
+            ids = ids[tool_mask[row].bool()]
         tokenizer, prompt_ids = tokenizer_of(self.trainer), output["prompt_ids"][row].tolist()
-        response = {"response": text_after(tokenizer, prompt_ids, ids, skip_special_tokens=True)}
+        response = {"response": text_after(tokenizer, prompt_ids, ids.tolist(), skip_special_tokens=True)}
         if equal and is_whole:
             return response | equal.pop(0)
         prompt = tokenizer.decode(prompt_ids, skip_special_tokens=True)
         if not equal:
-            nan = dict.fromkeys(self.trainer.reward_func_names, math.nan)
-            return response | {"score": math.nan, "parts": nan, "prompt": prompt}
+            return {
+                **response,
+                "score": math.nan,
+                "parts": dict.fromkeys(self._reward_names, math.nan),
+                "prompt": prompt,
+            }
         # messages have a template between them, and one prompt may begin as another
         likeliest = max(
             equal,
@@ -253,8 +266,13 @@ class ResponseRecorder:
         responses = gather_object(local)
         self.samples, self.event = to_samples(responses), ""
         if responses:
-            measured = response_metrics(responses, self.trainer.beta)
-            metrics.update({name: [x] for name, x in measured.items()})
+            metrics.update(
+                {
+                    name: [x]
+                    for name, x in response_metrics(responses, self.trainer.beta).items()
+                    if not math.isnan(x)  # as an error of one prompt; TRL logs None, of which trackers warn
+                }
+            )
             before, self._problem = self._problem, ""
             if not all(response.tokens for response in responses):
                 self._problem = (
@@ -285,17 +303,21 @@ class ResponseRecorder:
                 token_logq=inputs.get(REFERENCE_LOGP),
                 token_kl=inputs.get(TOKEN_KL),
                 entropy=policy_pass.entropy,
+                weight=importance_weights(
+                    policy_pass.logp, inputs.get(OLD_LOGP, policy_pass.logp), mask, level="token"
+                ).values,
             )
         )
         arrays = {name: column.detach().double().cpu().numpy() for name, column in columns.items()}
-        hashes = prompt_hashes(inputs)
         return [
             Response(
-                prompt_hash=hashes[row],
+                prompt_hash=prompt_hash,
                 tokens={name: array[row][is_counted] for name, array in arrays.items()},
                 **known_before,
             )
-            for row, (is_counted, known_before) in enumerate(zip(mask.cpu().numpy(), rewarded, strict=True))
+            for row, (prompt_hash, is_counted, known_before) in enumerate(
+                zip(prompt_hashes(inputs), mask.cpu().numpy(), rewarded, strict=True)
+            )
         ]
 
 
