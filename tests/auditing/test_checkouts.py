@@ -23,6 +23,7 @@ import not_there_at_all as absent, math
 from not_there_at_all.deep import Batch, registered
 from numpy.linalg import norm
 from .helpers import shifted
+from .division import halved
 try:
     import also_not_there
 except ImportError:
@@ -42,11 +43,10 @@ class Settings:
 class Inherits(Batch):
     pass
 
-def halved(x: absent.Tensor) -> Batch:
-    return x / Settings().scale
-
 @torch.compile(dynamic=True)
 def k2_penalty(token_logp: Batch, token_logq: absent.Tensor):
+    import pack.division as again
+    assert again.halved is halved
     assert also_not_there is None and not isinstance(token_logp, Batch) and Inherits() and math.pi
     difference: absent.Local = token_logp - token_logq
     return halved(difference * difference)
@@ -91,6 +91,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     others = {
         "pack/losses.py": "\ufeff" + LOSSES,
         "pack/twice.py": "def halved(x): return x\n",
+        "pack/division.py": "from . import losses\ndef halved(x): return x / losses.Settings().scale\nBROKEN = [][1]",
         "pack/not_python.py": "def f(:\n",
         "numpy/linalg.py": "",
         "deep/scipy/__init__.py": "",
@@ -104,7 +105,8 @@ def test_only_what_the_function_needs_is_executed(checkout):
     p, q = torch.tensor([1.0, 5.0]), torch.tensor([0.0, 2.0])
     assert loaded.function(p, q).tolist() == [0.5, 4.5]
     assert loaded.notes == (
-        "runs `k2_penalty` of `pack/losses.py`, with its also_not_there, SCALE, Settings, Inherits, halved",
+        "runs `k2_penalty` of `pack/losses.py`, with its also_not_there, Inherits",
+        "runs what it uses of pack/division.py, and of what these import",
         "stand-ins, whose use is an error, replace not_there_at_all.deep.Batch",
     )
     assert type(loaded.function).__name__ == "function", "it is not compiled"
@@ -187,6 +189,7 @@ OF_EACH_TOKEN = {
 OF_RESPONSES = (
     "prime-rl:ref_kl",
     *(f"torchtune:{name}KLLoss" for name in ("Forward", "Reverse", "Symmetric")),
+    *(f"nemo-rl:distillation_{kind}" for kind in ("forward", "reverse")),
 )
 
 
@@ -221,6 +224,8 @@ def test_losses_of_whole_responses(checkout, inputs, by_hand):
     forward, reverse = by_hand.exact(0.0), by_hand.exact(1.0)
     for name, exact in (("Forward", forward), ("Reverse", reverse), ("Symmetric", forward + reverse)):
         close(of(f"torchtune:{name}KLLoss", inputs, "logits_p", checkout)[0], mean(exact, inputs.mask))
+    for name, exact in (("forward", forward), ("reverse", reverse)):
+        close(of(f"nemo-rl:distillation_{name}", inputs, "logp", checkout)[0], mean(exact, inputs.mask))
 
 
 def test_the_command_records_the_commit(checkout, tmp_path, monkeypatch, capsys):

@@ -39,6 +39,22 @@ def calculate_kl(
     if importance_sampling_weights is not None:
         kl = kl * importance_sampling_weights
     return kl if output_clamp_value is None else kl.clamp(-output_clamp_value, output_clamp_value)
+
+def masked_mean(values, mask, dim=None, global_normalization_factor=None):
+    return (values * mask).sum() / global_normalization_factor
+"""
+NEMO_DISTILLATION = """
+from nemo_rl.algorithms.utils import masked_mean
+
+class DistillationLossFn:
+    def __init__(self, cfg):
+        self.kl_type = cfg.kl_type
+
+    def __call__(self, p, q, H_all, data, global_valid_seqs, global_valid_toks):
+        p, q = (q, p) if self.kl_type == "forward" else (p, q)
+        mask = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)
+        kl = masked_mean((p.exp() * (p - q)).sum(-1), mask, global_normalization_factor=global_valid_toks)
+        return kl, {"num_valid_samples": data["input_ids"].shape[0]}
 """
 SKYRL = """
 def compute_approx_kl(log_probs, log_probs_base, loss_mask: Settings | None = None, kl_estimator_type="k3"):
@@ -101,6 +117,7 @@ FILES: Mapping[str, str] = {
     path: ESTIMATORS + text + NOTHING_ELSE
     for path, text in {
         "nemo_rl/algorithms/utils.py": NEMO,
+        "nemo_rl/algorithms/loss/loss_functions.py": NEMO_DISTILLATION,
         "skyrl/backends/skyrl_train/utils/ppo_utils.py": SKYRL,
         "slime/utils/ppo_utils.py": SLIME,
         "miles/backends/training_utils/loss_hub/math_utils.py": SLIME,

@@ -1,17 +1,18 @@
-"""A function from a file of a checkout: of its module, only the statements that it needs are executed."""
+"""A function from a file of a checkout: of its files, only the statements that it needs are executed."""
 
 import __future__
 
 import ast
 import builtins
-import hashlib
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from symtable import SymbolTable, symtable
 from types import ModuleType
@@ -26,6 +27,8 @@ from kleash.extras import replaced
 
 STRING_ANNOTATIONS = "from __future__ import annotations\n"
 """Before a statement, so that it does not use the names of its annotations, which are not evaluated."""
+MAX_NAMES = 5
+"""Changed files of a checkout that are named."""
 ALWAYS_DEFINED = {*dir(builtins), "__name__", "__file__", "__doc__"}
 
 
@@ -36,9 +39,9 @@ class LoadedFunction(NamedTuple):
     file: str
     """Relative to the checkout."""
     commit: str
-    """"commit 7ea279a…", or that no commit has the file as it is."""
+    """"commit 7ea279a…", with the Python files that have changed since; or that no commit has the file."""
     notes: tuple[str, ...]
-    """What else of the file was executed, and which imports are stand-ins."""
+    """What else of the checkout was executed, and which imports are stand-ins."""
 
 
 class Statement(NamedTuple):
@@ -88,9 +91,9 @@ class NotLoaded:
 def load_function(source: Path, target: str) -> LoadedFunction:
     """The function that ``FILE:function``, ``FOLDER:function`` or ``FILE:Class.method`` names in the folder ``source``.
 
-    What it uses is executed with it: variables, functions and classes of the same file, transitively, and imports of
-    installed packages. Any other import, also of the checkout, is a ``NotLoaded``. Annotations are not evaluated, and
-    ``torch.compile`` returns a function as it is.
+    What it uses is executed with it: variables, functions and classes of the same file and of those that it imports
+    from, transitively, and imports of installed packages. An import that fails is a ``NotLoaded``. Annotations are not
+    evaluated, and ``torch.compile`` returns a function as it is.
 
     Raises:
         OptionError: if ``target`` does not have this form or names a method of objects, or ``source`` is no folder.
@@ -109,30 +112,131 @@ def load_function(source: Path, target: str) -> LoadedFunction:
     defined = name.partition(".")[0]
     file = _find_file(source, path, defined)
     where = file.relative_to(source).as_posix()
-    needed = _needed_statements([*_statements_of(file, where)], defined, where)
-    module = ModuleType(f"checkout:{where}")
-    with _being_loaded(module), replaced(torch, "compile", _uncompiled), quiet():
-        for statement in needed:
-            _execute(statement, module, source, where)
-    definitions = (part for part in needed if not isinstance(part.node, ast.Import | ast.ImportFrom))
+    checkout = Checkout(source)
+    checkout.load(file, defined)
+    module = checkout.module(file)
+    definitions = (
+        part
+        for part in checkout.statements[file]
+        if part in checkout.executed and not isinstance(part.node, ast.Import | ast.ImportFrom)
+    )
     companions = dict.fromkeys(word for part in definitions for word in sorted(part.binds - {defined}))
     absent = [value.path for value in vars(module).values() if isinstance(value, NotLoaded)]
+    others = [path.relative_to(source).as_posix() for path in checkout.modules if path.is_file()]
     notes = [f"runs `{name}` of `{where}`{', with its ' if companions else ''}{', '.join(companions)}"]
-    notes += [f"stand-ins, whose use is an error, replace {', '.join(absent)}"] if absent else []
+    if others[1:]:
+        notes.append(f"runs what it uses of {', '.join(others[1:])}, and of what these import")
+    if absent:
+        notes.append(f"stand-ins, whose use is an error, replace {', '.join(absent)}")
     return LoadedFunction(get_attribute(module, name, where), where, commit_of(source, where), tuple(notes))
 
 
 def commit_of(source: Path, file: str) -> str:
-    """The git commit that ``source`` is at, if it has ``file`` as it is there; otherwise that no commit has it."""
-    content = (source / file).read_bytes()
-    blob = hashlib.sha1(b"blob %d\0%b" % (len(content), content), usedforsecurity=False).hexdigest()
+    """The git commit that ``source`` is at, with what has changed since; or that none has ``file``."""
+    git = ["git", "-C", str(source), "--no-optional-locks"]
+    commands = [*git, "rev-parse", "HEAD", f"HEAD:./{file}"], [*git, "status", "--porcelain", "-uall", "*.py"]
     try:
-        words = ["git", "-C", str(source), "rev-parse", "HEAD", f"HEAD:./{file}"]
-        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        done = [subprocess.run(words, capture_output=True, text=True, check=True) for words in commands]
     except (OSError, subprocess.CalledProcessError):  # no git, no repository, or not a file of its commit
         return "no git commit"
-    commit, committed = done.stdout.split()
-    return f"commit {commit}{'' if blob == committed else f', with changes in {file}'}"
+    commit, changed = (each.stdout.splitlines() for each in done)
+    names = ", ".join(line[3:] for line in changed[:MAX_NAMES])
+    return f"commit {commit[0]}{', with changes in ' if names else ''}{names}"
+
+
+@dataclass(frozen=True, eq=False)
+class Checkout:
+    """Files of a checkout as modules, each of which executes what is asked of it, every statement once."""
+
+    source: Path
+    modules: dict[Path, ModuleType] = field(default_factory=dict[Path, ModuleType])
+    statements: dict[Path, list[Statement]] = field(default_factory=dict[Path, list[Statement]])
+    executed: list[Statement] = field(default_factory=list[Statement])
+
+    def module(self, place: Path) -> ModuleType:
+        """The module of a file, or of a folder of modules; a name in it is loaded when it is asked for."""
+        if place not in self.modules:
+            where = place.relative_to(self.source).as_posix()
+            self.statements[place] = [*_statements_of(place, where)] if place.is_file() else []
+            self.modules[place] = ModuleType(f"checkout:{where}")
+            vars(self.modules[place]).update(
+                __builtins__=vars(builtins) | {"__import__": partial(self._import, place)},
+                __getattr__=partial(self.attribute, place),
+            )
+        return self.modules[place]
+
+    def load(self, place: Path, name: str) -> None:
+        """Execute what binds a name of a file, with what that uses; raises as ``load_function``."""
+        module, where = self.module(place), place.relative_to(self.source).as_posix()
+        with _being_loaded(module), replaced(torch, "compile", _uncompiled), quiet():
+            for statement in _needed_statements(self.statements[place], name, where):
+                if statement not in self.executed:
+                    self.executed.append(statement)
+                    self._execute(statement, place)
+
+    def attribute(self, place: Path, name: str) -> Any:
+        """A name that a module does not have yet: of its file, or a module of its folder.
+
+        Raises:
+            AttributeError: if there is none.
+        """
+        module = self.module(place)
+        if any(name in part.binds for part in self.statements[place]):
+            self.load(place, name)
+        if name in vars(module):
+            return vars(module)[name]
+        inside = self.find((place.parent if place.name == "__init__.py" else place) / name)
+        if inside is None:
+            raise AttributeError(f"{module.__name__} has no {name}")
+        return inside
+
+    def find(self, path: Path) -> ModuleType | None:
+        """The module at a path without a suffix, a package before a file before a folder; None if there is none."""
+        places = (path / "__init__.py", path.with_name(f"{path.name}.py"), path)
+        found = (place for place in places if place.exists() and place.is_relative_to(self.source))
+        return next(map(self.module, found), None)
+
+    def _import(
+        self, place: Path, name: str, names: Any = None, _: Any = None, wanted: Any = (), level: int = 0
+    ) -> ModuleType:
+        """``__import__`` in the code of a file: of the checkout, which may be installed in another version as well.
+
+        That is what is relative, in the folder of the checkout, or of the outermost package that has the file.
+
+        Raises:
+            ImportError: if there is no such module.
+        """
+        parts = name.split(".")
+        packages = [folder for folder in place.parents if (folder / "__init__.py").exists()]
+        roots = [*(folder.parent for folder in packages[-1:]), self.source, self.source / "src"]
+        with_top = (root for root in roots if self.find(root / parts[0]) is not None)
+        within = [place.parents[level - 1]] if level else list(with_top)
+        if not within:
+            return builtins.__import__(name, names, None, wanted)
+        holder = self.find(within[0].joinpath(*parts))
+        if holder is None:
+            raise ImportError(f"the checkout has no {name}")
+        return holder if wanted else self.find(within[0] / parts[0]) or holder
+
+    def _execute(self, statement: Statement, place: Path) -> None:
+        """Execute a statement of a file; an import that cannot be made binds a ``NotLoaded``."""
+        node, flags, module = statement.node, __future__.annotations.compiler_flag, self.module(place)
+        code = compile(ast.Module([node], []), str(place), "exec", flags, dont_inherit=True)
+        is_import = isinstance(node, ast.Import | ast.ImportFrom)
+        try:
+            exec(code, vars(module))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # foreign code may raise anything
+            if not is_import and isinstance(error, KleashError):
+                raise
+            message = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            if not is_import:
+                raise CannotRunError(
+                    f"{place.relative_to(self.source)}, line {node.lineno}, raises {message}"
+                ) from error
+            stand_in = NotLoaded(_path_of_import(node), f"it cannot be imported ({message})")
+            vars(module).update(dict.fromkeys(statement.binds, stand_in))
 
 
 def _find_file(source: Path, path: str, name: str) -> Path:
@@ -219,49 +323,19 @@ def _needed_statements(statements: Sequence[Statement], name: str, where: str) -
 
 @contextmanager
 def _being_loaded(module: ModuleType) -> Iterator[None]:
-    """Context in which dataclasses find ``module``."""
+    """Context in which dataclasses find ``module``; one may be inside another of the same module."""
+    is_first = module.__name__ not in sys.modules
     sys.modules[module.__name__] = module
     try:
         yield
     finally:
-        del sys.modules[module.__name__]
+        if is_first:
+            del sys.modules[module.__name__]
 
 
 def _uncompiled(function: Any = None, **_: Any) -> Any:
     """``function``; as a decorator with options, what returns it."""
     return _uncompiled if function is None else function
-
-
-def _execute(statement: Statement, module: ModuleType, source: Path, where: str) -> None:
-    """Execute a statement in ``module``; an import that cannot be made binds a ``NotLoaded``."""
-    node, flags = statement.node, __future__.annotations.compiler_flag
-    code = compile(ast.Module([node], []), str(source / where), "exec", flags, dont_inherit=True)
-    try:
-        if _imports_from(node, source, where):
-            raise ImportError("one file of a checkout is loaded alone")
-        exec(code, vars(module))
-    except (KleashError, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # foreign code may raise anything
-        message = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        if not isinstance(node, ast.Import | ast.ImportFrom):
-            raise CannotRunError(f"{where}, line {node.lineno}, raises {message}") from error
-        stand_in = NotLoaded(_path_of_import(node), f"it cannot be imported ({message})")
-        vars(module).update(dict.fromkeys(statement.binds, stand_in))
-
-
-def _imports_from(node: ast.stmt, source: Path, where: str) -> bool:
-    """Whether a statement imports from the checkout, which may also be installed, in another version.
-
-    That is what is relative, in the folder of the checkout, or of the package, anywhere in it, that has the file.
-    """
-    if not isinstance(node, ast.Import | ast.ImportFrom):
-        return False
-    top = _path_of_import(node).partition(".")[0]
-    packages = [folder.name for folder in (source / where).parents if (folder / "__init__.py").exists()]
-    return top in ("", *packages[-1:]) or any(
-        (source / name).exists() for name in (top, f"{top}.py", f"src/{top}")
-    )
 
 
 def _path_of_import(node: ast.Import | ast.ImportFrom) -> str:

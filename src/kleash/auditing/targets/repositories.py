@@ -36,6 +36,10 @@ def ref_kl_loss(function: Callable[..., Any], inputs: AuditInputs) -> Tensor:
 
 
 NEMO_KL = "nemo_rl/algorithms/utils.py:calculate_kl"
+NEMO_DISTILLATION = "nemo_rl/algorithms/loss/loss_functions.py:DistillationLossFn"
+NEMO_BATCH = (
+    "dict(input_ids=labels, token_mask=F.pad(mask.float(), (1, 0)), sample_mask=torch.ones(len(mask)))"
+)
 SKYRL_KL = "skyrl/backends/skyrl_train/utils/ppo_utils.py:compute_approx_kl"
 MILES_KL = "miles/backends/training_utils/loss_hub/math_utils.py:compute_approx_kl"
 PRIME_LOSS = "src/prime_rl/trainer/rl/loss.py"
@@ -105,8 +109,22 @@ NEMO_RL = Target(
             input_clamp_value=None,
             output_clamp_value=None,
         ),
+        *(
+            make_case(
+                f"distillation_{kind}",
+                NEMO_DISTILLATION,
+                as_in_words(
+                    f"f(SimpleNamespace(kl_type={kind!r}, mixed_kl_weight=1, zero_outside_topk=False))"
+                    f"(logp, logq, None, {NEMO_BATCH}, None, mask.sum())[0] -> mean {claims}",
+                    f"f({kind})(logp, logq, None, batch, None, mask.sum())[0]",
+                ),
+                STUDENT_NOTE,
+                "the likeliest tokens are all tokens",
+            )
+            for kind, claims in (("forward", "reverse_kl"), ("reverse", "kl"))
+        ),
     ),
-    not_audited=("the distillation losses, whose masked mean and parallel layers are of other files",),
+    not_audited=("distillation between tokenizers, and of draft models",),
 )
 SKYRL = Target(
     name="skyrl",
