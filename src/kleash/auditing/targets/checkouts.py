@@ -28,7 +28,7 @@ from kleash.extras import replaced
 STRING_ANNOTATIONS = "from __future__ import annotations\n"
 """Before a statement, so that it does not use the names of its annotations, which are not evaluated."""
 MAX_NAMES = 5
-"""Changed files of a checkout that are named."""
+"""Other files, and changed files, of a checkout that are named."""
 ALWAYS_DEFINED = {*dir(builtins), "__name__", "__file__", "__doc__"}
 
 
@@ -125,7 +125,7 @@ def load_function(source: Path, target: str) -> LoadedFunction:
     others = [path.relative_to(source).as_posix() for path in checkout.modules if path.is_file()]
     notes = [f"runs `{name}` of `{where}`{', with its ' if companions else ''}{', '.join(companions)}"]
     if others[1:]:
-        notes.append(f"runs what it uses of {', '.join(others[1:])}, and of what these import")
+        notes.append(f"runs what it uses of {', '.join(others[1 : MAX_NAMES + 1])}, and of what these import")
     if absent:
         notes.append(f"stand-ins, whose use is an error, replace {', '.join(absent)}")
     return LoadedFunction(get_attribute(module, name, where), where, commit_of(source, where), tuple(notes))
