@@ -122,10 +122,10 @@ def load_function(source: Path, target: str) -> LoadedFunction:
     )
     companions = dict.fromkeys(word for part in definitions for word in sorted(part.binds - {defined}))
     absent = [value.path for value in vars(module).values() if isinstance(value, NotLoaded)]
-    others = [path.relative_to(source).as_posix() for path in checkout.modules if path.is_file()]
+    files = [path.relative_to(source).as_posix() for path in checkout.modules if path.is_file()]
     notes = [f"runs `{name}` of `{where}`{', with its ' if companions else ''}{', '.join(companions)}"]
-    if others[1:]:
-        notes.append(f"runs what it uses of {', '.join(others[1 : MAX_NAMES + 1])}, and of what these import")
+    if files[1:]:
+        notes.append(f"runs what it uses of {', '.join(files[1 : MAX_NAMES + 1])}, and of what these import")
     if absent:
         notes.append(f"stand-ins, whose use is an error, replace {', '.join(absent)}")
     return LoadedFunction(get_attribute(module, name, where), where, commit_of(source, where), tuple(notes))
@@ -193,11 +193,13 @@ class Checkout:
     def find(self, path: Path) -> ModuleType | None:
         """The module at a path without a suffix, a package before a file before a folder; None if there is none."""
         places = (path / "__init__.py", path.with_name(f"{path.name}.py"), path)
-        found = (place for place in places if place.exists() and place.is_relative_to(self.source))
-        return next(map(self.module, found), None)
+        modules = (
+            self.module(place) for place in places if place.exists() and place.is_relative_to(self.source)
+        )
+        return next(modules, None)
 
     def _import(
-        self, place: Path, name: str, names: Any = None, _: Any = None, wanted: Any = (), level: int = 0
+        self, place: Path, name: str, names: Any = None, _: Any = None, fromlist: Any = (), level: int = 0
     ) -> ModuleType:
         """``__import__`` in the code of a file: of the checkout, which may be installed in another version as well.
 
@@ -212,11 +214,11 @@ class Checkout:
         with_top = (root for root in roots if self.find(root / parts[0]) is not None)
         within = [place.parents[level - 1]] if level else list(with_top)
         if not within:
-            return builtins.__import__(name, names, None, wanted)
+            return builtins.__import__(name, names, None, fromlist)
         holder = self.find(within[0].joinpath(*parts))
         if holder is None:
             raise ImportError(f"the checkout has no {name}")
-        return holder if wanted else self.find(within[0] / parts[0]) or holder
+        return holder if fromlist else self.find(within[0] / parts[0]) or holder
 
     def _execute(self, statement: Statement, place: Path) -> None:
         """Execute a statement of a file; an import that cannot be made binds a ``NotLoaded``."""
