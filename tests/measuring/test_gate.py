@@ -29,7 +29,6 @@ def test_the_verdict_stands_in_the_measurement_and_the_report(run):
     gate, kl = measurement.gate, measurement.per_token["kl_policy_reference"]
     assert gate is not None and gate.verdict == "passed" and gate.at_most == 1000
     assert (gate.value, gate.ci95, gate.clusters) == (kl.value, kl.ci95, 40)
-    assert json.loads((run / "measurement.json").read_text())["gate"]["verdict"] == "passed"
     assert "Gate passed" in (run / "report.html").read_text()
     assert json.loads((run / "run.json").read_text())["settings"]["at_most"] == 1000
 

@@ -48,6 +48,7 @@ def test_the_interval_and_the_noise_floor_decide(numbers, changes, verdict):
         ((1.5, 0.5, 1.6), {}, 3000),
         ((0.5, 0.4, 1.0), {"noise_floor": 0.25}, 3000),
         ((0.5, 0.4, 0.6), {"clusters": 10}, 2000),  # only clusters are missing
+        ((math.nan, 0.4, 0.6), {"clusters": 10}, 2000),  # of bounds
         ((0.5, 0.4, 1.5), {"clusters": 10}, 3000),
         ((0.5, -math.inf, math.inf), {"clusters": 1}, None),  # nothing is known about other clusters
         ((0.0, 0.0, math.inf), {"clusters": 10}, None),  # all of few clusters are equal

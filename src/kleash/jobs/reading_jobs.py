@@ -58,7 +58,7 @@ class MismatchJob(FormatOption):
     """Measure the mismatch between a trainer's log-probabilities and those of the engine that drew the tokens.
 
     A file has a record for each response, with "prompt_token_ids", "response_token_ids", "trainer_logprobs" and
-    "engine_logprobs", and perhaps "response_mask"; verl's, TRL's and prime-rl's names are understood.
+    "engine_logprobs", and perhaps "response_mask"; names of verl, TRL, prime-rl and OpenRLHF are understood.
     """
 
     rollouts: tuple[str, ...]

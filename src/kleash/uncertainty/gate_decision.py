@@ -40,7 +40,7 @@ def decide_gate(
     where an end is infinite: with one cluster, or where all clusters are equal.
 
     Args:
-        value: the estimate.
+        value: the estimate; NaN where bounds alone are known.
         ci95: the ends of its 95 % interval.
         at_most: the limit.
         noise_floor: the size of rounding errors, in the unit of the value; at least 0.
@@ -53,7 +53,7 @@ def decide_gate(
     is_below = high + noise_floor <= at_most
     if is_below and clusters >= FEW_CLUSTERS:
         return GateDecision("passed", None)
-    if clusters == 0 or math.isnan(value + noise_floor):
+    if clusters == 0 or (not is_below and math.isnan(value + noise_floor)):
         return GateDecision("undecided", None)
     factor = 1.0 if is_below else _token_factor(value, ci95, at_most, noise_floor)
     # Below 30 clusters, the ends of the interval say little about those of a larger sample.
