@@ -442,14 +442,14 @@ def test_plain_trainer_is_logged_resumed_and_not_overwritten(folder, tmp_path, s
     assert [step.step for step in read_steps(tmp_path / "later")] == [4, 6], "begun without a log"
 
 
-def test_loss_that_is_nan_is_not_logged_as_the_mean_of_others(folder, tmp_path):
+@pytest.mark.parametrize(("name", "scales"), [("loss", [1, torch.nan]), ("grad_norm", [torch.nan, 1])])
+def test_nan_is_not_logged_as_the_mean_of_others(folder, tmp_path, name, scales):
     trainer = plain(folder, tmp_path)
     kleash.attach(trainer, out=tmp_path / "run")
-    trainer.model.lm_head.weight.data.fill_(torch.nan)
-    with pytest.raises(NonFiniteError, match="the loss of step 2 is nan"):
+    trainer.model.lm_head.weight.register_hook(lambda gradient: gradient * scales.pop())
+    with pytest.raises(NonFiniteError, match=f"the {name} of step 2 is nan"):
         trainer.train()
-    again = plain(folder, tmp_path)
-    kleash.attach(again, out=tmp_path / "run")
+    kleash.attach(again := plain(folder, tmp_path), out=tmp_path / "run")
     early = TrainerCallback()
     early.on_step_end = lambda _, at, to, **__: setattr(to, "should_training_stop", at.global_step == 3)
     again.add_callback(early)

@@ -154,7 +154,7 @@ class StepLogger(AttachedCallback):
         """Collect what is logged, and record a step if the loss is.
 
         Raises:
-            NonFiniteError: if the loss is NaN or infinite.
+            NonFiniteError: if the loss, or the gradient of the last update, is NaN or infinite.
         """
         named = {
             self.metric_names.get(name, name): value
@@ -169,15 +169,17 @@ class StepLogger(AttachedCallback):
         if logs.get("loss") is None:
             return
         self.step = state.global_step // self.trl_steps_per_step
-        if not abs(logs["loss"]) < float("inf"):
-            raise NonFiniteError(
-                f"the loss of step {self.step} is {logs['loss']}; "
-                + (
-                    "no update was made before, so look at the data and at the models"
-                    if self.step == 1
-                    else f"lower the learning rate, or look at the last checkpoint in {args.output_dir}"
+        # of float16, the scaler leaves out an update whose gradient is infinite
+        for name in ("loss",) if args.fp16 else ("loss", "grad_norm"):
+            if not abs(number := logs.get(name, 0.0)) < float("inf"):
+                raise NonFiniteError(
+                    f"the {name} of step {self.step} is {number}; "
+                    + (
+                        "no update was made before, so look at the data and at the models"
+                        if self.step == 1
+                        else f"lower the learning rate, or look at the last checkpoint in {args.output_dir}"
+                    )
                 )
-            )
         self._evaluations = control.should_evaluate * self._held_out_sets()
         if not self._evaluations:
             self._record(state, control)

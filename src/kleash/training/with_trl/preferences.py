@@ -68,8 +68,7 @@ def train_dpo(job: DPOJob, run_log: RunLog | None) -> TrainingResult:
         batch_size = even_batch(len(evaluated), arguments["per_device_train_batch_size"])
         arguments |= held_out_arguments(job, rows=batch_size, best="eval_loss")
     datasets = import_extra("datasets", "trl")
-    library_output = StringIO()
-    with redirect_stderr(library_output):
+    with redirect_stderr(StringIO()) as library_output:
         trainer = import_extra("trl", "trl").DPOTrainer(
             model=networks.policy,
             ref_model=networks.frozen,
