@@ -11,7 +11,7 @@ from typing import Any
 from kleash.errors import KleashError, OptionError, summarise_error
 from kleash.extras import import_extra
 from kleash.jobs.options import checked_option, flag
-from kleash.registry import look_up
+from kleash.registry import grouped, look_up
 
 
 def options_of_file(
@@ -86,10 +86,8 @@ def _mapping(path: Path) -> Mapping[str, Any]:
 
 def _unique(pairs: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
     """Values by their names, written with ``_``; raises OptionError if two of them have one name."""
-    values: dict[str, Any] = {}
-    for key, value in pairs:
-        name = str(key).replace("-", "_")
-        if name in values:
+    values_by_name = grouped((str(key).replace("-", "_"), value) for key, value in pairs)
+    for name, values in values_by_name.items():
+        if len(values) > 1:
             raise OptionError(f"it gives {name} twice; give it once")
-        values[name] = value
-    return values
+    return {name: value for name, (value,) in values_by_name.items()}

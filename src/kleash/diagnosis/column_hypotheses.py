@@ -11,13 +11,13 @@ from kleash.diagnosis.causes import HEALTHY, UNEXPLAINED, likely_cause
 from kleash.diagnosis.hypothesis import Hypothesis
 from kleash.diagnosis.residuals import (
     DISTINCT,
+    FREE,
     MISTAKES,
     SMALLEST_DIFFERENCE,
     Family,
     Floats,
     at_most,
     everywhere,
-    free,
     most,
     on_some,
     rounding,
@@ -154,7 +154,7 @@ def unexplained(table: TokenTable, limit: float) -> Iterator[Hypothesis]:
         "than errors of any size and sign"
     )
     for residual, unit in reversed(_shapes(table, table.difference, limit)):
-        yield _of_differences(table, UNEXPLAINED, what, free(), 0.0, residual=residual, unit=unit)
+        yield _of_differences(table, UNEXPLAINED, what, FREE, 0.0, residual=residual, unit=unit)
 
 
 def break_hypotheses(table: TokenTable) -> Iterator[Hypothesis]:
@@ -171,7 +171,7 @@ def break_hypotheses(table: TokenTable) -> Iterator[Hypothesis]:
                 f"from token {start} of the {what} on, counted from 0, the differences are {larger:.2g} times as "
                 f"{'large' if ratio > 1 else 'small'} as before"
             )
-            yield _of_differences(table, "break", what, free(), 8.0, unit=unit)
+            yield _of_differences(table, "break", what, FREE, 8.0, unit=unit)
 
 
 def _log_sizes(table: TokenTable) -> tuple[Floats, np.ndarray]:
@@ -242,7 +242,7 @@ def prediction_hypotheses(table: TokenTable, limit: float) -> Iterator[Hypothesi
         )
         ones = np.ones(len(table.trainer))
         yield _of_differences(
-            table, "column", what, free(), 2.0, residual=-table.trainer, unit=ones, lowest=0 * ones
+            table, "column", what, FREE, 2.0, residual=-table.trainer, unit=ones, lowest=0 * ones
         )
     yield from _of_side(table, "engine", limit)
     yield from _of_side(table, "trainer", limit)
@@ -313,7 +313,7 @@ def _of_one_sign(table: TokenTable, name: str, limit: float) -> Iterator[Hypothe
             for residual, _ in _shapes(table, values, group=is_lower)[:2]:
                 lowest = np.where(is_lower, LOWEST, sign * (residual - values) - limit * table.unit)
                 yield _of_differences(
-                    table, cause, what, free(), ONE_SIGN_PENALTY, residual=sign * residual, lowest=lowest
+                    table, cause, what, FREE, ONE_SIGN_PENALTY, residual=sign * residual, lowest=lowest
                 )
 
 

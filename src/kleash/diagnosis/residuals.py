@@ -123,14 +123,13 @@ def at_most(largest: float) -> Family:
     return (Block(np.less_equal(SCALE, largest), 0.0, 1.0),)
 
 
+FREE = at_most(math.inf)
+"""Errors of any sizes."""
+
+
 def on_some(limit: float, smallest: float, low: float, high: float) -> Family:
     """Rounding, and errors of at least ``smallest`` on a share of the tokens."""
     return (Block(_core(limit), 0.0, 1.0), Block(_large(smallest) & ~_core(limit), low, high))
-
-
-def free() -> Family:
-    """Errors of any sizes."""
-    return (Block(np.ones(len(SCALE), dtype=bool), 0.0, 1.0),)
 
 
 def _sizes(residuals: Residuals, members: NDArray[np.int64]) -> Floats:

@@ -25,7 +25,7 @@ from kleash.leash import mismatch
 from kleash.models import find_source
 from kleash.sources.dataset_folders import SPLITS, STATE
 from kleash.sources.files import STANDARD_INPUT
-from kleash.sources.records import shorten, uncompressed_suffix
+from kleash.sources.records import first_names, shorten, uncompressed_suffix
 from kleash.sources.sequences import LEAST_PADDING_RUN, ROUNDING_NATS, is_padded, padding_length
 from kleash.store.steps import STEPS
 from kleash.uncertainty import Estimate
@@ -48,8 +48,7 @@ class RolloutFiles:
     @property
     def name(self) -> str:
         """The name of the one file; of several, the first and how many more there are."""
-        first, *rest = self.sizes
-        return f"{first} and {len(rest)} more" if rest else first
+        return first_names(list(self.sizes), 1)
 
     def kl_by_file(self) -> dict[str, Estimate]:
         """KL(engine ‖ trainer) per token of each file of several; empty if a value is no log-probability."""
@@ -116,7 +115,7 @@ def read_rollout_files(
     sizes = dict.fromkeys(labels, 0) | Counter(rollout.file for rollout in rollouts)
     empty = [label for label, size in sizes.items() if not size]
     if empty and limit is None:
-        notes.append(f"no rollout in {_listed(empty)}")
+        notes.append(f"no rollout in {first_names(empty, MAX_NAMED_FILES)}")
     rollouts, notes_on_prompts = _without_padded_prompts(rollouts)
     return RolloutFiles(rollouts=rollouts, sizes=sizes, notes=(*notes, *notes_on_prompts))
 
@@ -129,8 +128,9 @@ def note_on_one_sided_files(kl: Mapping[str, Estimate]) -> tuple[str, ...]:
         smallest, largest = (min(kl[name].ci95[0] for name in high), max(kl[name].ci95[1] for name in low))
         if smallest > largest:
             sentence = (
-                f"KL(engine ‖ trainer) per token of {_listed(high)} is at least {smallest:.3g} nats, and of every "
-                f"other file at most {largest:.3g} (95 % intervals); diagnose {'it' if count == 1 else 'them'} alone"
+                f"KL(engine ‖ trainer) per token of {first_names(high, MAX_NAMED_FILES)} is at least {smallest:.3g} "
+                f"nats, and of every other file at most {largest:.3g} (95 % intervals); diagnose "
+                f"{'it' if count == 1 else 'them'} alone"
             )
             return (sentence,)
     return ()
@@ -226,10 +226,3 @@ def _without_padded_prompts(rollouts: list[RolloutRecord]) -> tuple[list[Rollout
         f"{PROMPT_MASKS[0]!r} if it was read"
     )
     return unpadded, [note]
-
-
-def _listed(labels: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    shown = ", ".join(labels[:MAX_NAMED_FILES])
-    more = len(labels) - MAX_NAMED_FILES
-    return f"{shown} and {more} more" if more > 0 else shown

@@ -43,9 +43,9 @@ class Allowed:
     holds: Callable[[Any], bool]
 
 
-def one_of(words: Sequence[str]) -> Allowed:
-    """One of these words."""
-    return Allowed(f"one of {', '.join(words)}", words.__contains__)
+def one_of(words: Sequence[str], otherwise: str = "") -> Allowed:
+    """One of these words; ``otherwise`` says what another option is for."""
+    return Allowed(f"one of {', '.join(words)}{otherwise}", words.__contains__)
 
 
 BELOW_2_63 = Allowed("below 2^63", lambda n: n < 2**63)

@@ -1,11 +1,11 @@
 """The options of what is done with a result: printed in a format, sent to trackers, held against a limit."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated
 
-from kleash.jobs.options import Allowed, JsonOption, Limit, Options, Refusal, one_of
+from kleash.jobs.options import JsonOption, Limit, Options, Refusal, one_of
 
 FORMATS = ("csv", "markdown")
 """Formats of every result, besides ``--json``."""
@@ -22,16 +22,11 @@ Tracker = Annotated[str, one_of(("tensorboard", "wandb", "trackio", "mlflow"))]
 Direction = Annotated[str, one_of(tuple(DIRECTIONS))]
 
 
-def format_of(words: Sequence[str]) -> Allowed:
-    """One of these formats, which JSON is not."""
-    return Allowed(f"one of {', '.join(words)}, or else --json", words.__contains__)
-
-
 @dataclass(frozen=True, kw_only=True)
 class FormatOption(JsonOption):
     """In which format a result is printed."""
 
-    format: Annotated[str, format_of(FORMATS)] | None = None
+    format: Annotated[str, one_of(FORMATS, ", or else --json")] | None = None
     """Print the result in this format instead of a summary: csv, a row for each number; or markdown, tables for
     an issue or a page."""
 
@@ -53,7 +48,7 @@ class FormatOption(JsonOption):
 class MeasurementFormatOption(FormatOption):
     """In which format a measurement is printed."""
 
-    format: Annotated[str, format_of(MEASUREMENT_FORMATS)] | None = None
+    format: Annotated[str, one_of(MEASUREMENT_FORMATS, ", or else --json")] | None = None
     """Print the result in this format instead of a summary: csv, a row for each number; markdown, tables for an
     issue or a page; model-card, metadata and a section for the README of a model on the Hugging Face hub; or
     llama.cpp, the statistics that llama-perplexity prints."""

@@ -157,12 +157,11 @@ def add_weight_gradient_(
     hidden = hidden.to(gradient.dtype)
     if gradient.dtype == total.dtype:
         total.addmm_(gradient.T, hidden)
-        return
-    if widens(gradient, hidden, total.dtype, total.device):
+    elif widens(gradient, hidden, total.dtype, total.device):
         torch.addmm(total, gradient.T, hidden, out_dtype=total.dtype, out=total)
-        return
-    for start in range(0, len(total), tile):
-        total[start : start + tile].add_(gradient[:, start : start + tile].T @ hidden)
+    else:
+        for start in range(0, len(total), tile):
+            total[start : start + tile].add_(gradient[:, start : start + tile].T @ hidden)
 
 
 def widens(a: Tensor, b: Tensor, dtype: torch.dtype, device: torch.device) -> bool:

@@ -113,11 +113,9 @@ def _stored_reference(
     job: MeasureJob | CacheJob | SweepJob, dtype: torch.dtype | str
 ) -> StoredReference | None:
     """The finished cache that a measurement reads its reference from; raises ModelError if it is of another one."""
-    folder = finished_cache(job) if isinstance(job, MeasureJob) else None
-    if folder is None:
-        return None
-    stored = StoredReference(folder)
-    stored.check_reference(job.reference, job.revision_reference, str(dtype).removeprefix("torch."))
+    stored = finished_cache(job) if isinstance(job, MeasureJob) else None
+    if stored is not None:
+        stored.check_reference(job.reference, job.revision_reference, str(dtype).removeprefix("torch."))
     return stored
 
 

@@ -47,9 +47,6 @@ class Largest:
             for name, values in rows.items()
         }
         merged["kl"] = np.where(np.isnan(merged["kl"]), -np.inf, merged["kl"])
-        if len(merged["kl"]) > self.size:
-            smallest = np.partition(merged["kl"], -self.size)[-self.size]
-            merged = {name: values[merged["kl"] >= smallest] for name, values in merged.items()}
         places = [merged[name] for name in ("position", "sample_id", "prompt_id") if name in merged]
         order = np.lexsort([*places, -merged["kl"]])[: self.size]
         self.columns = {name: values[order] for name, values in merged.items()}

@@ -101,17 +101,17 @@ def on_device_of_rank(job: MeasureJob) -> MeasureJob:
     return replace(job, device=f"cuda:{local_rank() % torch.cuda.device_count()}")
 
 
-def checkpoints_of(job: MeasureJob, cache: Path | None = None) -> dict[str, Checkpoint]:
+def checkpoints_of(job: MeasureJob, stored: StoredReference | None = None) -> dict[str, Checkpoint]:
     """The checkpoints of the models that a job loads, by role: not of one that is stored, or behind a server.
 
     Args:
         job: the job.
-        cache: that replaces the reference, from ``finished_cache``.
+        stored: the cache that replaces the reference, from ``finished_cache``.
 
     Raises:
         ModelError: if one cannot be found.
     """
-    other = "reference" if job.has_base_logits or cache is not None else job.endpoint_role
+    other = "reference" if job.has_base_logits or stored is not None else job.endpoint_role
     return {
         role: find_checkpoint(getattr(job, role), getattr(job, f"revision_{role}"), role)
         for role in ("policy", "reference")
@@ -128,10 +128,9 @@ def _load_models(job: MeasureJob, source_sha256: str | None) -> Pair:
         return load_beside_server(job, job.endpoint_role)
     if job.has_base_logits:
         return load_beside_base_logits(job)
-    folder = finished_cache(job)
-    if folder is None:
+    stored = finished_cache(job)
+    if stored is None:
         return load_checkpoints(checkpoints_of(job), job)
-    stored = StoredReference(folder)
     pair = load_beside(
         stored,
         job.policy,
@@ -292,15 +291,15 @@ def source_of(job: MeasureJob, context_length: int | None, sha256: str) -> Cache
     )
 
 
-def finished_cache(job: MeasureJob) -> Path | None:
-    """The folder of a finished cache that replaces the reference; None if there is none.
+def finished_cache(job: MeasureJob) -> StoredReference | None:
+    """The finished cache that replaces the reference; None if there is none.
 
     None for prompts, since a cache cannot hold responses that are not generated yet.
     """
     if job.reference_cache is None or job.source[0] == "prompts":
         return None
     folder = Path(job.reference_cache).expanduser()
-    return folder if StoredReference.exists_in(folder) else None
+    return StoredReference(folder) if StoredReference.exists_in(folder) else None
 
 
 def check_covered(job: MeasureJob, pair: Pair, stored: StoredReference, sha256: str) -> None:

@@ -37,7 +37,7 @@ from kleash.measuring.model_pair import (
     load_models,
 )
 from kleash.measuring.progress import ProgressReporter
-from kleash.models import Model, Pair, StoredReference, TokenSequence
+from kleash.models import Model, Pair, TokenSequence
 from kleash.models.scoring import RoundingKind
 from kleash.models.tokenizers import load_tokenizers
 from kleash.store.file_hashes import watching_files
@@ -199,16 +199,16 @@ def ray_engine(job: MeasureJob, reporter: ProgressReporter) -> Generator[RayEngi
         CannotRunError: if the run would fill a reference cache.
         MissingExtraError: if ray is not installed.
     """
-    cache = finished_cache(job)
-    if job.reference_cache is not None and cache is None:
+    stored = finished_cache(job)
+    if job.reference_cache is not None and stored is None:
         raise CannotRunError(
             f"--reference-cache {job.reference_cache} would be filled by several processes; make it with kleash cache "
             "first, or leave it out"
         )
-    checkpoints = checkpoints_of(job, cache)
+    checkpoints = checkpoints_of(job, stored)
     with suppress_library_output():
-        stored = None if cache is None else StoredReference(cache).tokenizer(job.trust_remote_code)
-        tokenizers, _ = load_tokenizers(checkpoints, job.trust_remote_code, job.tokenizer, stored)
+        stored_tokenizer = None if stored is None else stored.tokenizer(job.trust_remote_code)
+        tokenizers, _ = load_tokenizers(checkpoints, job.trust_remote_code, job.tokenizer, stored_tokenizer)
     tokenizer = tokenizers["policy"]
     with connected_cluster(job) as ray:
         actor: Any = ray.remote(max_restarts=MAX_RESTARTS, max_task_retries=MAX_RETRIES)(ShardWorker)

@@ -3,7 +3,7 @@
 import shlex
 import warnings
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -29,6 +29,7 @@ from kleash.measuring.shard_scoring import OpenRun, run_shards
 from kleash.measuring.shards import ShardPlan, hash_source
 from kleash.measuring.shared_weights import follow, is_first_of_weights, is_mirrored, mirrored, process_group
 from kleash.models import Pair, describe_source, generate, read_prompts, turns_of
+from kleash.models.network_loading import PARALLEL_MAPS
 from kleash.models.threads import threads_for_scoring
 from kleash.reports import write_report
 from kleash.reports.gate_verdicts import with_gate
@@ -133,7 +134,7 @@ def _measurement_of(run: OpenRun) -> Measurement | None:
         if is_mirrored(run.job) and not is_first:
             follow(local_engine)
             return None
-        with mirrored(local_engine, run.job) as engine:
+        with mirrored(local_engine) if is_mirrored(run.job) else nullcontext(local_engine) as engine:
             source = run_shards(run, engine)
             with turns_of(run.pair, engine.traits.temperature):
                 return _made_measurement(run, engine, source, start) if is_first else None
@@ -197,7 +198,8 @@ def opened_run(job: MeasureJob, reporter: ProgressReporter, pair: Pair | None = 
     """Context in which this process takes part in a run: its models are loaded, and are those of the folder."""
     with ExitStack() as stack:
         stack.enter_context(watching_files())
-        stack.enter_context(process_group(job))
+        if job.device_map in PARALLEL_MAPS:
+            stack.enter_context(process_group(job))
         require_trackers(job.report_to)
         folder = stack.enter_context(RunFolder(Path(str(job.out)).expanduser()).joined(resume=job.resume))
         measurement_before = folder.measurement_version()

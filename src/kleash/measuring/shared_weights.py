@@ -49,15 +49,12 @@ def agreed(job: MeasureJob, decide: Callable[[], bool]) -> bool:
 
 @contextmanager
 def process_group(job: MeasureJob) -> Generator[None]:
-    """Context with the process group over which the models of a job are spread, if they are.
+    """Context with the process group over which the models of a job are spread.
 
     Raises:
         OptionError: if there is one process.
         RankError: if another rank cannot be reached, or is gone.
     """
-    if job.device_map not in PARALLEL_MAPS:
-        yield
-        return
     if launched_world_size() == 1:
         raise OptionError(
             f"--device-map {job.device_map} spreads a model over several processes, and this is one; start the command "
@@ -121,11 +118,8 @@ class MirroredEngine(Engine):
 
 
 @contextmanager
-def mirrored(engine: Engine, job: MeasureJob) -> Generator[Engine]:
+def mirrored(engine: Engine) -> Generator[Engine]:
     """Context with the engine of the first rank; the other ranks follow it until the context ends."""
-    if not is_mirrored(job):
-        yield engine
-        return
     mirror = MirroredEngine(engine)
     try:
         yield mirror

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 GROUP = 512
 """Group size in consecutive token ids. It is part of the algorithm: another value gives other draws."""
@@ -99,9 +100,5 @@ def _shift_right(x: Int[Tensor, "*numbers"], bits: int) -> Int[Tensor, "*numbers
 
 def _group_probabilities(logp: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows groups"]:
     """The probability of each group of consecutive tokens, in float64; the last group may be smaller."""
-    probs = logp.exp()
-    in_full_groups = logp.shape[-1] // GROUP * GROUP
-    parts = [probs[:, :in_full_groups].unflatten(-1, (-1, GROUP)).sum(-1)] if in_full_groups else []
-    if in_full_groups < logp.shape[-1]:
-        parts.append(probs[:, in_full_groups:].sum(-1, keepdim=True))
-    return torch.cat(parts, -1).double()
+    probs = pad(logp, (0, -logp.shape[-1] % GROUP), value=-torch.inf).exp()
+    return probs.unflatten(-1, (-1, GROUP)).sum(-1).double()

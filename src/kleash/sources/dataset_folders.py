@@ -9,7 +9,7 @@ from kleash.errors import SourceError, summarise_error
 from kleash.extras import import_extra, is_installed, suppress_library_output
 from kleash.jobs.reading import ReadOptions
 from kleash.registry import grouped
-from kleash.sources.records import shorten, uncompressed_suffix
+from kleash.sources.records import first_names, shorten, uncompressed_suffix
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 """A data set on the hub, as "user/name"."""
@@ -134,8 +134,7 @@ def _unread_formats(name: str, folder: Path, splits: dict[str, tuple[str, ...]])
     unread = sorted(str(path) for path in _data_files(folder) if uncompressed_suffix(path) not in suffixes)
     if not unread:
         return ()
-    more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
-    return (f"files of another format in {name} are not read: {shorten(unread[0])}{more}",)
+    return (f"files of another format in {name} are not read: {first_names(list(map(shorten, unread)), 1)}",)
 
 
 def _require_all_shards(name: str, paths: tuple[Path, ...]) -> None:

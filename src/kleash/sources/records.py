@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -174,9 +174,14 @@ def describe_fields(record: SourceRecord) -> str:
     names = [
         shorten(name) + (" (null)" if value is None else "") for name, value in record.source_fields.items()
     ]
-    more = len(names) - MAX_SHOWN_FIELDS
-    shown = ", ".join(names[:MAX_SHOWN_FIELDS])
-    return f"{shown} and {more} more" if more > 0 else shown or "an empty object"
+    return first_names(names, MAX_SHOWN_FIELDS) or "an empty object"
+
+
+def first_names(names: Sequence[str], number: int) -> str:
+    """So many names, and how many more there are."""
+    shown = ", ".join(names[:number])
+    more = len(names) - number
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def shorten(text: str) -> str:

@@ -32,9 +32,7 @@ class WatchedFiles:
 
     def add(self, paths: Iterable[Path]) -> None:
         """Watch files from now on; those that are watched already keep their status."""
-        for path in paths:
-            if path not in self._status:
-                self._status[path] = _status_of(path)
+        self._status |= {path: _status_of(path) for path in paths if path not in self._status}
 
     def hash_of(self, path: Path) -> str:
         """The SHA-256 of a file, as hex digits; one that is watched and as it was is read once."""

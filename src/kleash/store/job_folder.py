@@ -107,12 +107,6 @@ def require_same(root: Path, stored: RunHeader, header: RunHeader) -> None:
         )
 
 
-def begin_header(root: Path, header: RunHeader) -> None:
-    """Write the header of a run and begin its checksums; earlier files do not count any more."""
-    begin_checksums(root)
-    write_checked(root, root / HEADER, to_json(header))
-
-
 def holds_job(root: Path, what: str, marks: Set[str], leftovers: Iterable[str]) -> bool:
     """Whether a folder holds what a job has begun; one that does not may be taken for a new job. Nothing is written.
 
@@ -167,10 +161,9 @@ class JobFolder(ABC):
             if self.begun:
                 require_same(self.root, self.header(), header)
             remove_leftovers(self.root)
-            if self.begun:
-                write_checked(self.root, self.root / HEADER, to_json(header))  # with what may differ
-            else:
-                begin_header(self.root, header)
+            if not self.begun:
+                begin_checksums(self.root)
+            write_checked(self.root, self.root / HEADER, to_json(header))  # again for what may differ
             yield self
 
     def check(self, *, resume: bool) -> None:

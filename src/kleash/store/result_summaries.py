@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 from kleash.estimate import Estimate
 from kleash.store.anchors import scale_sentence
@@ -391,14 +390,13 @@ def attribution_table(sweep: Sweep, attribution: Attribution) -> SummaryTable:
 @summarize.register
 def _(record: MismatchRecord) -> Summary:
     kl = "kl_engine_trainer"
-    table, warnings = SummaryTable(header=NUMBER_HEADER, rows=()), list[str]()
+    numbers = [] if record.renamed else [(label, record.numbers[name]) for name, label in LABELS.items()]
+    table = SummaryTable(
+        header=NUMBER_HEADER, rows=tuple(_number_row(label, number) for label, number in numbers)
+    )
     if record.renamed:
         rows = tuple((name, str(encode(value))) for name, value in record.renamed.items())
         table = SummaryTable(header=("metric", "value"), rows=rows)
-    else:
-        numbers = [(label, record.numbers[name]) for name, label in LABELS.items()]
-        table = replace(table, rows=tuple(_number_row(label, number) for label, number in numbers))
-        warnings = merge_warnings(numbers)
     return Summary(
         headline=f"{LABELS[kl]} per token: {with_interval(record.numbers[kl])}",
         facts=(
@@ -413,7 +411,7 @@ def _(record: MismatchRecord) -> Summary:
             *_gate_fact(record.gate),
         ),
         tables=(table, *_table_of_files(record)),
-        warnings=tuple(warnings),
+        warnings=tuple(merge_warnings(numbers)),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from kleash.errors import RunFolderError
 from kleash.store.atomic import remove_leftovers, writing
-from kleash.store.checksums import CHECKSUMS, OTHER_CHECKSUMS, Checksums, write_checked
+from kleash.store.checksums import CHECKSUMS, OTHER_CHECKSUMS, Checksums, begin_checksums, write_checked
 from kleash.store.codec import to_json
 from kleash.store.job_folder import (
     ADVICE_IF_LOCKED,
@@ -18,7 +18,6 @@ from kleash.store.job_folder import (
     SOURCE,
     JobFolder,
     RunHeader,
-    begin_header,
     holds_job,
     require_same,
 )
@@ -147,7 +146,8 @@ class RunFolder(JobFolder):
             if (self.root / HEADER).exists() or self.begun:
                 require_same(self.root, self.header(), header)
             else:
-                begin_header(self.root, header)
+                begin_checksums(self.root)
+                write_checked(self.root, self.root / HEADER, to_json(header))
 
     def making_result(self, on_wait: Callable[[], None]) -> AbstractContextManager[None]:
         """Context in which no other process begins the run or makes its result; this one waits for its turn."""

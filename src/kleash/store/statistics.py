@@ -385,10 +385,8 @@ def to_fields(numbers: Mapping[str, V]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, number in numbers.items():
         field = ALL_STATISTICS[name].field
-        if field == name:
-            fields[field] = number
-        else:
-            fields.setdefault(field, {})[name.removeprefix(f"{field}_")] = number
+        mapping = fields if field == name else fields.setdefault(field, {})
+        mapping[name.removeprefix(f"{field}_")] = number
     return fields
 
 
@@ -396,10 +394,8 @@ def from_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The reverse of ``to_fields``, in the table's order; other means per token come last, under their own names."""
     numbers: dict[str, Any] = {}
     for name, statistic in ALL_STATISTICS.items():
-        if statistic.field == name:
-            numbers[name] = fields[name]
-            continue
-        mapping, key = fields[statistic.field], name.removeprefix(f"{statistic.field}_")
+        mapping = fields if statistic.field == name else fields[statistic.field]
+        key = name.removeprefix(f"{statistic.field}_")
         if key in mapping:
             numbers[name] = mapping[key]
     other_means = {name: number for name, number in fields["per_token"].items() if name not in numbers}

@@ -29,9 +29,7 @@ def warnings_about(estimate: LinearisedEstimate, bounds: tuple[float, float]) ->
     if estimate.why_no_standard_error:
         yield estimate.why_no_standard_error
     yield from few_clusters(clusters)
-    if estimate.why_no_standard_error or clusters < 2:
-        return
-    if finite_bounds == 2:
+    if estimate.why_no_standard_error or clusters < 2 or finite_bounds == 2:
         return
     untied = clusters - estimate.tied
     if not estimate.influence.any():
