@@ -76,7 +76,6 @@ def test_a_runs_own_header_repeats_it(tmp_path: Path, command: str, job: Any) ->
         ("limt: 4", "no option of kleash measure is called 'limt'; did you mean 'limit'?"),
         ("limit: many", "--limit takes a whole number; it is 'many'"),
         ("limit: [1]", "--limit must be a whole number"),
-        ("temperature: true", "--temperature must be a number"),
         ("- limit", "it has no options; write each on a line of its own, as limit: 64"),
         ("# limit: 4", "it has no options; write each"),
         ("limit: 4\nquiet: true\nlimit: 4000", "gives limit twice"),

@@ -39,17 +39,13 @@ def calculate_kl(
     if importance_sampling_weights is not None:
         kl = kl * importance_sampling_weights
     return kl if output_clamp_value is None else kl.clamp(-output_clamp_value, output_clamp_value)
-
 def masked_mean(values, mask, dim=None, global_normalization_factor=None):
     return (values * mask).sum() / global_normalization_factor
 """
 NEMO_DISTILLATION = """
 from nemo_rl.algorithms.utils import masked_mean
-
 class DistillationLossFn:
-    def __init__(self, cfg):
-        self.kl_type = cfg.kl_type
-
+    def __init__(self, cfg): self.kl_type = cfg.kl_type
     def __call__(self, p, q, H_all, data, global_valid_seqs, global_valid_toks):
         p, q = (q, p) if self.kl_type == "forward" else (p, q)
         mask = data["token_mask"][:, 1:] * data["sample_mask"].unsqueeze(-1)

@@ -100,7 +100,10 @@ def save_tiny(
 ) -> Path:
     """A random model with its tokenizer in ``folder``; ``apart`` moves its weights by that share of noise."""
     torch.manual_seed(seed)
-    network = AutoModelForCausalLM.from_config(CONFIGS[architecture](**config))
+    return save_moved(AutoModelForCausalLM.from_config(CONFIGS[architecture](**config)), folder, seed, apart)
+
+
+def save_moved(network: Any, folder: Path, seed: int, apart: float) -> Path:
     torch.manual_seed(seed + 1)
     with torch.no_grad():
         for weight in network.parameters():

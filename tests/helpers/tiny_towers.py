@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from tiny_architectures import tiny_config
-from tiny_models import tiny_tokenizer
+from tiny_models import save_moved
 
 FAMILIES = (
     *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "gemma3", "gemma3n", "gemma4", "llama4", "mistral3", "glm4v"),
@@ -23,13 +23,7 @@ def save_tower(folder: Path, family: str, *, apart: float = 0.0, **settings: Any
     torch.manual_seed(0)
     with vision_without_timm():
         network = composite_class(config)._from_config(config)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for weight in network.parameters():
-            weight.add_(apart * torch.randn_like(weight) * (weight.std() if weight.numel() > 1 else 1.0))
-    network.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    return save_moved(network, folder, 0, apart)
 
 
 def load_composite(folder: Path) -> Any:

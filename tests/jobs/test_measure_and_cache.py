@@ -16,8 +16,6 @@ from kleash.records import CacheJob, MeasureJob
         ({"prompts": "a", "text": "b"}, "give one of --prompts, --text and --responses"),
         ({"policy": "x", "reference_cache": "x.kld"}, "--responses; x.kld is no file with a text in it"),
         ({"temperature": float("nan")}, "--temperature must be a number of 0 or more; it is nan"),
-        ({"temperature": -1.0}, "--temperature must be a number of 0 or more; it is -1.0"),
-        ({"samples_per_prompt": 0}, "--samples-per-prompt must be at least 1; it is 0"),
         ({"top_p": 0.0}, "--top-p must be above 0 and at most 1; it is 0.0"),
         ({"top_k": 0}, "--top-k must be at least 1; it is 0"),
         ({"resume": True}, "--resume continues the run in a folder; give the folder as --out"),

@@ -361,7 +361,6 @@ def test_invalid_cache_options_raise(tmp_path, refused):
     line = refused("cache", "--reference", tmp_path)
     assert line == "say what the reference should read: --text or --responses"
     assert "--stride 9 would leave tokens out" in refused("cache", "--window", 8, "--stride", 9)
-    assert "--batch-tokens must be at least 1" in refused("cache", "--batch-tokens", 0)
     assert "there is no file" in refused("cache", "--text", tmp_path / "none.txt")
     assert CacheJob().measurement().source == ("text", "shipped:text")
     job = CacheJob(reference="r", responses="x", revision_reference="v").measurement()

@@ -266,9 +266,7 @@ def test_two_commands_on_one_folder_rank_as_one_does(job, result, command_forks,
         ({"candidates": ("a", "a"), "text": "t"}, "twice"),
         ({"candidates": ("http://host/v1",), "text": "t"}, "is a server"),
         ({"candidates": ("a",), "reference": "b"}, "--text or --responses"),
-        ({"candidates": ("a",), "text": "t", "direction": "k3"}, "--direction must be one of"),
         ({"candidates": ("a",), "reference": "b", "text": "t", "responses": "r"}, "--text and --responses"),
-        ({"candidates": ("a",), "text": "t", "limit": 0}, "--limit must be at least 1"),
     ],
 )
 def test_jobs_that_cannot_be_are_refused(options, message):
