@@ -204,7 +204,7 @@ def exact_loss_of_trl_equals_that_of_one_process(ranks):
             assert abs(sharded_loss - loss) < 1e-6 * loss, (loss, sharded_loss)
             assert abs(shared_share - share) < 1e-5 and share < 0.99, (share, shared_share)
             for x, y in zip(gradients, sharded, strict=True):
-                assert (x - y).abs().max() < 1e-6 * max(1.0, float(x.abs().max())), (algorithm, kind)
+                assert (x - y).abs().max() < 3e-6 * max(1.0, float(x.abs().max())), (algorithm, kind)
 
 
 def a_training_run_of_trl_equals_that_of_one_process(ranks):
