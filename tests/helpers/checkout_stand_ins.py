@@ -11,10 +11,8 @@ ESTIMATORS = """
 import torch
 import absent_framework
 from absent_framework.config import Settings
-
 def k3(difference):
     return difference.exp() - 1 - difference
-
 FORMULAS = {
     "k1": lambda u: u,
     "abs": lambda u: u.abs(),

@@ -57,7 +57,7 @@ def print_texts(summary: Summary) -> None:
 def print_gates(result: NumericResult | TrainingResult) -> None:
     """Print the verdict of each gate of a result with the numbers that decided it."""
     for label, gate, sentence in gates_of(result):
-        remark(Terminal(), label, sentence, COLOURS[gate.verdict])
+        remark(Terminal(), label, terminal_sentence(sentence), COLOURS[gate.verdict])
 
 
 def _print_summary_table(console: Console, table: SummaryTable) -> None:
@@ -167,24 +167,15 @@ def _summary_with_command(result: NumericResult) -> Summary:
 
 
 def gate_sentences(result: NumericResult | TrainingResult) -> list[str]:
-    """The verdicts of a result's gates, in sentences."""
-    return [f"{label}: {sentence}" for label, _, sentence in gates_of(result)]
+    """The verdicts of a result's gates, in sentences with the spaces and minus signs of the terminal."""
+    return [f"{label}: {terminal_sentence(sentence)}" for label, _, sentence in gates_of(result)]
 
 
 def gates_of(result: NumericResult | TrainingResult) -> list[tuple[str, Verdict, str]]:
-    """The gates of a result: a label, which names the run where there are several, the verdict, and its sentence.
-
-    A sentence has the spaces and minus signs of the terminal, also for Markdown.
-    """
+    """The gates of a result: a label, which names the run where there are several, the verdict, and its sentence."""
     if isinstance(result, Sweep):
-        return (
-            []
-            if result.gate is None
-            else [(GATE, result.gate, terminal_sentence(describe_sweep_gate(result)))]
-        )
+        return [] if result.gate is None else [(GATE, result.gate, describe_sweep_gate(result))]
     gates = [(GATE, result.gate)] if isinstance(result, Measurement | MismatchRecord) else []
     if isinstance(result, Comparison):
         gates = [(f"{GATE}, {run.name}", run.gate) for run in result.runs]
-    return [
-        (label, gate, terminal_sentence(describe_gate(gate))) for label, gate in gates if gate is not None
-    ]
+    return [(label, gate, describe_gate(gate)) for label, gate in gates if gate is not None]

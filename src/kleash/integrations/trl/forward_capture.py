@@ -1,5 +1,6 @@
 """Hidden states of TRL's own forward passes, and the heads of policy and reference."""
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -249,6 +250,11 @@ def warn_of_dropout(trainer: Any) -> None:
 def mode_of(trainer: Any) -> str:
     """TRL's key for what it does, training or evaluation: "train" or "eval"."""
     return "train" if trainer.model.training else "eval"
+
+
+def without_nan(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that are known: TRL logs NaN, such as an error of one prompt, as None, of which trackers warn."""
+    return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
 def run_pass(trainer: Any, model: Any, batch: Mapping[str, Any], *, batch_size: int) -> Tensor:

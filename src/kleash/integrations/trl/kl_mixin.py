@@ -24,6 +24,7 @@ from kleash.integrations.trl.forward_capture import (
     recorded_passes,
     warn_of_dropout,
     without_head,
+    without_nan,
 )
 from kleash.integrations.trl.mismatch_metrics import mismatch_metrics
 from kleash.integrations.trl.sampling_settings import require_policy_samples
@@ -334,13 +335,7 @@ class KLMixin(ForwardCapture):
         prompts, nats, tokens = (np.array(column) for column in zip(*rows, strict=True))
         per_token, per_sequence = mean_per_token(nats, tokens, prompts), clustered_mean(nats, prompts)
         self._log_metrics(
-            **{
-                name: x
-                for name, x in with_errors(
-                    {"kl/per_token": per_token, "kl/per_sequence": per_sequence}
-                ).items()
-                if not np.isnan(x)  # as an error of one prompt; TRL logs None, of which trackers warn
-            },
+            **without_nan(with_errors({"kl/per_token": per_token, "kl/per_sequence": per_sequence})),
             beta=self.beta,
             **({"kl": per_sequence.value} if self._term.place == "reward" else {}),
         )

@@ -22,6 +22,7 @@ from kleash.integrations.trl.forward_capture import (
     passes_over,
     recorded_passes,
     warn_of_dropout,
+    without_nan,
 )
 from kleash.integrations.trl.kl_mixin import (
     OLD_LOGP,
@@ -266,13 +267,8 @@ class ResponseRecorder:
         responses = gather_object(local)
         self.samples, self.event = to_samples(responses), ""
         if responses:
-            metrics.update(
-                {
-                    name: [x]
-                    for name, x in response_metrics(responses, self.trainer.beta).items()
-                    if not math.isnan(x)  # as an error of one prompt; TRL logs None, of which trackers warn
-                }
-            )
+            measured = without_nan(response_metrics(responses, self.trainer.beta))
+            metrics.update({name: [x] for name, x in measured.items()})
             before, self._problem = self._problem, ""
             if not all(response.tokens for response in responses):
                 self._problem = (
