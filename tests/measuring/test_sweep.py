@@ -24,7 +24,7 @@ from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.reference_cache import is_cached
 from kleash.measuring.sweep_ranking import pareto_front
 from kleash.reports.folder_report import write_report_of
-from kleash.store import Number
+from kleash.store import Number, RunFolder
 from kleash.store.sweep import Sweep, SweepCandidate
 
 WINDOWS = {"window": 128, "batch_tokens": 1024}
@@ -257,6 +257,19 @@ def test_two_commands_on_one_folder_rank_as_one_does(job, result, command_forks,
     shared = Sweep.read(tmp_path / "out")
     assert [x.numbers for x in shared.candidates] == [x.numbers for x in result.candidates]
     assert shared.pairs == result.pairs
+
+
+def test_a_measurement_that_another_process_has_just_made_is_kept(job, tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path / "out" / job.folder_of(1))
+    versions = []
+
+    def is_too_early(measure_job, _):  # the other process is ready after this look
+        measure(replace(measure_job, resume=True))
+        versions.append(folder.measurement_version())
+
+    monkeypatch.setattr(sweep_run, "_finished_run", is_too_early)
+    sweep(replace(job, candidates=job.candidates[:1], out=str(tmp_path / "out")))
+    assert versions == [folder.measurement_version()] != [None]
 
 
 @pytest.mark.parametrize(

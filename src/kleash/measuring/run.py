@@ -106,7 +106,11 @@ def measure(
 
 
 def measure_together(
-    job: MeasureJob, reporter: ProgressReporter | None = None, pair: Pair | None = None
+    job: MeasureJob,
+    reporter: ProgressReporter | None = None,
+    pair: Pair | None = None,
+    *,
+    makes_anew: bool = True,
 ) -> tuple[Measurement, bool]:
     """``measure``, with whether this process made the measurement of the shards, rather than another one.
 
@@ -114,11 +118,13 @@ def measure_together(
         job: what to measure, and how.
         reporter: receives the progress.
         pair: the models, of which one is in memory; None to load those of the job.
+        makes_anew: whether a measurement that is there when this process begins is made again; otherwise it is taken
+            for one that another process of the same work has just made.
     """
     if job.out is None:
         job = replace(job, out=default_out())
     with opened_run(job, reporter if reporter is not None else ProgressReporter(), pair) as run:
-        measurement = _measurement_of(run)
+        measurement = _measurement_of(run if makes_anew else replace(run, measurement_before=None))
     if measurement is None:
         return Measurement.read(run.folder.root), False
     for sentence in send_result(job.report_to, measurement, run.folder.root):

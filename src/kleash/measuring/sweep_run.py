@@ -20,7 +20,7 @@ from kleash.measuring.keywords import job_of_keywords
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.ray_workers import connected_cluster
 from kleash.measuring.reference_cache import cache_reference, is_cached
-from kleash.measuring.run import default_out, measure, resumable
+from kleash.measuring.run import default_out, measure_together, resumable
 from kleash.measuring.sequence_clusters import SequenceSums, sum_run
 from kleash.measuring.shards import hash_source
 from kleash.measuring.sweep_ranking import (
@@ -250,7 +250,8 @@ def _measure_candidate(
         measure_job = job.measure_job(number, out)
         measurement = _finished_run(measure_job, digest)
         if measurement is None:
-            measurement = measure(replace(measure_job, resume=True), reporter)
+            resumed_job = replace(measure_job, resume=True)
+            measurement, _ = measure_together(resumed_job, reporter, makes_anew=False)
         else:
             reporter.note(f"{measure_job.out} is finished, and kept")
         folder = RunFolder(out / candidate.folder).require_shards(measurement.counts.shards)
