@@ -139,6 +139,8 @@ def candidate_rows(sweep: Sweep, candidate: SweepCandidate) -> Iterator[NumberRo
     ):
         if value is not None:
             yield NumberRow(run=candidate.name, name=name, value=value, unit=unit)
+    if candidate.noise_floor is not None:
+        yield _row(candidate.name, "noise_floor", candidate.noise_floor)
 
 
 def _of_sweep(sweep: Sweep) -> Iterator[NumberRow]:
