@@ -15,11 +15,13 @@ from kleash.cli import main
 from kleash.engines.base_logits import columns_of_rows
 from kleash.errors import KleashError, ModelError, NonFiniteError, OptionError, RunFolderError, SourceError
 from kleash.measuring import cache_reference, measure
+from kleash.measuring.estimates import with_reasons
 from kleash.measuring.llama_cpp_summary import format_llama_cpp
 from kleash.models.base_logit_bounds import impossible_row, kl_bounds, logp_intervals, reverse_kl_bounds
 from kleash.models.base_logits import BaseLogitsRows, encode_rows, open_base_logits, row_values
 from kleash.models.heads import head_logits
 from kleash.records import CacheJob, MeasureJob, RunFolder, WrittenLogits
+from kleash.uncertainty import ratio_of_sums
 
 CONTEXT = 32
 
@@ -352,12 +354,17 @@ def test_columns_leave_out_what_the_base_gives_less_than_e_to_the_minus_16():
     logits = torch.tensor([[0.0, -15.9, -17.0, -40.0], [1.0, 0.0, -1.0, -30.0]])
     moved = logits + torch.tensor([0.0, 1.0, 9.0, 20.0])
     rows = rows_of(logits)
-    columns = columns_of_rows(moved, rows, logp_intervals(rows), np.array([1, 0]))
+    columns = columns_of_rows(moved, rows, logp_intervals(rows), np.array([2, 0]))
     logp, logq = logits.double().log_softmax(-1), moved.double().log_softmax(-1)
     terms = torch.where(logits > -16, logp.exp() * (logp - logq), 0)
     assert columns["llama_cpp_kld"] == pytest.approx(terms.sum(-1).numpy(), abs=1e-4)
-    assert columns["logp_policy"][0] == pytest.approx(logq[0, 1].item(), rel=1e-6)
-    assert columns["logp_reference"][1] == pytest.approx(logp[1, 0].item(), abs=1e-4)
+    assert columns["logp_policy"][0] == pytest.approx(logq[0, 2].item(), rel=1e-6)
+    assert columns["logp_reference"] == pytest.approx([logp[0, 0].item() - 16, logp[1, 0].item()], abs=1e-4)
+    assert columns["is_clipped"].tolist() == [True, False]
+    share = ratio_of_sums(columns["is_clipped"].astype(float), np.ones(2), unit="probability")
+    told = with_reasons({"is_clipped": share, "perplexity_ratio": share, "perplexity_reference": share})
+    assert told["perplexity_ratio"].warnings[-1].startswith("at most this: of 50 % of the tokens")
+    assert told["perplexity_reference"].warnings[:-1] == share.warnings
     assert (columns["top1_policy"] == columns["top1_reference"]).tolist() == [True, False]
 
 

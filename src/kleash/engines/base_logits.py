@@ -272,6 +272,7 @@ def columns_of_rows(
         "top1_probability_policy": top.values.exp().numpy(),
         "top1_probability_reference": np.exp(stored[positions, likeliest]),
         "llama_cpp_kld": torch.where(logq > CUTOFF, terms, 0).sum(-1).numpy(),
+        "is_clipped": base.lowest.isneginf().numpy()[positions, targets],
         **bounds,
     }
     return (

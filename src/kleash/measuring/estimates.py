@@ -203,11 +203,19 @@ def reasons_left_out(unknown_columns: Mapping[str, str]) -> dict[str, str]:
 
 
 def with_reasons(numbers: Mapping[str, Estimate]) -> dict[str, Estimate]:
-    """The statistics, with the reason as the only warning of an upper bound that is infinite."""
+    """The statistics, with the reason as the only warning of an upper bound that is infinite.
+
+    And with a further one of perplexities that are bounds, since the reference's file gives bounds for unlikely tokens.
+    """
     warnings = ("no upper bound: it is not known how unlikely some tokens are under the second model",)
-    return {
+    explained = {
         name: replace(number, warnings=warnings)
         if np.isinf(number.value) and name.endswith("_upper")
         else number
         for name, number in numbers.items()
     }
+    share = numbers["is_clipped"].value if "is_clipped" in numbers else 0.0
+    for name, end in (("perplexity_reference", "least"), ("perplexity_ratio", "most")) if share else ():
+        reason = f"at {end} this: of {100 * share:.2g} % of the tokens the file has an upper bound for the probability"
+        explained[name] = replace(explained[name], warnings=(*explained[name].warnings, reason))
+    return explained

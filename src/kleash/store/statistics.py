@@ -310,6 +310,18 @@ OPTIONAL_STATISTICS: Mapping[str, Statistic] = MappingProxyType(
             columns=("llama_cpp_kld",),
             same_model_value=None,
         ),
+        "is_clipped": Statistic(
+            label="Scored tokens of a probability below the range of the file",
+            explanation="of which the file gives an upper bound for the reference",
+            columns=("is_clipped",),
+            unit="probability",
+            lower=0.0,
+            upper=1.0,
+            same_model_value=None,
+            models=("reference",),
+            compared=False,
+            in_summary=False,
+        ),
         "acceptance_rate_of_sampler": Statistic(
             label="Expected acceptance rate of the sampler",
             explanation="draft and target each truncated as the responses were, or both greedy",

@@ -69,9 +69,14 @@ PADDING_COLUMNS: Mapping[str, str] = {
 """Further columns of ``tokens/`` where a head has rows that are no tokens of the tokenizer: whether the scored token is
 one (1 or 0), their probability, and the KL over the tokens alone and over all rows."""
 
-LLAMA_CPP_COLUMNS: Mapping[str, str] = {**KL_BOUND_COLUMNS, "llama_cpp_kld": "float32"}
-"""Further columns of ``tokens/`` where the reference is a file of llama.cpp's base logits: bounds, and the KL of the
-reference from the policy as llama.cpp computes it, without tokens of a log-probability of -16 or less."""
+LLAMA_CPP_COLUMNS: Mapping[str, str] = {
+    **KL_BOUND_COLUMNS,
+    "llama_cpp_kld": "float32",
+    "is_clipped": "float32",
+}
+"""Further columns of ``tokens/`` where the reference is a file of llama.cpp's base logits: bounds; the KL of the
+reference from the policy as llama.cpp computes it, without tokens of a log-probability of -16 or less; and whether
+``logp_reference`` is an upper bound, since the code of the scored token stands for all that are as unlikely (1 or 0)."""
 
 PADDING_BOUND_COLUMNS: Mapping[str, str] = {
     f"{name}_over_{part}_{end}": "float32"
