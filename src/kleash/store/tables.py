@@ -76,7 +76,7 @@ LLAMA_CPP_COLUMNS: Mapping[str, str] = {
 }
 """Further columns of ``tokens/`` where the reference is a file of llama.cpp's base logits: bounds; the KL of the
 reference from the policy as llama.cpp computes it, without tokens of a log-probability of -16 or less; and whether
-``logp_reference`` is an upper bound, since the code of the scored token stands for all that are as unlikely (1 or 0)."""
+``logp_reference`` is an upper bound, as the code of the scored token stands for all that are as unlikely (1 or 0)."""
 
 PADDING_BOUND_COLUMNS: Mapping[str, str] = {
     f"{name}_over_{part}_{end}": "float32"
