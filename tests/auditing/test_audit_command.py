@@ -82,18 +82,12 @@ def test_a_base_install_audits(project):
     assert "is not installed" in done.stderr and not (project / "audit.html").exists()
 
 
-def test_an_unknown_kind_is_refused_before_anything_runs(project, capsys):
-    assert main(["audit", "user_kl:k3", "--convention", "loss", "--fail-on", "zero_gradents"]) == 2
-    assert "did you mean 'zero_gradient'?" in capsys.readouterr().err
-    assert not (project / "audit.html").exists()
-
-
 def test_arguments_are_bound_and_recorded(project, capsys):
     words = ["audit", "user_kl:scaled", "--convention", "loss", "--json", "--set", "by=2"]
     assert main(words) == 0
     (found,) = json.loads(capsys.readouterr().out)["audits"]
     assert found["arguments"] == {"by": "2"}
-    assert found["target"] == "user_kl:scaled"
+    assert found["target"] == "user_kl:scaled" and found["gradient"] == "2 x KL(p ‖ q)"
     assert "wrong_gradient" in [finding["kind"] for finding in found["findings"]], "twice the gradient"
     page = (project / "audit.html").read_text()
     assert "kleash audit user_kl:scaled --convention loss --set by=2" in page
@@ -111,12 +105,9 @@ def test_output_of_the_audited_code_goes_to_stderr(project, capsys):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["user_kl:k3", "--convention", "los"], "no convention is called 'los'; there are loss, "),
-        (["user_kl:scale", "--convention", "loss"], "user_kl has no 'scale'; did you mean scaled"),
         (["user_kl:k3", "--convention", "loss", "--set", "by=2"], "unexpected keyword argument 'by'"),
-        (["user_kl:broken", "--convention", "loss"], "raised RuntimeError: no reference model is loaded"),
-        (["user_kl:k3", "--convention", "logits_with_mask"], "raised TypeError: k3() takes 2 positional"),
         (["user_kl:k3", "--convention", "sequence_loss"], "the convention that fits it (loss, packed_loss)"),
+        (["user_kl:broken", "--convention=loss", "--fail-on=zero_gradents"], "did you mean 'zero_gradient'?"),
         (["unknown"], "no target is called 'unknown'; there are trl, verl, openrlhf, liger, nemo-rl, skyrl"),
         (["verl", "--convention", "loss"], "verl brings its own conventions and arguments"),
         (["nemo-rl"], "run: git clone --depth 1 https://github.com/NVIDIA-NeMo/RL, and give its folder as"),
@@ -124,7 +115,6 @@ def test_output_of_the_audited_code_goes_to_stderr(project, capsys):
         (["nemo", "--source", ".", "--trust-source"], "no target is called 'nemo'; there are trl, "),
         (["kleash", "--trust-source"], "--trust-source needs --source, the folder of a checkout"),
         (["a.py:f", "--source", "not_there", "--trust-source"], "there is no folder "),
-        (["kleash", "--set", "a=1"], "kleash brings its own conventions and arguments"),
     ],
 )
 def test_errors_are_one_line_on_stderr(project, capsys, words, sentence):
@@ -132,7 +122,7 @@ def test_errors_are_one_line_on_stderr(project, capsys, words, sentence):
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith("kleash: ") and said.err.count("\n") == 1
-    assert sentence in said.err
+    assert sentence in said.err and not (project / "audit.html").exists()
 
 
 def test_cases_named_in_the_help_exist(capsys):

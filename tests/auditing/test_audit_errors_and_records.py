@@ -35,6 +35,8 @@ def goes_backward(p, q):
         (raises, "loss", CannotRunError, ["raises raised RuntimeError: nothing when called"]),
         (lambda p, q: p.topk(3)[0].sum(-1), "log_probabilities", CannotRunError, ["of 2 tokens; let it"]),
         (lambda p, q: sys.exit(3), "loss", CannotRunError, ["SystemExit: 3"]),
+        (lambda p, q: (p - q).expand(8, 1) + 0, "loss", CannotRunError, ["expanded size", "fits it"]),
+        (torch.nn.KLDivLoss, "logits", CannotRunError, ["such as 'f()(logits_p, logits_q) -> token kl l"]),
         (goes_backward, "loss", CannotRunError, ["cannot be differentiated", "a second time"]),
         (lambda p, q: (p - q).to("meta"), "loss", CannotRunError, ["torch.float64 on meta"]),
         (lambda p, q: 3.0, "loss", CannotRunError, ["returned float", "tensor of floating-point"]),
@@ -89,18 +91,6 @@ def test_a_nan_gradient_everywhere_is_reported():
     (sentence,) = [finding.sentence for finding in found.faults if finding.kind == "nan_gradient"]
     assert sentence == "Its gradient is NaN where log p - log q is any number."
     assert found.verdict[1].endswith("pair it is NaN or infinite.")
-
-
-def test_a_missing_argument_can_be_bound():
-    def scaled(p, q, *, scale):
-        return scale * right(p, q)
-
-    with pytest.raises(CannotRunError, match="scale"):
-        audit(scaled, "loss")
-    found = audit(scaled, "loss", arguments={"scale": 1.0})
-    assert found.arguments == {"scale": "1.0"}
-    assert found.value == "KL(p ‖ q)"
-    assert audit(scaled, "loss", arguments={"scale": 2.0}).value == "2 x KL(p ‖ q)"
 
 
 @pytest.mark.parametrize(
@@ -169,6 +159,7 @@ REVERSE_KL_DIV = from_fields("reverse", "logp", "logq", claims="reverse_kl", **W
             "without a clamp",
         ),
         (lambda p, q: p - q, "reward", {}, {"negative_values"}, "leave it"),
+        (lambda p, q: textbook(p.log_softmax(1), q.log_softmax(1)), "logits", {}, {"wrong_gradient"}, "axis"),
         (lambda p, q: q - p, "reward", {}, {"wrong_gradient"}, "negate it"),
         (lambda p, q: (p - q).square(), "loss", {}, {"wrong_gradient"}, "remove the factor"),
         (lambda p, q: (q - p).exp() * (q - p), "metric", {}, {"wrong_direction"}, "k3 without a clamp"),

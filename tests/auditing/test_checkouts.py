@@ -126,7 +126,7 @@ def test_only_what_the_function_needs_is_executed(checkout):
         ("pack/losses.py", OptionError, "is written FILE:function"),
         ("pack/loses.py:k2", UnknownNameError, "there is no file pack/loses.py in "),
         ("../elsewhere.py:k2", UnknownNameError, "there is no file ../elsewhere.py in "),
-        ("pack/losses.py:k1_penalty", UnknownNameError, "has no 'k1_penalty'; did you mean k2_penalty?"),
+        ("pack/losses.py:k1_penalty", UnknownNameError, "at its top level; did you mean k2_penalty?"),
         ("pack/losses.py:uses_nothing_defined", UnknownNameError, "uses_nothing_defined uses k4_penalty"),
         ("pack/losses.py:uses_broken", CannotRunError, "line 51, raises IndexError: list index"),
         ("pack/losses.py:decorated", MissingExtraError, "not_there_at_all.deep.registered is needed, but it"),

@@ -9,6 +9,7 @@ from single_faults import rho, u_of
 
 import kleash
 from kleash.auditing import audit, from_fields
+from kleash.auditing.quantities import OF_FAMILIES
 from kleash.divergences import divergence
 from kleash.estimators import ESTIMATORS
 
@@ -46,6 +47,7 @@ def test_divergences_with_a_parameter_can_be_claimed(function, claims, exchanged
     }
     assert wrong.value == wrong.gradient == f"{exchanged}, p and q exchanged"
     assert {f.kind for f in wrong.faults if f.severity == "wrong"} == {"wrong_direction", "wrong_gradient"}
+    assert claims not in OF_FAMILIES or audit(function, "probabilities").gradient == claims
     p, q = torch.tensor([[0.2, 0.8], [0.7, 0.3]], dtype=torch.float64)
     torch.testing.assert_close(divergence(claims, p.log(), q.log()), function(p, q))
 

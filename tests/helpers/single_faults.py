@@ -6,6 +6,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout, kl_div
@@ -115,6 +116,7 @@ JEFFREYS = replace(WHOLE, name="jeffreys", claims="jeffreys")
 NAN_AT_ZEROS = {"nan_value"}
 LABELS = "f(logits_p.flatten(0, 1), logits_q.flatten(0, 1), labels.flatten()) -> mean"
 SHIFTED = "f(F.pad(logits_p, (0, 0, 0, 1)), F.pad(logits_q, (0, 0, 0, 1)), F.pad(labels, (1, 0), value=-100))"
+OF_ARRAYS = "f(token_logp.detach().numpy(), token_logq.numpy()) ->"
 HALF_RIGHT = {"biased_value", "wrong_gradient", "dead_gradient"}
 
 FAULTS: dict[str, Planted] = {
@@ -127,6 +129,18 @@ FAULTS: dict[str, Planted] = {
         *(JEFFREYS, {"biased_value", "wrong_gradient"}),
     ),
     "wrong sign": Planted(lambda p, q: -kleash.kl(p, q), WHOLE, {"wrong_sign", "wrong_gradient"}),
+    "temperature 2 without its square": Planted(
+        lambda p, q: kleash.kl(*((up(x) / 2).log_softmax(-1) for x in (p, q))),
+        *("logits", {"other_temperature", "wrong_gradient"}),
+    ),
+    "twice the mean over the vocabulary": Planted(
+        lambda p, q: 2 * kleash.kl(p, q) / p.shape[-1], WHOLE, {"wrong_scale", "wrong_gradient"}
+    ),
+    "minus log p": Planted(lambda p, q: -up(p), "loss", {"cross_entropy", "zero_gradient"}),
+    "a log-likelihood beside the sum over a certain p": Planted(
+        lambda p, q, t: textbook(p, q) - up(p).gather(-1, t.unsqueeze(-1)).squeeze(-1),
+        *("f(logp, logq, tokens)", set(), {"cross_entropy"}),
+    ),
     "k2 without its half": Planted(
         lambda p, q: u_of(p, q).square(), "loss", {"wrong_scale", "wrong_gradient"}
     ),
@@ -172,6 +186,10 @@ FAULTS: dict[str, Planted] = {
         "mean_loss_with_mask",
         {"nan_from_empty_response"},
     ),
+    "an array in bits": Planted(
+        lambda p, q: (p - q) / np.log(2), f"{OF_ARRAYS} metric", {"wrong_scale", "low_precision"}
+    ),
+    "a number of numpy": Planted(lambda p, q: (p - q).mean(), f"{OF_ARRAYS} mean metric", set()),
     "a float": Planted(lambda p, q, m: masked(p, q, m)[m].mean().item(), "mean_metric_with_mask", set()),
     "clamp before exp": Planted(
         clamped_before, "loss", HALF_RIGHT, {"flat_value", "infinite_missed", "cancellation"}

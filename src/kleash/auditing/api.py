@@ -155,7 +155,9 @@ def _advice(audited: AuditedFunction) -> str:
     convention = audited.convention
     if fits(convention):
         return "; let it take vocabularies of 2, 3 and 8 tokens, by min(k, vocabulary) for instance"
-    call = _call_of(convention)
+    call, taken = _call_of(convention), ")[0]"
+    if isinstance(audited.function, type):
+        call, taken = call.replace("f(", "f()(", 1), ")"
     fitting = ", ".join(
         other.name
         for other in CONVENTIONS.values()
@@ -163,7 +165,7 @@ def _advice(audited: AuditedFunction) -> str:
         and (call.startswith(_call_of(other)) or _call_of(other).startswith(call))
         and fits(other)
     )
-    written = "" if "(" in convention.name else f", such as {_line(convention, f'{call})[0]')}"
+    written = "" if "(" in convention.name else f", such as {_line(convention, call + taken)}"
     return (
         f"; choose the convention that fits it{f' ({fitting})' if fitting else ''}, bind its reduction or other "
         f"arguments, or write the call as the convention{written}, or wrap it, for vocabularies of 2, 3 and 8 tokens"

@@ -8,6 +8,7 @@ from inspect import signature
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -98,6 +99,8 @@ class AuditedFunction:
         description = f"{named}{self.convention.summary}"
         try:
             result = self.convention.call(self.bound, inputs)
+            if self.convention.place == "metric" and isinstance(result, float | np.floating | np.ndarray):
+                result = torch.tensor(np.array(result))  # as it is logged
         except MissingExtraError as error:  # such as an import of a checkout that was not loaded
             raise CannotRunError(f"{self.name} cannot be called: {error}") from error
         except (Exception, SystemExit) as error:
@@ -106,8 +109,6 @@ class AuditedFunction:
                 f"{self.name} raised {type(error).__name__}{message} when called by {description}, with a vocabulary "
                 f"of {inputs.logp.shape[-1]} tokens"
             ) from error
-        if isinstance(result, float) and self.convention.place == "metric":  # as it is logged
-            result = torch.tensor(result, dtype=torch.float64)
         if not (isinstance(result, Tensor) and result.is_floating_point() and result.device.type == "cpu"):
             kind = (
                 f"{result.dtype} on {result.device}" if isinstance(result, Tensor) else type(result).__name__

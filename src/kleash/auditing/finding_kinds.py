@@ -2,177 +2,125 @@
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
 
 from kleash.auditing.conventions import Convention
 from kleash.auditing.quantities import label_of
 from kleash.registry import look_up
 
-
-class FindingKind(NamedTuple):
-    """What findings of a kind say."""
-
-    meaning: str
-    remedy: str
-    """What to change, in one line; ``remedy_of`` puts functions of kleash into it."""
-
-
-FINDINGS: Mapping[str, FindingKind] = MappingProxyType(
+FINDINGS: Mapping[str, str] = MappingProxyType(
     {
-        # the value
-        "wrong_direction": FindingKind(
-            "its value is the claimed divergence, or k3 of it, with its arguments exchanged",
-            "exchange the two arguments",
+        # Of the value:
+        # its value is the claimed divergence, or k3 of it, with its arguments exchanged
+        "wrong_direction": "exchange the two arguments",
+        # its value has the other sign
+        "wrong_sign": "negate it, or set sign=-1 in the convention",
+        # its value is a multiple of the claimed divergence, or of k2, over one token or over several
+        "wrong_scale": (
+            "remove the factor, or move it into the coefficient; where a sum and a mean are exchanged, "
+            "take the other"
         ),
-        "wrong_sign": FindingKind(
-            "its value has the other sign", "negate it, or set sign=-1 in the convention"
+        # its value is right for the first token of a response but not for the later ones
+        "wrong_later_tokens": "compute every token like the first one",
+        # the value at a token is that of another token
+        "wrong_credit": "return the value of each token at its own position",
+        # its value is the claimed divergence plus a constant, so not 0 where p = q
+        "wrong_offset": "subtract the constant, so that it is 0 where p = q",
+        # its value is a cross-entropy or an entropy, which is not 0 where p = q
+        "cross_entropy": "subtract the entropy, or use {value}",
+        # its value is another quantity than the convention claims
+        "other_divergence": "use {value}, or set the convention's claims to the intended divergence",
+        # its value is a multiple of a KL of distributions at another temperature
+        "other_temperature": (
+            "audit f(T * logits_p, T * logits_q) / T**2 if the temperature T is intended; a loss is multiplied by T**2 "
+            "to keep the size of its gradient"
         ),
-        "wrong_scale": FindingKind(
-            "its value is a multiple of the claimed divergence, or of k2, over one token or over several",
-            "remove the factor, or move it into the coefficient; where a sum and a mean are exchanged, take the other",
+        # its value is the divergence of the likeliest tokens only
+        "truncated": (
+            "sum over the whole vocabulary, by {value}; one bucket for the rest gives a lower bound"
         ),
-        "wrong_later_tokens": FindingKind(
-            "its value is right for the first token of a response but not for the later ones",
-            "compute every token like the first one",
+        # the term of each sampled token is weighted by its probability a second time
+        "weighted_twice": (
+            "take the unweighted mean of log p - log q: sampling from p already applies the weight"
         ),
-        "wrong_credit": FindingKind(
-            "the value at a token is that of another token",
-            "return the value of each token at its own position",
+        # its mean over samples of p is not the claimed divergence, and no other of the table
+        "biased_value": "use {value}",
+        # its mean over samples of another distribution is not the claimed divergence
+        "off_policy_value": "weight each token by p / behaviour (kleash.importance_weights)",
+        # the value of a single response or token can be negative
+        "negative_values": "use {value} if single values must not be negative",
+        # its importance ratio is truncated beyond some value
+        "truncated_ratio": "report how many ratios are truncated, or leave the ratio as it is",
+        # Of the gradient:
+        # no gradient reaches the policy
+        "detached": "let the gradient through: without torch.no_grad, detach or item",
+        # its expected gradient is zero: as a penalty it has no effect
+        "zero_gradient": "use {value}",
+        # its expected gradient on samples of p is not that of the claimed divergence
+        "wrong_gradient": "use {value}",
+        # on samples of another distribution its expected gradient is another one
+        "off_policy_gradient": (
+            "weight it by p / behaviour: detached on k2, attached on k3 (kleash.importance_weights)"
         ),
-        "wrong_offset": FindingKind(
-            "its value is the claimed divergence plus a constant, so not 0 where p = q",
-            "subtract the constant, so that it is 0 where p = q",
+        # its gradient leaves out the effect of a token on the divergence at later tokens
+        "token_gradient": "add kleash.future_kl_loss if the divergence between whole responses is intended",
+        # Of extreme inputs:
+        # over a range of log ratios its gradient is exactly zero
+        "dead_gradient": "remove the clamp, or let the gradient through it",
+        # over a range of log ratios its value does not change
+        "flat_value": "remove the clamp, or the constant that is added before the logarithm",
+        # its value is NaN where that of the divergence is defined
+        "nan_value": "select the valid entries before the logarithm or the exponential, or use {value}",
+        # its gradient is NaN or infinite where that of the divergence is finite
+        "nan_gradient": (
+            "select the valid entries before the exponential (0 * inf is NaN in the backward pass), or "
+            "use {value}"
         ),
-        "cross_entropy": FindingKind(
-            "its value is a cross-entropy or an entropy, which is not 0 where p = q",
-            "subtract the entropy, or use {value}",
+        # its value is finite where the divergence is infinite
+        "infinite_missed": "return infinity: q rules out a token that p does not",
+        # its value is infinite where the divergence is finite
+        "infinite_value": "compute with logarithms and expm1",
+        # a NaN at an unmasked token becomes a number
+        "hides_nan": "mask the padding only, and return NaN elsewhere",
+        # Of several responses in a call:
+        # a response's value or gradient depends on the other responses in the batch
+        "batch_dependent": (
+            "compute each response independently, and centre or average outside the function"
         ),
-        "other_divergence": FindingKind(
-            "its value is another quantity than the convention claims",
-            "use {value}, or set the convention's claims to the intended divergence",
+        # over several responses it is not a mean, but a sum or something else
+        "wrong_reduction": "divide by the number of unmasked tokens",
+        # Of the padding:
+        # NaN or infinity in the padding reaches the value or the gradient
+        "nan_from_padding": (
+            "select with torch.where before any computation, instead of multiplying by the mask"
         ),
-        "truncated": FindingKind(
-            "its value is the divergence of the likeliest tokens only",
-            "sum over the whole vocabulary, by {value}; one bucket for the rest gives a lower bound",
+        # numbers in the padding change the value or the gradient
+        "padding_counts": "use the mask in every sum",
+        # its mean counts the padding in the denominator
+        "padding_in_denominator": "divide by mask.sum()",
+        # a response without unmasked tokens makes the value or the gradient NaN
+        "nan_from_empty_response": (
+            "leave such responses out, or divide by the number of tokens clamped to at least 1"
         ),
-        "weighted_twice": FindingKind(
-            "the term of each sampled token is weighted by its probability a second time",
-            "take the unweighted mean of log p - log q: sampling from p already applies the weight",
-        ),
-        "biased_value": FindingKind(
-            "its mean over samples of p is not the claimed divergence, and no other of the table",
-            "use {value}",
-        ),
-        "off_policy_value": FindingKind(
-            "its mean over samples of another distribution is not the claimed divergence",
-            "weight each token by p / behaviour (kleash.importance_weights)",
-        ),
-        "negative_values": FindingKind(
-            "the value of a single response or token can be negative",
-            "use {value} if single values must not be negative",
-        ),
-        "truncated_ratio": FindingKind(
-            "its importance ratio is truncated beyond some value",
-            "report how many ratios are truncated, or leave the ratio as it is",
-        ),
-        # the gradient
-        "detached": FindingKind(
-            "no gradient reaches the policy",
-            "let the gradient through: without torch.no_grad, detach or item",
-        ),
-        "zero_gradient": FindingKind(
-            "its expected gradient is zero: as a penalty it has no effect", "use {value}"
-        ),
-        "wrong_gradient": FindingKind(
-            "its expected gradient on samples of p is not that of the claimed divergence", "use {value}"
-        ),
-        "off_policy_gradient": FindingKind(
-            "on samples of another distribution its expected gradient is another one",
-            "weight it by p / behaviour: detached on k2, attached on k3 (kleash.importance_weights)",
-        ),
-        "token_gradient": FindingKind(
-            "its gradient leaves out the effect of a token on the divergence at later tokens",
-            "add kleash.future_kl_loss if the divergence between whole responses is intended",
-        ),
-        # extreme inputs
-        "dead_gradient": FindingKind(
-            "over a range of log ratios its gradient is exactly zero",
-            "remove the clamp, or let the gradient through it",
-        ),
-        "flat_value": FindingKind(
-            "over a range of log ratios its value does not change",
-            "remove the clamp, or the constant that is added before the logarithm",
-        ),
-        "nan_value": FindingKind(
-            "its value is NaN where that of the divergence is defined",
-            "select the valid entries before the logarithm or the exponential, or use {value}",
-        ),
-        "nan_gradient": FindingKind(
-            "its gradient is NaN or infinite where that of the divergence is finite",
-            "select the valid entries before the exponential (0 * inf is NaN in the backward pass), or use {value}",
-        ),
-        "infinite_missed": FindingKind(
-            "its value is finite where the divergence is infinite",
-            "return infinity: q rules out a token that p does not",
-        ),
-        "infinite_value": FindingKind(
-            "its value is infinite where the divergence is finite", "compute with logarithms and expm1"
-        ),
-        "hides_nan": FindingKind(
-            "a NaN at an unmasked token becomes a number", "mask the padding only, and return NaN elsewhere"
-        ),
-        # several responses in a call
-        "batch_dependent": FindingKind(
-            "a response's value or gradient depends on the other responses in the batch",
-            "compute each response independently, and centre or average outside the function",
-        ),
-        "wrong_reduction": FindingKind(
-            "over several responses it is not a mean, but a sum or something else",
-            "divide by the number of unmasked tokens",
-        ),
-        # the padding
-        "nan_from_padding": FindingKind(
-            "NaN or infinity in the padding reaches the value or the gradient",
-            "select with torch.where before any computation, instead of multiplying by the mask",
-        ),
-        "padding_counts": FindingKind(
-            "numbers in the padding change the value or the gradient", "use the mask in every sum"
-        ),
-        "padding_in_denominator": FindingKind(
-            "its mean counts the padding in the denominator", "divide by mask.sum()"
-        ),
-        "nan_from_empty_response": FindingKind(
-            "a response without unmasked tokens makes the value or the gradient NaN",
-            "leave such responses out, or divide by the number of tokens clamped to at least 1",
-        ),
-        # the precision
-        "low_precision": FindingKind(
-            "it computes in the precision of its inputs and loses digits in bfloat16",
-            "cast to float32 before the subtraction",
-        ),
-        "cancellation": FindingKind(
-            "in float32 it loses digits to cancellation where p and q nearly agree",
-            "use expm1 near p = q, or {value}",
-        ),
-        # the call
-        "stateful": FindingKind(
-            "its result depends on earlier calls", "pass the state as an argument, and return the new state"
-        ),
-        "random": FindingKind(
-            "its result differs from call to call on the same numbers",
-            "take the noise as an argument if results should be reproducible",
-        ),
-        "changes_inputs": FindingKind(
-            "it overwrites its arguments", "work on a copy instead of changing an argument in place"
-        ),
-        "changes_settings": FindingKind(
-            "it changes settings of the process: seeds, the default dtype, gradient mode",
-            "use a separate torch.Generator, and pass the dtype as an argument",
-        ),
-        "cannot_be_called": FindingKind("it raises an error on valid inputs", "accept all valid inputs"),
+        # Of the precision:
+        # it computes in the precision of its inputs and loses digits in bfloat16
+        "low_precision": "cast to float32 before the subtraction",
+        # in float32 it loses digits to cancellation where p and q nearly agree
+        "cancellation": "use expm1 near p = q, or {value}",
+        # Of the call:
+        # its result depends on earlier calls
+        "stateful": "pass the state as an argument, and return the new state",
+        # its result differs from call to call on the same numbers
+        "random": "take the noise as an argument if results should be reproducible",
+        # it overwrites its arguments
+        "changes_inputs": "work on a copy instead of changing an argument in place",
+        # it changes settings of the process: seeds, the default dtype, gradient mode
+        "changes_settings": "use a separate torch.Generator, and pass the dtype as an argument",
+        # it raises an error on valid inputs
+        "cannot_be_called": "accept all valid inputs",
     }
 )
-"""``--fail-on`` and ``Audit.failing`` take these and ``SEVERITIES``."""
+"""Kind -> what to change, in one line, into which ``remedy_of`` puts functions of kleash; the comment above it says
+what a finding of the kind means. ``--fail-on`` and ``Audit.failing`` take these and ``SEVERITIES``."""
 
 SEVERITIES = ("wrong", "fragile", "fault", "note")
 """Names for all findings of a severity, the worst first; "fault" for wrong and fragile."""
@@ -196,9 +144,10 @@ def remedy_of(kind: str, convention: Convention) -> str:
         case "hidden":
             value = "kleash.linear_kl" if is_kl else f"kleash.linear_divergence(…, divergence={claims!r})"
         case _:
-            calls = {"kl": "kleash.kl(logp, logq)", "reverse_kl": "kleash.kl(logq, logp)"}
-            value = calls.get(claims, f"kleash.divergences.divergence({claims!r}, logp, logq)")
-    return FINDINGS[kind].remedy.format(value=value)
+            value = {"kl": "kleash.kl(logp, logq)", "reverse_kl": "kleash.kl(logq, logp)"}.get(
+                claims, f"kleash.divergences.divergence({claims!r}, logp, logq)"
+            )
+    return FINDINGS[kind].format(value=value)
 
 
 def kinds_of(texts: Iterable[str]) -> tuple[str, ...]:

@@ -19,7 +19,15 @@ from kleash.auditing.toy_distributions import (
     one_token_distributions,
     response_logp,
 )
-from kleash.divergences import DIVERGENCES, cross_entropy, divergence, entropy, find_divergence, phi
+from kleash.divergences import (
+    DIVERGENCES,
+    at_temperature,
+    cross_entropy,
+    divergence,
+    entropy,
+    find_divergence,
+    phi,
+)
 
 DistributionFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """A function of ``logp`` and ``logq`` [prefixes, vocab] with one number per prefix."""
@@ -64,14 +72,14 @@ def _expectation(of_log_ratio: Callable[[Tensor], Tensor], weight: int = 1) -> D
     return lambda logp, logq: ((weight * logp).exp() * of_log_ratio(logp - logq)).sum(-1)
 
 
-def _exchanged(function: DistributionFunction) -> DistributionFunction:
-    return lambda logp, logq: function(logq, logp)
+def _truncated_kl(k: int, remainder: str, of: str, by: str, logp: Tensor, logq: Tensor) -> Tensor:
+    """The KL ``of`` one distribution from the other over the k tokens that are likeliest ``by`` p or q.
 
-
-def _truncated_kl(k: int, remainder: str, by_first: bool, logp: Tensor, logq: Tensor) -> Tensor:
-    """KL of the k tokens that are likeliest under the first distribution, or under the second."""
-    tokens = (logp if by_first else logq).topk(k, dim=-1).indices
-    p, q = logp.gather(-1, tokens), logq.gather(-1, tokens)
+    The remainder is renormalised, in one bucket, or dropped.
+    """
+    tokens = (logp if by == "p" else logq).topk(k, dim=-1).indices
+    sides = (logp, logq) if of == "p ‖ q" else (logq, logp)
+    p, q = (side.gather(-1, tokens) for side in sides)
     if remainder == "renormalised":
         p, q = p.log_softmax(-1), q.log_softmax(-1)
     if remainder == "the rest in one bucket":
@@ -79,44 +87,46 @@ def _truncated_kl(k: int, remainder: str, by_first: bool, logp: Tensor, logq: Te
     return (p.exp() * (p - q)).sum(-1)
 
 
-def _truncated_quantities() -> dict[str, DistributionFunction]:
-    """KLs over the likeliest tokens only, with the rest renormalised, in one bucket or dropped."""
-    functions: dict[str, DistributionFunction] = {}
-    remainders = ("renormalised", "the rest in one bucket", "the rest dropped")
-    for k, remainder, of, by in product(range(2, VOCAB_SIZE), remainders, ("p ‖ q", "q ‖ p"), "pq"):
-        if remainder == "the rest in one bucket" and k == VOCAB_SIZE - 1:
-            continue  # a bucket of one token leaves nothing out
-        function = partial(_truncated_kl, k, remainder, of.startswith(by))
-        label = f"KL({of}) of {by}'s {k} likeliest tokens, {remainder}"
-        functions[label] = function if of == "p ‖ q" else _exchanged(function)
-    return functions
+BY_VOCABULARY = " divided by the size of the vocabulary"
+"""End of the label of a quantity that ``F.kl_div`` with ``reduction="mean"`` gives."""
+OF_FAMILIES = tuple(
+    f"{family}:{mix}"
+    for family in ("skew_kl", "skew_reverse_kl", "jensen_shannon")
+    for mix in (0.1, 0.2, 0.3, 0.7, 0.8, 0.9)
+)
+"""Divergences with a parameter that are in use, by what a convention claims."""
 
 
 @cache
 def known_quantities() -> Mapping[str, KnownQuantity]:
     """Label -> quantity: the divergences of the table, and what KL code computes by mistake."""
+    kls = {LABELS[name]: partial(divergence, name) for name in ("kl", "reverse_kl")}
+    of_temperature: dict[str, DistributionFunction] = {
+        f"{label} at temperature {each:g}": lambda p, q, of=function, each=each: of(
+            at_temperature(p, each), at_temperature(q, each)
+        )
+        for label, function in kls.items()
+        for each in (0.5, 0.7, 0.8, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10)
+    }
     by_kind: dict[str, dict[str, DistributionFunction]] = {
         "other_divergence": {
             **{LABELS[name]: partial(divergence, name) for name in DIVERGENCES},
-            "chi-squared(q ‖ p)": _exchanged(partial(divergence, "chi_squared")),
+            "chi-squared(q ‖ p)": lambda p, q: divergence("chi_squared", q, p),
             "zero": lambda p, q: torch.zeros(len(p), dtype=p.dtype),
             "sum |p - q|": lambda p, q: 2 * divergence("total_variation", p, q),
             "KL(p ‖ q) - KL(q ‖ p)": lambda p, q: divergence("kl", p, q) - divergence("kl", q, p),
         },
         "cross_entropy": {
             "the cross-entropy of q under p": cross_entropy,
-            "the cross-entropy of p under q": _exchanged(cross_entropy),
+            "the cross-entropy of p under q": lambda p, q: cross_entropy(q, p),
             "the entropy of p": lambda p, q: entropy(p),
             "the entropy of q": lambda p, q: entropy(q),
         },
         "wrong_direction": {"chi-squared(p ‖ q) - KL(p ‖ q)": _expectation(lambda u: phi(-u))},
+        "other_temperature": of_temperature,
         "wrong_scale": {
-            "KL(p ‖ q) divided by the size of the vocabulary": lambda p, q: (
-                divergence("kl", p, q) / p.shape[-1]
-            ),
-            "KL(q ‖ p) divided by the size of the vocabulary": lambda p, q: (
-                divergence("kl", q, p) / p.shape[-1]
-            ),
+            label + BY_VOCABULARY: lambda p, q, of=function: of(p, q) / p.shape[-1]
+            for label, function in {**kls, **of_temperature}.items()
         },
         "biased_value": {
             "E_p (log p - log q)^2 / 2": _expectation(lambda u: u.square() / 2),
@@ -127,7 +137,18 @@ def known_quantities() -> Mapping[str, KnownQuantity]:
             "sum p^2 (log p - log q)^2 / 2": _expectation(lambda u: u.square() / 2, weight=2),
             "sum p^2 k3": _expectation(phi, weight=2),
         },
-        "truncated": _truncated_quantities(),
+        "truncated": {
+            f"KL({of}) of {by}'s {k} likeliest tokens, {remainder}": partial(
+                _truncated_kl, k, remainder, of, by
+            )
+            for k, remainder, of, by in product(
+                range(2, VOCAB_SIZE),
+                ("renormalised", "the rest in one bucket", "the rest dropped"),
+                ("p ‖ q", "q ‖ p"),
+                "pq",
+            )
+            if (k, remainder) != (VOCAB_SIZE - 1, "the rest in one bucket")  # which leaves nothing out
+        },
     }
     return MappingProxyType(
         {
@@ -148,8 +169,8 @@ def quantity_of(label: str) -> KnownQuantity:
     if label in known:
         return known[label]
     record = find_divergence(label.removesuffix(EXCHANGED))
-    of_record = partial(divergence, record.swapped if label.endswith(EXCHANGED) else record)
-    return KnownQuantity(kind="other_divergence", function=of_record)
+    record = record.swapped if label.endswith(EXCHANGED) else record
+    return KnownQuantity(kind="other_divergence", function=partial(divergence, record))
 
 
 VALUES_ONLY = ("truncated", "weighted_twice", "zero", "the entropy of q", "the cross-entropy of p under q")
@@ -187,24 +208,24 @@ def exact(
 
 
 @cache
-def candidates(
-    of: ValueOrGradient, sampling: Sampling, claimed: str, *, of_tokens: bool = False
-) -> Mapping[str, Float64[Tensor, "pairs entries"]]:
+def candidates(of: ValueOrGradient, claimed: str) -> Mapping[str, Float64[Tensor, "pairs entries"]]:
     """Label -> the claimed and each known quantity that a value or a gradient may be, on the one-token distributions.
 
-    A function ``of_tokens`` that are sampled does not know the size of the vocabulary.
+    Without quantities divided by the size of the vocabulary, which is the same on all of them.
     """
-    labels = () if claimed in known_quantities() else (claimed, claimed + EXCHANGED)
-    of_family = {label: quantity_of(label) for label in labels}
+    logits = torch.cat([toy.logits_p for toy in one_token_distributions()]).requires_grad_()
+    logq = torch.cat([toy.logits_q for toy in one_token_distributions()]).log_softmax(-1)
+    exchanged = () if claimed in known_quantities() else (claimed + EXCHANGED,)
+    left_out = {"wrong_scale", *(VALUES_ONLY if of == "gradient" else ())}
+    values = {
+        label: quantity_of(label).function(logits.log_softmax(-1), logq)
+        for label in dict.fromkeys((claimed, *exchanged, *known_quantities(), *OF_FAMILIES))
+        if left_out.isdisjoint((quantity_of(label).kind, label))
+    }
+    if of == "value":
+        return MappingProxyType({label: each.detach().unsqueeze(-1) for label, each in values.items()})
     return MappingProxyType(
-        {
-            label: torch.stack(
-                [exact(of, toy, sampling, label)["token"].flatten() for toy in one_token_distributions()]
-            )
-            for label, quantity in {**of_family, **known_quantities()}.items()
-            if (of == "value" or {quantity.kind, label}.isdisjoint(VALUES_ONLY))
-            and not (of_tokens and quantity.kind == "wrong_scale")
-        }
+        {label: torch.autograd.grad(each.sum(), logits)[0] for label, each in values.items()}
     )
 
 
@@ -272,13 +293,12 @@ def match_quantity(
 
     Args:
         measured: the expected value on each pair, or the entries of the expected gradient, of which none is a shift.
-        candidates: label -> the quantity on each pair.
+        candidates: label -> the quantity on each pair; the first that fits is taken.
         pairs: the names of the pairs.
-        claimed: the label that is tried first.
+        claimed: the label of the claimed divergence.
         errors: standard errors of ``measured``, as a norm.
     """
-    ordered = {claimed: candidates[claimed], **candidates}
-    targets = torch.stack([*ordered.values()])
+    targets = torch.stack([*candidates.values()])
     noise = torch.zeros(len(pairs)) if errors is None else MAX_STANDARD_ERRORS * errors
     is_gradient = measured.shape[1] > 1
     relations: tuple[Relation, ...] = (
@@ -292,7 +312,9 @@ def match_quantity(
             return QuantityMatch(quantity="zero", relation="itself", everywhere=everywhere)
         for relation in relations:
             factors, is_match = _factors(relation, part, targets[:, rows], slack)
-            for quantity, factor, is_this in zip(ordered, factors.tolist(), is_match.tolist(), strict=True):
+            for quantity, factor, is_this in zip(
+                candidates, factors.tolist(), is_match.tolist(), strict=True
+            ):
                 if is_this:
                     return QuantityMatch(
                         quantity=quantity, relation=relation, factor=factor, everywhere=everywhere

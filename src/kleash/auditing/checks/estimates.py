@@ -158,6 +158,11 @@ def _is_exchanged(matched: Matched) -> bool:
 
 def _mismatch_remedy(matched: Matched, convention: Convention) -> str:
     """What to change in a value or gradient that is not the claimed one: of a sample, not the order of arguments."""
+    if str(matched) == "zero for one token":
+        return (
+            "take the softmax over the vocabulary, the last axis; where the function drops a token, lengthen its "
+            "inputs by one in the convention (F.pad)"
+        )
     is_order = _is_exchanged(matched) and convention.sees == "tokens"
     return remedy_of("biased_value" if is_order else _mismatch_kind(matched), convention)
 
@@ -287,8 +292,8 @@ def _gradient_sentence(evidence: Evidence) -> str:
     usage = "As a reward on-policy" if place == "reward" else "Backpropagated on-policy"
     match, positions = gradient.on_policy, gradient.positions
     of_several = (
-        f"it is that of {match} neither token by token (their cosine is {positions.token_cosine:.3g}) nor "
-        f"between whole responses ({positions.sequence_cosine:.3g})"
+        f"it is that of {match} neither token by token (their cosine is {positions.cosines[0]:.3g}) nor "
+        f"between whole responses ({positions.cosines[1]:.3g})"
     )
     if positions.factors:
         of_several = f"it is {positions.times(f'that of {match}{LEVELS[positions.factors_of]}')}"
@@ -302,7 +307,7 @@ def _gradient_sentence(evidence: Evidence) -> str:
     if str(gradient) == "zero for one token":
         return (
             f"{usage} its expected gradient is zero for one token, but not for several: its cosine with that of "
-            f"{claimed} is {positions.token_cosine:.3g} token by token, and {positions.sequence_cosine:.3g} between "
+            f"{claimed} is {positions.cosines[0]:.3g} token by token, and {positions.cosines[1]:.3g} between "
             "whole responses."
         )
     what = f"no divergence of the table, and not {claimed}"

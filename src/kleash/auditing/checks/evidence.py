@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cache
+from math import isclose, nan
 from typing import Literal, TypeGuard, get_args
 
 import torch
@@ -18,6 +19,7 @@ from kleash.auditing.checks.expectations import (
 )
 from kleash.auditing.checks.log_ratios import LogRatios, scan_log_ratios
 from kleash.auditing.quantities import (
+    BY_VOCABULARY,
     MAX_STANDARD_ERRORS,
     NEGLIGIBLE,
     TOLERANCE,
@@ -26,10 +28,17 @@ from kleash.auditing.quantities import (
     cosine_similarities,
     exact,
     is_quantity,
+    known_quantities,
     label_of,
     quantity_of,
 )
-from kleash.auditing.toy_distributions import SAMPLINGS, SEQUENCES, ToyDistributions, toy_distributions
+from kleash.auditing.toy_distributions import (
+    SAMPLINGS,
+    SEQUENCES,
+    VOCAB_SIZE,
+    ToyDistributions,
+    toy_distributions,
+)
 from kleash.errors import KleashError
 from kleash.estimators import ESTIMATORS
 from kleash.store.audit import GradientRow, ValueRow
@@ -59,9 +68,8 @@ class PositionMatch:
     """For "neither": by which factor it is too large at each position; () if there is no such factor."""
     factors_of: Literal["", "token", "sequence"] = ""
     """The level that the factors refer to."""
-    token_cosine: float = float("nan")
-    """Of a gradient, with that of level "token"."""
-    sequence_cosine: float = float("nan")
+    cosines: tuple[float, ...] = (nan, nan)
+    """Of a gradient, with that of level "token" and of level "sequence"."""
 
     @property
     def is_uniform(self) -> bool:
@@ -130,7 +138,10 @@ def gather_evidence(audited: AuditedFunction) -> Evidence:
     ]
     on_policy, off_policy = (e for e in expectations if e.toy.steps > 1)
     matches = {
-        of: [matched_quantity(e, of, claimed, of_tokens=audited.convention.sees == "tokens") for e in of_one]
+        of: [
+            _by_vocabulary(matched_quantity(single, of, claimed), of, several)
+            for single, several in zip(of_one, (on_policy, off_policy), strict=True)
+        ]
         for of in get_args(ValueOrGradient)
     }
     log_ratios = scan_log_ratios(audited)
@@ -160,6 +171,30 @@ def gather_evidence(audited: AuditedFunction) -> Evidence:
         log_ratios=log_ratios,
         estimator_level=_estimator_level(audited, log_ratios.estimator),
     )
+
+
+def _by_vocabulary(
+    match: QuantityMatch | None, of: ValueOrGradient, several: Expectation
+) -> QuantityMatch | None:
+    """The match, or that of the quantity divided by the size of the vocabulary, if only this holds for another size.
+
+    Responses of several tokens have a vocabulary of another size than single tokens.
+    """
+    if (
+        match is None
+        or match.relation != "multiple"
+        or match.quantity + BY_VOCABULARY not in known_quantities()
+    ):
+        return match
+    factor = match.factor * VOCAB_SIZE
+    divided = replace(
+        match,
+        quantity=match.quantity + BY_VOCABULARY,
+        factor=factor,
+        relation="itself" if isclose(factor, 1, rel_tol=TOLERANCE) else "multiple",
+    )
+    levels = [_level(several, of, each.quantity, each.factor) for each in (match, divided)]
+    return divided if levels[0] == "neither" and levels[1] in ("token", "both") else match
 
 
 def _level_of(measured: Tensor, by_token: Tensor, by_sequence: Tensor, error: float = 0.0) -> Level:
@@ -197,10 +232,8 @@ def _zero_by_position(expected: Expectation, of: ValueOrGradient, claimed: str) 
     targets = torch.stack([*exact(of, expected.toy, expected.sampling, claimed).values()])
     if measured is None or measured.norm() <= NEGLIGIBLE * targets.norm() + MAX_STANDARD_ERRORS * error:
         return PositionMatch(level="")
-    by_token, by_sequence = cosine_similarities(
-        measured.flatten(), targets.reshape(len(targets), -1)
-    ).tolist()
-    return PositionMatch(level="neither", token_cosine=by_token, sequence_cosine=by_sequence)
+    cosines = cosine_similarities(measured.flatten(), targets.reshape(len(targets), -1)).tolist()
+    return PositionMatch(level="neither", cosines=tuple(cosines))
 
 
 def _value_by_position(
@@ -265,13 +298,13 @@ def _gradient_by_position(expected: Expectation, match: QuantityMatch | None) ->
         for of in exact("gradient", expected.toy, expected.sampling, match.quantity).values()
     ]
     of_token, of_sequence = (_gradient_factors(expected, expected.gradient, target) for target in targets)
-    cosines = cosine_similarities(expected.gradient.flatten(), torch.stack(targets).flatten(1))
     return PositionMatch(
         level=level,
         factors=of_token or of_sequence,
         factors_of="token" if of_token else "sequence" if of_sequence else "",
-        token_cosine=cosines[0].item(),
-        sequence_cosine=cosines[1].item(),
+        cosines=tuple(
+            cosine_similarities(expected.gradient.flatten(), torch.stack(targets).flatten(1)).tolist()
+        ),
     )
 
 

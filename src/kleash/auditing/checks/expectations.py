@@ -116,7 +116,7 @@ def _expectation_of_one_pass(
 
 
 def matched_quantity(
-    chosen: Sequence[Expectation], of: ValueOrGradient, claimed: str, *, of_tokens: bool
+    chosen: Sequence[Expectation], of: ValueOrGradient, claimed: str
 ) -> QuantityMatch | None:
     """The known quantity that is the value, or the gradient, over a single token; None if there is none."""
     measured = [e.measured(of) for e in chosen]
@@ -126,7 +126,7 @@ def matched_quantity(
     pairs, errors = [e.toy.name for e in chosen], torch.tensor([error for _, error in measured]).double()
     return match_quantity(
         torch.stack(flat),
-        candidates(of, chosen[0].sampling, claimed, of_tokens=of_tokens),
+        candidates(of, claimed),
         pairs,
         claimed,
         errors,

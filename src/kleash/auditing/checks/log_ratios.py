@@ -73,11 +73,15 @@ class LogRatios:
     @property
     def name(self) -> str:
         """The log ratio in words."""
-        sees_tokens = self.convention.sees == "tokens"
-        return "log p - log q" if sees_tokens else "the difference of two tokens' log-odds"
+        return (
+            "log p - log q" if self.convention.sees == "tokens" else "the difference of two tokens' log-odds"
+        )
 
     def reportable_zones(self, kind: ZoneKind) -> list[ZoneRow]:
-        """Without zones that cover everything (a constant has its own finding) and those that overflow causes."""
+        """Without zones that cover everything (a constant has its own finding) and those that overflow causes.
+
+        A zone from 0 on in which the value is another number is of a function that reads only one of p and q.
+        """
         lowest = -REACH if self.convention.sees == "tokens" else 0.01  # equal distributions have no gradient
         return [
             zone
@@ -85,6 +89,7 @@ class LogRatios:
             if zone.kind == kind
             and not (zone.low <= lowest and zone.high == inf)
             and not (zone.low > OVERFLOW or zone.high < -OVERFLOW)
+            and not (zone.value != 0 and min(abs(zone.low), abs(zone.high)) < 2 * BOUNDARY_PRECISION)
         ]
 
     def unclamped_range(self, of: Literal["value", "gradient"]) -> str:
@@ -159,8 +164,11 @@ def _matching_estimator(scan: Scan) -> str:
 
 
 def two_token_logp(token_logp: Tensor) -> Tensor:
-    """[points, 1, 2]: distributions over two tokens, the first with these log-probabilities."""
-    return torch.stack([token_logp, torch.log1p(-token_logp.exp())], dim=-1).unsqueeze(1)
+    """[points, 1, 2]: distributions over two tokens, the first with these log-probabilities.
+
+    The logit of the other is finite where the first is certain, as it is in training.
+    """
+    return torch.stack([token_logp, torch.log1p(-token_logp.exp()).clamp(min=-200)], dim=-1).unsqueeze(1)
 
 
 def of_first_token(

@@ -255,7 +255,7 @@ def _find_file(source: Path, path: str, name: str) -> Path:
         raise UnknownNameError(
             f"{len(files)} files in {place} define {name}, among them {names}; name one"
             if files
-            else f"no file in {place} defines {name}"
+            else f"no file in {place} defines {name} at its top level"
         )
     return files[0]
 
@@ -312,7 +312,9 @@ def _needed_statements(statements: Sequence[Statement], name: str, where: str) -
         if word not in defined and word not in ALWAYS_DEFINED:
             near = get_close_matches(word, defined, n=1)
             sentence = (
-                f"{user} uses {word}, which {where} does not define" if user else f"{where} has no {word!r}"
+                f"{user} uses {word}, which {where} does not define"
+                if user
+                else f"{where} has no {word!r} at its top level"
             )
             raise UnknownNameError(f"{sentence}{f'; did you mean {near[0]}?' if near else ''}")
         for at, part in enumerate(statements):
