@@ -29,6 +29,7 @@ def run(code):
 
 FLOORS = ("divergences", "estimators", "linear", "losses", "leash", "uncertainty", "shipped")
 MODULES = ("", *(f".{name}" for name in FLOORS), ".masking", ".records")
+LAZY_JOBS = ("measure", "MeasureJob")
 IMPORT_EACH = """
 import importlib, json, os, tempfile, torch, traceback
 
@@ -71,9 +72,6 @@ def test_the_lower_floors_need_only_the_base_install(module, import_errors):
     assert module not in import_errors, import_errors[module]
 
 
-LAZY_JOBS = ("measure", "MeasureJob")
-
-
 READERS = (".uncertainty", ".records", ".reports", ".shipped", ".cli", ".measuring", ".pytest_plugin")
 
 
@@ -92,10 +90,8 @@ def test_the_first_words_of_a_command_are_printed_before_torch_is_imported(words
 
 
 def test_help_never_imports_torch():
-    lines = [
-        "--version",
-        *(f"{name} --help" for name in ("", "measure", "report", "compare", "cache", "audit")),
-    ]
+    names = ("", "measure", "report", "compare", "cache", "audit")
+    lines = ["--version", *(f"{name} --help" for name in names)]
     code = f"from kleash.cli import main\nfor line in {lines!r}:\n    assert main(line.split()) == 0"
     done = run(f"deny('torch', 'transformers', 'ray')\n{code}")
     assert done.returncode == 0, done.stderr
@@ -103,7 +99,7 @@ def test_help_never_imports_torch():
 
 
 def test_reading_the_command_line_needs_no_more_than_the_base_install():
-    code = (
+    done = run(
         "deny('rich', 'torch', 'transformers', 'jinja2', 'matplotlib', 'pyarrow')\n"
         "from kleash.cli import main\n"
         "assert main(['train', 'ppo', '--help']) == 0\n"
@@ -112,7 +108,6 @@ def test_reading_the_command_line_needs_no_more_than_the_base_install():
         "sys.meta_path[0].names.remove('torch')\n"
         "assert main(['env']) == 0\n"
     )
-    done = run(code)
     assert done.returncode == 0, done.stderr
     assert f"\nkleash: {kleash.__version__}\n" in done.stdout
     typo, reward, models, pages = (line.removeprefix("kleash: ") for line in done.stderr.splitlines())

@@ -231,13 +231,20 @@ def test_remote_code_runs_only_with_trust_remote_code(copied, unhooked):
     assert not (copied / "ran").exists()
 
 
-def test_unknown_dtypes_and_devices_are_errors(folders, unhooked):
+def test_unknown_dtypes_and_devices_are_errors(folders, unhooked, monkeypatch):
     policy, _ = folders("llama")
     refuse(policy, "dtype must be one of .*float64; it is 'int3'", error=OptionError, dtype="int3")
     refuse(policy, "device nowhere cannot be used here", error=CannotRunError, device="nowhere")
     refuse(policy, "cannot both be given", error=OptionError, device="cpu", device_map="auto")
     if not torch.cuda.is_available():
         refuse(policy, "device cuda cannot be used here", error=CannotRunError, device="cuda")
+
+    def ones(*size, dtype=None, **_):  # of a device without float64, such as mps
+        assert dtype is None, f"no {dtype}"
+        return torch.zeros(size)
+
+    monkeypatch.setattr(torch, "ones", ones)
+    refuse(policy, "cannot be used here: .*no torch.float64", error=CannotRunError, device="cpu")
 
 
 def test_a_device_map_gives_the_same_numbers(folders):

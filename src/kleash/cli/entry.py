@@ -77,8 +77,11 @@ def handling_termination() -> Generator[Termination]:
     if threading.current_thread() is not threading.main_thread():
         yield termination
         return
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    defaults = {number: handler for number in numbers if (handler := signal.getsignal(number)) in _DEFAULTS}
+    defaults = {
+        number: handler
+        for number in (signal.SIGTERM, signal.SIGINT)
+        if (handler := signal.getsignal(number)) in _DEFAULTS
+    }
     for number in defaults:
         signal.signal(number, termination)
     try:

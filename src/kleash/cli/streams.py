@@ -92,8 +92,7 @@ class CommandStream:
 
     def writelines(self, lines: Iterable[str]) -> None:
         """Write each of ``lines``."""
-        for line in lines:
-            self.write(line)
+        self.write("".join(lines))
 
     def flush(self) -> None:
         """Write buffered text.

@@ -85,7 +85,7 @@ class DeviceOptions(Options):
     """Where a model runs, and whether its own code may."""
 
     device: str = "auto"
-    """cpu, cuda, cuda:1, mps …; auto is the first GPU if there is one."""
+    """cpu, cuda, cuda:1 …; auto is the first GPU of CUDA or ROCm if there is one."""
     dtype: Annotated[str, one_of(("auto", "float32", "bfloat16", "float16", "float64"))] = "auto"
     """float32, bfloat16, float16 or float64; auto is float32 on a CPU, elsewhere that of the checkpoint."""
     trust_remote_code: bool = False

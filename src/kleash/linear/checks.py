@@ -224,8 +224,12 @@ def check_constant(name: str, tensor: Tensor, alternative: str) -> None:
 
 
 def check_model(name: str, hidden: Tensor, head: Head) -> None:
-    """Check that a head takes hidden states of this dimension, and is on their device."""
+    """Check that a head takes hidden states of this dimension, and is on their device, which has float64."""
     width = hidden.shape[-1]
+    if hidden.device.type == "mps":
+        raise CannotRunError(
+            "mps has no float64, in which kleash sums; compute on the CPU, and train with use_cpu=True"
+        )
     # torch.mm(..., out=...) writes nothing, and raises no error, if one factor is on meta, as offloaded weights are.
     devices = {str(x.device) for x in (hidden, head.weight, head.bias) if x is not None}
     if len(devices) > 1:

@@ -243,7 +243,7 @@ def resolve_device(device: str, device_map: str | None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         resolved = torch.device(device)
-        torch.ones(2, device=resolved).sum().item()
+        torch.ones(2, device=resolved, dtype=torch.float64).sum().item()
     except Exception as error:  # the exception type depends on the backend
         raise CannotRunError(f"device {device} cannot be used here: {summarise_error(error)}") from error
     return resolved
