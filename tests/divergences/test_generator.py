@@ -51,28 +51,14 @@ def test_values_at_zero_infinity_and_nan(dtype):
     assert phi(at)[0] == psi(at)[0] == 0
 
 
-def test_gradients_are_finite_where_the_values_are():
-    for function, first in ((phi, -80.0), (psi, 0.0)):
-        at = torch.tensor([first, 0.0, 1e4, 1e30], requires_grad=True)
-        (got,) = torch.autograd.grad(function(at).sum(), at)
-        assert got.isfinite().all()
-
-
-def test_gradients_at_infinity():
+def test_gradients_far_from_zero_and_at_infinity():
     for function, ends, expected in (
-        (phi, [torch.inf, -torch.inf], [1.0, -torch.inf]),
-        (psi, [torch.inf, 0.0], [0.0, 0.0]),
+        (phi, [1e4, 1e30, torch.inf, -torch.inf], [1.0, 1.0, 1.0, -torch.inf]),
+        (psi, [1e4, 1e30, torch.inf, 0.0], [0.0, 0.0, 0.0, 0.0]),
     ):
         at = torch.tensor(ends, requires_grad=True)
         (got,) = torch.autograd.grad(function(at).sum(), at)
         assert got.tolist() == expected
-
-
-@pytest.mark.parametrize("function", [phi, psi])
-def test_arguments_are_not_changed_in_place(function):
-    at = torch.tensor([1.0, 0.125, 2.0])
-    function(at)
-    assert at.tolist() == [1.0, 0.125, 2.0]
 
 
 @compiles

@@ -45,6 +45,9 @@ def test_rounding_of_the_sum_is_normalised_and_gradients_flow_to_tensors():
         ([[0.5, 0.5, 0], [0.5, float("nan"), 0.5]], r"p\[1, 1\] is nan"),
         ([0.5, 0.4, 0], r"p sums to 0.9, not to 1; divide it by its sum first, in float64"),
         ([[0.5, 0.5], [1.0]], r"p is not an array of numbers .*; give rows of equal length"),
+        (torch.ones(1).cfloat(), "p is torch.complex64 of .*; give real numbers in a dense tensor"),
+        (torch.ones(1).to_sparse(), "p is torch.float32 of layout torch.sparse_coo on cpu"),
+        (torch.ones(1, device="meta"), "p is torch.float32 of layout torch.strided on meta"),
     ],
 )
 def test_invalid_probabilities_raise_a_value_error(p, message):
@@ -61,6 +64,10 @@ def test_kl_gaussian_of_close_pairs_is_accurate_in_float32():
     for dtype in (torch.float32, torch.float64):  # 1 / variance overflows in float32
         equal = torch.tensor([0.1], dtype=dtype), torch.tensor([-100.1], dtype=dtype)
         assert kl_gaussian(*equal, *equal) == kl_gaussian(*equal, 0.1, -100.1) == 0
+    coarse = torch.tensor([0.1]).bfloat16()
+    assert kl_gaussian(coarse, 0 * coarse, 0.1).item() == pytest.approx(
+        (coarse.item() - 0.1) ** 2 / 2, rel=1e-4
+    )
     for wide in range(4):  # the one of the arguments that is in float64
         given = [torch.tensor([0.3 + n], dtype=(torch.float32, torch.float64)[n == wide]) for n in range(4)]
         means, deviations = given[::2], [(x.double() / 2).exp() for x in given[1::2]]

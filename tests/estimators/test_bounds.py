@@ -71,6 +71,9 @@ def test_the_upper_bound_is_attained(name):
     logp, logq = log(0.5, 0.2, 0.2, 0.1), log(0.6, 0.05, 0.05, 0.3)
     bounds = kl_bounds(logp[:1], logq[:1], divergence=name, tail=exact_tail(logp, logq, [1, 2, 3]))
     assert bounds.upper.item() == pytest.approx(textbook(name, logp, logq), rel=1e-7)
+    single = exact_tail(logp, logq, [3])
+    bounds = kl_bounds(logp[:3], logq[:3], divergence=name, tail=single, error_nats=0.0)
+    assert bounds.upper.item() == pytest.approx(textbook(name, logp, logq), rel=1e-12)
     looser = kl_bounds(logp[:1], logq[:1], divergence=name, tail=Tail(logq_least=logq[1], logp_least=logp[3]))
     assert looser.upper > bounds.upper * 1.001
     logp = log(0.8, 0.2, 0, 0)  # no mass of p outside of the head
@@ -99,13 +102,16 @@ def test_divergences_that_are_finite_at_zeros_are_bounded_without_a_tail():
 @settings(max_examples=100)
 @given(
     cut=pairs_with_heads(spread=8.0, zeros=False, max_vocab=30),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    error=st.sampled_from([torch.float32, torch.bfloat16, 0.05, -0.05]),
 )
-def test_bounds_from_rounded_log_probabilities_contain_the_exact_value(cut, dtype):
-    """The exact value of the pair before rounding."""
+def test_bounds_from_inexact_log_probabilities_contain_the_exact_value(cut, error):
+    """The exact value of the pair before it was rounded, or moved apart or together by as much as ``error_nats``."""
     logp, logq, head, rest = cut
     tail = exact_tail(logp, logq, rest) if len(rest) else None
-    bounds = kl_bounds(logp[head].to(dtype), logq[head].to(dtype), tail=tail)
+    if isinstance(error, float):
+        bounds = kl_bounds(logp[head] + error, logq[head] - error, tail=tail, error_nats=abs(error))
+    else:
+        bounds = kl_bounds(logp[head].to(error), logq[head].to(error), tail=tail)
     assert bounds.lower - 1e-13 <= kl(logp, logq) <= bounds.upper + 1e-13
 
 
@@ -176,10 +182,16 @@ def test_shared_head_of_two_top_k_lists(pair, k, m):
     logp, logq = pair
     top_p, top_q = logp.topk(min(k, len(logp))), logq.topk(min(m, len(logq)))
     shared = set(top_p.indices.tolist()) & set(top_q.indices.tolist())
-    head = shared_head(top_p.indices, top_p.values, top_q.indices, top_q.values)
+    lists = (top_p.indices, top_p.values, top_q.indices, top_q.values)
+    head = shared_head(*lists)
+    for one, of_three in zip(head[:2], shared_head(*(x.expand(3, -1) for x in lists)), strict=False):
+        assert torch.equal(of_three, one.expand(3, -1))
     assert (head.logp > -INF).sum() == len(shared) == (head.logq > -INF).sum()
     for at, token in enumerate(top_p.indices.tolist()):
         assert head.logq[at] == (logq[token] if token in shared else -INF)
+    for top, most in ((top_p, head.tail.logp_most), (top_q, head.tail.logq_most)):
+        others = [x for x, y in zip(*map(torch.Tensor.tolist, top), strict=True) if y not in shared]
+        assert most.item() == pytest.approx(max(top.values[-1].item(), *others, -INF), abs=1e-12)
     rest = [x for x in range(len(logp)) if x not in shared]
     if rest:
         assert (logp[rest] <= head.tail.logp_most).all() and (logq[rest] <= head.tail.logq_most).all()
@@ -191,15 +203,13 @@ def test_shared_head_of_two_top_k_lists(pair, k, m):
 def test_tail_bounds_of_rounded_lists_are_upper_bounds():
     for vocab in range(2, 12):
         logp = torch.full((vocab,), -math.log(vocab), dtype=torch.float64)
-        ids = torch.tensor(
-            [*range(vocab - 1), -1]
-        )  # with padding, which was taken for a token of probability 0
+        ids = torch.tensor([*range(vocab - 1), -1])  # with padding, which is no token of probability 0
         head = shared_head(*(ids, torch.cat([logp[1:], torch.tensor([-INF])]).float()) * 2)
         assert head.tail.logp_most.double() >= logp[0] and head.tail.logq_most.double() >= logp[0]
 
 
 def test_a_token_that_is_listed_twice_makes_bounds_nan():
-    lists = (torch.tensor([2, 0]), log(0.5, 0.2)), (torch.tensor([2, 0, 2]), log(0.5, 0.2, 0.5))
+    lists = (torch.tensor([0, 2]), log(0.5, 0.2)), (torch.tensor([0, 2, 0]), log(0.5, 0.2, 0.5))
     for first, second in (lists, lists[::-1]):
         head = shared_head(*first, *second)
         assert kl_bounds(head.logp, head.logq, tail=head.tail).lower.isnan()

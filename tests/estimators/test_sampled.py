@@ -62,9 +62,13 @@ def test_right_as_reward_agrees_with_the_enumerated_gradient(name):
     assert is_close(estimated, gradient_in_p(TARGETS["KL(p ‖ q)"])) is ESTIMATORS[name].right_as_reward
 
 
-def test_every_estimator_is_infinite_where_q_is_zero():
+def test_every_estimator_is_infinite_where_q_is_zero_and_has_no_gradient_where_it_is_selected_away():
+    token_logp = torch.tensor([-1.0, torch.nan, -2.0], requires_grad=True)
     for name in NAMES:
-        assert sampled_kl(torch.tensor([-1.0]), torch.tensor([-torch.inf]), name).item() == torch.inf
+        values = sampled_kl(token_logp, torch.tensor([-torch.inf, -1.0, -1.0]), name)
+        assert values[0] == torch.inf
+        (gradient,) = torch.autograd.grad(values.where(token_logp == -2, 0.0).sum(), token_logp)
+        assert gradient[:2].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("name", NAMES)

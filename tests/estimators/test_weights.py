@@ -46,7 +46,6 @@ def test_weights_agree_with_hand_calculation():
     for level, expected in products.items():
         got = importance_weights(*pair_and_mask, level=level)
         assert got.values[0].tolist() == pytest.approx(expected)
-    assert importance_weights(*pair_and_mask).values[0].tolist() == pytest.approx([2, 0.5, 3])
 
 
 @pytest.mark.parametrize("level", ["token", "before", "prefix", "sequence"])
@@ -84,9 +83,9 @@ def test_the_effective_sample_size_is_over_tokens_or_sequences():
 
 
 def test_on_policy_weights_are_one():
-    token_logp = torch.randn(4, 5)
+    token_logp = torch.randn(4, 5).bfloat16()
     got = importance_weights(token_logp, token_logp, torch.ones(4, 5, dtype=torch.bool), cap=1.0)
-    assert (got.values == 1).all()
+    assert (got.values == 1).all() and got.values.dtype == torch.float32
     assert (got.effective_sample_size.item(), got.truncated_share.item()) == (20, 0)
 
 

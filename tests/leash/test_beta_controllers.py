@@ -132,9 +132,8 @@ def test_bounds_limit_beta_with_an_event_and_release_it(kind):
     longer = controller
     for _ in range(1000):
         longer = longer.after(9.0, sequences=2000)
-    assert longer.after(0.5).after(0.5).beta == controller.after(0.5).after(0.5).beta < 0.4, (
-        "it is left as fast"
-    )
+    late, soon = (one.after(0.5).after(0.5).beta for one in (longer, controller))
+    assert late == soon < 0.4, "it is left as fast"
     for _ in range(60):
         controller = controller.after(0.2, sequences=2000)
     assert controller.beta == 0.25 and controller.event.endswith("bounded to beta_min 0.25")
@@ -207,15 +206,12 @@ PID = {"beta": 0.1, "target_nats": 6.0}
         (lambda: beta_from_dict({"kind": "pid", **PID, "gain": 1.0}), OptionError, "PIDBeta has no gain; it"),
         (lambda: beta_from_dict({"kind": "pid", "beta": 0.1}), OptionError, "target_nats"),
         (lambda: beta_from_dict({"kind": None, **PID}), UnknownNameError, "called None; there are fixed"),
-        (
-            lambda: beta_from_dict({"kind": "pid", **PID, "levels": None}),
-            OptionError,
-            "missing, or no numbers",
-        ),
+        (lambda: beta_from_dict({"kind": "pid", **PID, "levels": None}), OptionError, "or no numbers"),
         (lambda: beta_from_dict({"kind": "pid", **PID, "beta": NAN}), OptionError, "beta is nan, outside"),
         (lambda: PIDBeta(beta=0.1, target_nats=0.0), OptionError, "target_nats is 0.0; give a finite number"),
         (lambda: PIDBeta(beta=0.0, target_nats=1.0), OptionError, "beta is 0.0, outside"),
         (lambda: PIDBeta(**PID, beta_min=0.0), OptionError, "beta_min is 0.0 and beta_max 100.0"),
+        (lambda: PIDBeta(**PID, beta_max=INF), OptionError, "beta_max inf; give finite bounds"),
         (lambda: DualBeta(**PID, beta_min=2.0, beta_max=1.0), OptionError, "beta_min is 2.0 and beta_max"),
         (lambda: DualBeta(**PID, largest_step=1.0), OptionError, "largest_step is 1.0; give a finite number"),
         (lambda: DualBeta(**PID, rate=-1.0), OptionError, "rate is -1.0; give a finite number"),
@@ -230,6 +226,7 @@ PID = {"beta": 0.1, "target_nats": 6.0}
         (lambda: PIDBeta(**PID).after(1.0, standard_error=-0.1), OptionError, "standard_error is -0.1"),
         (lambda: DualBeta(**PID, variance=INF), OptionError, "variance is inf"),
         (lambda: FixedBeta(beta=-0.1), OptionError, "beta is -0.1"),
+        (lambda: FixedBeta(beta=0.1, per="word"), OptionError, "per is 'word'"),
         (lambda: FixedBeta(beta=None), OptionError, "beta is None"),
         (lambda: PIDBeta(beta=0.1, target_nats="4"), OptionError, "target_nats is '4'"),
         (lambda: EarlyStop(target_nats=1.0, factor=0.5), OptionError, "factor is 0.5; give a finite number"),

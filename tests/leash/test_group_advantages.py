@@ -77,7 +77,8 @@ def test_group_advantages_of_a_small_example():
 def test_equal_rewards_give_exactly_zero(dtype):
     rewards = torch.full((21,), 0.1, dtype=dtype)
     for scale in ("none", "std"):
-        assert (group_advantages(rewards, 7, scale=scale) == 0).all()
+        found = group_advantages(rewards, 7, scale=scale)
+        assert (found == 0).all() and found.dtype == torch.promote_types(dtype, torch.float32)
     assert (whiten(rewards, torch.ones(21, dtype=torch.bool)) == 0).all()
     nearly = rewards.float()
     nearly[0] += 1e-6

@@ -31,12 +31,14 @@ def by_loops(scores, token_kl, mask, beta):
 
 @pytest.mark.parametrize("mask", [MASK, MASK.bool()], ids=["integers", "bools"])
 def test_shaped_rewards_of_a_small_example(mask):
-    got = shape_rewards(SCORES, KL, mask, beta=0.1)
+    scores, token_kl = (x.clone().requires_grad_() for x in (SCORES, KL))
+    got = shape_rewards(scores, token_kl, mask, beta=0.1)
     expected = torch.tensor([[-0.05, 0.0, 9.9, 0.0], [-0.2, -4.025, 0.0, 0.0], [0.0] * 4])
     torch.testing.assert_close(got, expected)
     assert (got[mask == 0] == 0).all()
-    whole = sequence_rewards(torch.tensor([10.0, -4.0, 7.0]), KL, mask, beta=0.1)
+    whole = sequence_rewards(scores.nan_to_num(7.0), token_kl, mask, beta=0.1)
     torch.testing.assert_close(whole, torch.tensor([9.85, -4.225, 7.0]))
+    assert not (got.requires_grad or whole.requires_grad)
 
 
 @st.composite
@@ -92,7 +94,7 @@ def test_the_control_variate_of_a_small_example():
     mask = torch.rand(5, 4) < 0.7
     mask[:, 0] = True
     u[~mask], d[~mask] = NAN, INF
-    got = controlled_kl(u, d, mask)
+    got = controlled_kl(u, d, mask.long())
     sampled, exact = (
         [sum(x for x, c in zip(xs, cs, strict=True) if c) for xs, cs in zip(of.tolist(), mask, strict=True)]
         for of in (u, d)

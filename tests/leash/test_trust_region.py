@@ -52,16 +52,12 @@ def kish(weights):
 
 
 def agrees(region, mask, decisions, weights):
-    """With what a loop decided about each unit: tokens in order, or sequences that have any."""
-    kept, given = iter(decisions), iter(weights)
-    per_token = len(weights) != int(mask.any(-1).sum()) or mask.sum() == len(weights)
+    """With what a loop decided about each token that counts, in order."""
     expected_kept, expected = torch.zeros_like(mask), torch.zeros(mask.shape, dtype=torch.float64)
-    for i, row in enumerate(mask.tolist()):
-        whole = None if per_token or not any(row) else (next(kept), next(given))
-        for t, counts in enumerate(row):
-            if counts:
-                stays, weight = (next(kept), next(given)) if whole is None else whole
-                expected_kept[i, t], expected[i, t] = stays, weight
+    expected_kept[mask], expected[mask] = (
+        torch.tensor(decisions, dtype=torch.bool),
+        torch.tensor(weights).double(),
+    )
     torch.testing.assert_close(region.kept, expected_kept)
     torch.testing.assert_close(region.weights.double(), expected, rtol=1e-6, atol=1e-9)
     share = 1 - sum(decisions) / len(decisions) if decisions else NAN
@@ -148,13 +144,14 @@ def test_the_kl_is_behaviour_against_policy():
     b, p = torch.tensor([3 / 4, 1 / 4]).log(), torch.tensor([0.5, 0.5]).log()
     drawn = torch.tensor([[0, 0, 0, 1]])
     kl = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
-    sides = (p[drawn], b[drawn], torch.ones_like(drawn))
-    for name, width in (("k1", 1e-6), ("k3", 1e-6)):
-        inside = (kl - width, kl + width)
-        assert kl_mask(*sides, bounds=inside, estimator=name, over="sequence_mean").kept.all()
+    sides = (p[drawn].requires_grad_(), b[drawn].requires_grad_(), torch.ones_like(drawn))
+    for name in ("k1", "k3"):
+        near = kl_mask(*sides, bounds=(kl - 1e-6, kl + 1e-6), estimator=name, over="sequence_mean")
+        assert near.kept.all()
     token = kl_mask(*sides, bounds=(-INF, 0.0), estimator="k1")
     assert token.kept.tolist() == [[False, False, False, True]]
-    assert window_weights(*sides, bounds=(1.0, 9.0)).kept.tolist() == [[False, False, False, True]]
+    window = window_weights(*sides, bounds=(1.0, 9.0))
+    assert window.kept.tolist() == [[False, False, False, True]] and not window.weights.requires_grad
 
 
 def test_nan_tokens_are_removed_and_counted():

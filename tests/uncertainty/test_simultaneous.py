@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from itertools import combinations, permutations
 
 import numpy as np
@@ -27,8 +28,10 @@ def means_of_clusters(seed: int, clusters: int, shifts: list[float], noise: floa
 def test_two_candidates_have_the_interval_of_one_paired_difference_with_a_longer_shorter_side():
     values = means_of_clusters(0, 40, [0.0, 0.05])
     counts = np.full(values.shape, 7.0)
-    result = simultaneous_differences(values * 7, counts)
-    alone = paired_difference(values[:, 0] * 7, counts[:, 0], values[:, 1] * 7, counts[:, 1])
+    result = simultaneous_differences(values * 7, counts, unit="bits")
+    columns = values[:, 0] * 7, counts[:, 0], values[:, 1] * 7, counts[:, 1]
+    alone = paired_difference(*columns, unit="bits")
+    assert result.pairs[0].estimate == alone
     assert result.critical_value == pytest.approx(stats.t.ppf(0.975, 39), rel=1e-12)
     low, high = result.pairs[0].simultaneous_ci95
     sides = sorted((alone.value - low, high - alone.value))
@@ -154,12 +157,14 @@ def test_ties_of_candidates_with_unequal_tails_are_seldom_ranked(monkeypatch):
 
 def test_the_difference_of_two_known_means_is_exact():
     """As of two copies of the reference, whose KL is 0 by construction."""
-    values = np.column_stack([np.zeros((50, 2)), means_of_clusters(6, 50, [0.0])])
-    result = simultaneous_differences(values, np.ones_like(values), known_values=[0.0, 0.0, None])
-    assert result.pairs[0].simultaneous_ci95 == (0.0, 0.0) and not result.pairs[0].estimate.warnings
-    assert result.letters == ("a", "a", "b")
+    values = np.column_stack([means_of_clusters(6, 50, [0.0]), np.zeros((50, 2))])
+    result = simultaneous_differences(values, np.ones_like(values), known_values=[None, 0.0, 0.0])
+    assert result.pairs[2].simultaneous_ci95 == (0.0, 0.0) and not result.pairs[2].estimate.warnings
+    assert result.letters == ("b", "a", "a")
+    alone = simultaneous_differences(values[:, 1:], np.ones((50, 2)), known_values=[0.0, 0.0])
+    assert alone.pairs[0] == replace(result.pairs[2], first=0, second=1)
     unknown = simultaneous_differences(values, np.ones_like(values))
-    assert unknown.pairs[0].simultaneous_ci95 == (-math.inf, math.inf)
+    assert unknown.pairs[2].simultaneous_ci95 == (-math.inf, math.inf)
 
 
 def test_differences_without_an_error_rank_nothing():
@@ -178,6 +183,19 @@ def test_an_infinite_mean_leaves_the_other_pairs_as_they_are():
     assert not result.pairs[0].is_tie
     assert result.pairs[1].is_tie and result.pairs[2].is_tie
     assert math.isnan(result.pairs[1].simultaneous_ci95[0])
+
+
+def test_few_clusters_have_the_interval_of_bonferroni():
+    values = means_of_clusters(3, 5, [0.0, 0.1, 0.2])
+    result = simultaneous_differences(values, np.ones_like(values))
+    one, all_three = stats.t.ppf([0.975, 1 - 0.025 / 3], 4)
+    assert result.critical_value == pytest.approx(all_three, rel=1e-9)
+    for pair in result.pairs:
+        alone, together = (
+            np.abs(np.subtract(x, pair.estimate.value)).max()
+            for x in (pair.estimate.ci95, pair.simultaneous_ci95)
+        )
+        assert together == pytest.approx(alone * all_three / one, rel=1e-9)
 
 
 def test_letters_are_shared_exactly_by_ties():

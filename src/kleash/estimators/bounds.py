@@ -245,8 +245,8 @@ def _smallest_contributions(record: Divergence, p: LogpInterval, q: LogpInterval
     p_above, p_below = p.low > q.high, p.high < q.low
     nearest_p = torch.where(p_above, p.low, p.high)
     nearest_q = torch.where(p_above, q.high, torch.where(p_below, q.low, p.high))
-    unknown = p.high.isnan() | q.high.isnan()
-    return torch.where(unknown, torch.nan, contributions(record, nearest_p, nearest_q))
+    # a NaN of p is in both already
+    return torch.where(q.high.isnan(), torch.nan, contributions(record, nearest_p, nearest_q))
 
 
 def _largest_tail(record: Divergence, p: LogpInterval, q: LogpInterval, tail: Tail) -> Tensor:

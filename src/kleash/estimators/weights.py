@@ -146,15 +146,14 @@ def leave_one_out_weights(
         is_counted: which sequences count.
     """
     usable = is_counted & sampled.isfinite() & exact.isfinite()
-    is_other = (
-        usable.unsqueeze(0) & ~torch.eye(len(is_counted), dtype=torch.bool, device=is_counted.device)
-    ).to(sampled.dtype)
+    is_self = torch.eye(len(is_counted), dtype=torch.bool, device=is_counted.device)
+    is_other = (usable & ~is_self).to(sampled.dtype)
     n = is_other.sum(-1)
     u = torch.where(usable, sampled, 0.0)
     difference = torch.where(usable, sampled - exact, torch.nan)
     # Of equal numbers the mean may be rounded, but not the median: their variance is exactly 0.
     d = torch.where(usable, difference - difference.nanmedian(), 0.0)
-    mean_u, mean_d = (is_other @ u) / n.clamp(min=1), (is_other @ d) / n.clamp(min=1)
+    mean_u, mean_d = (is_other @ u) / n, (is_other @ d) / n
     deviation_u, deviation_d = u - mean_u.unsqueeze(-1), d - mean_d.unsqueeze(-1)
     variance = (is_other * deviation_d.square()).sum(-1)
     covariance = (is_other * deviation_u * deviation_d).sum(-1)

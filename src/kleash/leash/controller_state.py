@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, SupportsFloat
 
 from kleash.errors import OptionError
-from kleash.leash.controller_base import LARGEST_EXPONENT, TargetController
+from kleash.leash.controller_base import TargetController
 from kleash.leash.controllers import DualBeta, FixedBeta, Leash, PIDBeta, ZieglerBeta
 from kleash.registry import look_up
 
@@ -90,12 +90,11 @@ def with_state(leash: Leash, saved: Mapping[str, Any]) -> Leash:
     if isinstance(leash, FixedBeta):
         return leash
     settings = leash.to_dict()
-    names = STATE_FIELDS if saved.get("per") == leash.per else ("beta",)
-    state = {name: saved[name] for name in names if name in saved.keys() & settings}
-    beta = min(
-        max(saved.get("beta", leash.beta), leash.beta_min), leash.beta_max
-    )  # NaN stays, and is refused
-    return beta_from_dict(settings | state | {"beta": beta})
+    if saved.get("per") == leash.per:
+        settings |= {name: saved[name] for name in STATE_FIELDS if name in saved}
+    # NaN stays, and is refused
+    settings["beta"] = min(max(saved.get("beta", leash.beta), leash.beta_min), leash.beta_max)
+    return beta_from_dict(settings)
 
 
 class StatefulController:
@@ -173,4 +172,4 @@ def beta_reason(before: Leash, after: Leash, measured_nats: SupportsFloat) -> st
 def _filtered_nats(leash: Leash) -> float | None:
     """The filtered KL of a controller; None if it keeps none."""
     levels = leash.levels if isinstance(leash, TargetController) else ()
-    return math.exp(min(levels[0], LARGEST_EXPONENT)) if levels else None
+    return math.exp(levels[0]) if levels else None

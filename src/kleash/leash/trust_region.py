@@ -113,7 +113,7 @@ def kl_mask(
     require_choice(OVER, over=over)
     record = look_up(ESTIMATORS, estimator, "estimator")
     is_counted, log_ratio = counted_log_ratio(token_logp, behaviour_logp, mask)
-    values = torch.where(is_counted, record.of(-log_ratio), 0.0)
+    values = record.of(-log_ratio)
     if over == "sequence_max":
         # with one step more, so that there is a maximum over no steps
         values = pad(torch.where(is_counted, values, -inf), (0, 1), value=-inf).amax(-1)
@@ -308,7 +308,7 @@ def binary_divergence_mask(
     """
     require_at_least(0.0, most=most)
     is_counted, log_ratio = counted_log_ratio(token_logp, behaviour_logp, mask)
-    p, b = (torch.where(is_counted, x.detach(), 0.0) for x in (token_logp, behaviour_logp))
+    p, b = (torch.where(is_counted, x, 0.0) for x in (token_logp, behaviour_logp))
     divergences = binary_divergence(p, b, divergence)
     if advantages is None:
         return region_of(is_counted, divergences <= most)
@@ -358,7 +358,7 @@ def off_policy_sequence_mask(
     within_bound = -log_ratio.sum(-1) / is_counted.sum(-1) <= most
     if advantages.ndim == 1:
         _per_token(advantages, is_counted)
-        return region_of(is_counted, within_bound | ~(advantages.detach() < 0))
+        return region_of(is_counted, within_bound | ~(advantages < 0))
     return region_of(is_counted, within_bound.unsqueeze(-1) | ~(_per_token(advantages, is_counted) < 0))
 
 
@@ -422,12 +422,10 @@ def _binary_log_probs(token_logp: Tensor, min_rest: float) -> Tensor:
 
 
 def _per_token(advantages: Tensor, is_counted: Tensor) -> Tensor:
-    """The advantage of each token, detached; 0 where masked."""
+    """The advantages, with an axis of tokens, of size 1 if there is one for each sequence."""
     if advantages.shape not in (is_counted.shape, is_counted.shape[:1]):
         raise ShapeError(
             f"advantages are {tuple(advantages.shape)} and mask {tuple(is_counted.shape)}; "
             "give one for each token, or one for each sequence"
         )
-    advantages = advantages.detach()
-    per_token = advantages if advantages.ndim == 2 else advantages.unsqueeze(-1).expand(is_counted.shape)
-    return torch.where(is_counted, per_token, 0.0)
+    return advantages if advantages.ndim == 2 else advantages.unsqueeze(-1)

@@ -10,7 +10,6 @@ from torch.nn.functional import pad
 from kleash.autodiff import (
     apply,
     first_derivative_only,
-    forward_mode_active,
     times_slope,
     uncompiled_in_transforms,
 )
@@ -174,8 +173,8 @@ def with_gradient(
         raise CannotRunError(
             "torch.compile loses gradients inside vmap (seen in torch 2.13); compile the inside"
         )
-    refuses_forward = forward_mode_active() and not torch.compiler.is_compiling()
-    function = _WithoutForwardMode if refuses_forward else _WithGradient
+    # torch.compile takes no function with a forward mode of its own
+    function = _WithGradient if torch.compiler.is_compiling() else _WithoutForwardMode
     return apply(function, token_logp, token_logq, value, grad_p, grad_q)
 
 

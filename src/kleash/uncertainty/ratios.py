@@ -242,13 +242,14 @@ def running_mean(
         )
         shift = residual_sums / tokens
         squares = residual_squares - 2 * shift * residual_products + shift**2 * count_squares
-        variance = np.maximum(squares, 0.0) * ends / (ends - 1)
+        variance = squares * ends / (ends - 1)
         quantiles = [
             student_t_quantile(0.975, max(1.0, effective_clusters - 1))
             for effective_clusters in (tokens**2 / count_squares).tolist()
         ]
         half_width = np.array(quantiles) * np.sqrt(variance) / tokens
     mean = centre + shift
-    constant = ~(half_width > ROUNDING_TOLERANCE * np.abs(mean))
+    # of one cluster, rounding may leave a square above or below 0, divided by 0
+    constant = (ends < 2) | ~(half_width > ROUNDING_TOLERANCE * np.abs(mean))
     half_width[constant] = np.where(mean[constant] == known_value, 0.0, math.nan)
     return RunningMean(tokens.astype(np.int64), mean, half_width)
