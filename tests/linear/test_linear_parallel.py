@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import vocabulary_ranks
 from linear_cases import REFERENCE, SMALL, head_case, peak
+from torch.distributed.tensor import DeviceMesh, distribute_tensor
 
 from kleash.divergences import DIVERGENCES
 from kleash.errors import CannotRunError
@@ -101,6 +102,8 @@ def test_a_group_of_one_rank_equals_no_group(alone, options):
     p, head, q, other = case.models
     right, _ = linear_objective(p, head, case.tokens, q, other, objective, options=REFERENCE)
     torch.testing.assert_close(loss, right)
+    with pytest.raises(CannotRunError, match="hidden states of p are a DTensor"):
+        linear_kl(distribute_tensor(p, DeviceMesh.from_group(alone, "cpu")), head, q, other, options=options)
 
 
 def test_all_reduce_max_counts_nan_as_inf(alone):

@@ -49,7 +49,7 @@ def test_invalid_arguments_raise(make, error, says):
 @pytest.mark.parametrize(
     ("tokens", "error", "says"),
     [
-        (torch.tensor([0, 1, 2, 3, 9]), VocabularyMismatchError, "from 0 to 9 and the heads cover 9: ids"),
+        (torch.tensor([0, 1, 2, 3, 9]), VocabularyMismatchError, "from 0 to 9 and the heads cover 9; give"),
         (torch.tensor([0, 1, 2, 3, -100]), VocabularyMismatchError, "from -100 to 3"),
     ],
 )

@@ -286,8 +286,8 @@ def _renyi_log_sum(logp: Tensor, logq: Tensor, order: float) -> Tensor:
     in_p, in_q = logp != -torch.inf, logq != -torch.inf
     both = in_p & in_q
     shared = order * torch.where(both, logp, 0.0) + (1 - order) * torch.where(both, logq, 0.0)
-    disjoint = torch.where(in_p, inf if order > 1 else -inf, -inf)
-    return torch.where(both, shared, disjoint).logsumexp(-1)
+    terms = torch.where(both, shared, -inf)
+    return torch.where(in_p & ~in_q, inf if order > 1 else -inf, terms).logsumexp(-1)
 
 
 @validated
@@ -387,7 +387,7 @@ def cross_entropy_of_rows(
     in_p, in_q = logp != -torch.inf, logq != -torch.inf
     both = in_p & in_q
     shared = -torch.exp(torch.where(both, logp, 0.0)) * torch.where(both, logq, 0.0)
-    return torch.where(both, shared, torch.where(in_p, torch.inf, 0.0)).sum(-1)
+    return torch.where(in_p & ~in_q, torch.inf, torch.where(both, shared, 0.0)).sum(-1)
 
 
 @validated

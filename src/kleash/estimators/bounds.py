@@ -226,8 +226,8 @@ def logp_interval(
     logp: Float[Tensor, "*shape"], error_nats: float | Float64[Tensor, "*shape"] | None = None
 ) -> LogpInterval:
     """The log-probabilities minus and plus their largest errors; by default those of ``rounding_nats``."""
-    error = rounding_nats(logp) if error_nats is None else torch.as_tensor(error_nats, dtype=torch.float64)
-    logp, error = logp.to(torch.float64), error.to(torch.float64)
+    error = rounding_nats(logp) if error_nats is None else error_nats
+    logp, error = (torch.as_tensor(x, dtype=torch.float64, device=logp.device) for x in (logp, error))
     return LogpInterval(logp - error, logp + error)
 
 

@@ -99,7 +99,7 @@ def importance_weights(
     return ImportanceWeights(
         values=torch.where(is_counted, weights, 0.0),
         effective_sample_size=effective_sample_size(torch.where(units, log_weights, -inf)),
-        truncated_share=(above_cap & units).sum() / units.sum(),
+        truncated_share=(above_cap & units).sum().float() / units.sum(),
     )
 
 

@@ -164,7 +164,7 @@ def mismatch(
     Raises:
         ShapeError: if the shapes do not fit together.
     """
-    labels = torch.arange(len(trainer_logp)) if prompts is None else prompts.cpu()
+    labels = torch.arange(len(trainer_logp), device="cpu") if prompts is None else prompts.cpu()
     is_counted = as_mask(mask).cpu()
     has_tokens = is_counted.any(-1)
     is_counted, labels = is_counted[has_tokens], labels[has_tokens]

@@ -403,12 +403,12 @@ def region_of(is_counted: Tensor, inside: Tensor, weights: Tensor | None = None)
     return TrustRegion(
         weights=torch.where(is_kept, unit_weights if per_token else unit_weights.unsqueeze(-1), 0.0),
         kept=is_kept,
-        removed_share=(units & ~unit_kept).sum() / units.sum(),
-        capped_share=torch.zeros_like(units).sum() / units.sum(),
+        removed_share=(units & ~unit_kept).sum().float() / units.sum(),
+        capped_share=torch.zeros_like(units).sum().float() / units.sum(),
         effective_sample_size=torch.where(
             unit_kept.any(),
             effective_sample_size(unit_weights.log()),
-            torch.where(units.any(), 0.0, torch.nan),
+            torch.where(units.any(), 0.0, torch.nan).float(),
         ),
     )
 

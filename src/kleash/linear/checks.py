@@ -224,7 +224,12 @@ def check_constant(name: str, tensor: Tensor, alternative: str) -> None:
 
 
 def check_model(name: str, hidden: Tensor, head: Head) -> None:
-    """Check that a head takes hidden states of this dimension, and is on their device, which has float64."""
+    """Check that hidden states are this rank's, on a device with float64, and that a head takes them and is there."""
+    if hasattr(hidden, "placements"):
+        raise CannotRunError(
+            f"hidden states of {name} are a DTensor; give this rank's by to_local(), or with a vocabulary_group all by "
+            "full_tensor()"
+        )
     width = hidden.shape[-1]
     if hidden.device.type == "mps":
         raise CannotRunError(
@@ -255,10 +260,9 @@ def check_vocab_sizes(vocab_size_p: int, vocab_size_q: int) -> None:
 
 def check_ids(tokens: Tensor, vocab_size: int) -> None:
     """Check that all ids are in the vocabulary."""
-    if tokens.numel() == 0:
-        return
-    least, most = int(tokens.min()), int(tokens.max())
+    least, most = (int(end) for end in tokens.aminmax()) if tokens.numel() else (0, 0)
     if least < 0 or most >= vocab_size:
         raise VocabularyMismatchError(
-            f"token ids run from {least} to {most} and the heads cover {vocab_size}: ids from 0 to {vocab_size - 1}"
+            f"token ids run from {least} to {most} and the heads cover {vocab_size}; give ids from 0 to "
+            f"{vocab_size - 1}, also where a token is masked"
         )
