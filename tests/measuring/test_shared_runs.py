@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 from command_words import words
 from run_files import require_same_parts, untimed
-from single_loads import load_one_at_a_time
+from single_loads import measured_twice
 
 from kleash.engines import LocalEngine
 from kleash.errors import CannotRunError, OptionError, RunFolderError
 from kleash.measuring import Measurement, measure, model_pair, shard_scoring
 from kleash.measuring.model_pair import on_device_of_rank
 from kleash.measuring.progress import ProgressReporter
-from kleash.measuring.run import default_out, measure_together
+from kleash.measuring.run import default_out
 from kleash.measuring.sequence_clusters import SequenceSums, mean_of_sequences
 from kleash.measuring.shard_scoring import OpenRun, RunningKL, run_shards
 from kleash.models import load_pair
@@ -174,20 +174,9 @@ def test_three_commands_measure_what_one_measures_though_one_is_killed(job, alon
 
 
 def test_a_second_process_needs_no_resume_and_returns_the_same(job, alone, tmp_path, monkeypatch):
-    load_one_at_a_time(monkeypatch)
     source = Path(str(job.out))
     job = replace(job, out=str(tmp_path / "run"))
-    begin = Barrier(2)
-
-    class Reporter(ProgressReporter):
-        def set_total(self, sequences):
-            begin.wait(60)
-
-    with ThreadPoolExecutor(2) as threads:
-        results = [
-            future.result()
-            for future in [threads.submit(measure_together, job, Reporter()) for _ in range(2)]
-        ]
+    results = measured_twice(job, monkeypatch)
     assert sorted(is_own for _, is_own in results) == [False, True]
     assert results[0][0].to_json() == results[1][0].to_json()
     assert untimed(Path(str(job.out))) == untimed(source)

@@ -2,16 +2,14 @@
 
 import json
 import math
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from threading import Barrier
 
 import numpy as np
 import pyarrow.parquet as parquet
 import pytest
 import torch
 from command_words import words
-from single_loads import load_one_at_a_time
+from single_loads import measured_twice
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kleash.cli import main
@@ -19,7 +17,6 @@ from kleash.errors import OptionError
 from kleash.jobs import MeasureJob
 from kleash.measuring import compare, measure
 from kleash.measuring.cluster_sums import LISTED_AND_SAMPLED, SumKey, token_quantities
-from kleash.measuring.progress import ProgressReporter
 from kleash.models import Model
 from kleash.reports.gate_verdicts import gate_of_measurement
 from kleash.reports.measurement import write_report
@@ -317,7 +314,6 @@ def test_windows_leave_room_for_the_token_that_a_server_generates(server, text, 
 
 @pytest.mark.filterwarnings("ignore")  # filters belong to the process, and processes are threads here
 def test_several_processes_measure_what_one_measures(server, text, tmp_path, monkeypatch):
-    load_one_at_a_time(monkeypatch)
     models = {"policy": f"{server}/vllm/none/v1", "reference": "shipped:reference"}
     jobs = {
         name: MeasureJob(**models, text=str(text), batch_tokens=8, out=str(tmp_path / name))
@@ -325,16 +321,9 @@ def test_several_processes_measure_what_one_measures(server, text, tmp_path, mon
     }
     alone = measure(jobs["alone"])
     assert alone.counts.shards == 3
-    begin = Barrier(2)
-
-    class Reporter(ProgressReporter):
-        def set_total(self, sequences):
-            begin.wait(60)
-
-    with ThreadPoolExecutor(2) as threads:
-        for measured in threads.map(lambda _: measure(jobs["shared"], Reporter()), range(2)):
-            assert repr(measured.per_token) == repr(alone.per_token), "NaN is no equal of itself"
-            assert measured.left_out == alone.left_out
+    for measured, _ in measured_twice(jobs["shared"], monkeypatch):
+        assert repr(measured.per_token) == repr(alone.per_token), "NaN is no equal of itself"
+        assert measured.left_out == alone.left_out
 
 
 def test_the_key_is_sent_and_written_nowhere(server, seen, text, tmp_path, monkeypatch, capsys):
