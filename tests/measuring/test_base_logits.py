@@ -362,7 +362,9 @@ def test_columns_leave_out_what_the_base_gives_less_than_e_to_the_minus_16():
     assert columns["logp_reference"] == pytest.approx([logp[0, 0].item() - 16, logp[1, 0].item()], abs=1e-4)
     assert columns["is_clipped"].tolist() == [True, False]
     share = ratio_of_sums(columns["is_clipped"].astype(float), np.ones(2), unit="probability")
-    told = with_reasons({"is_clipped": share, "perplexity_ratio": share, "perplexity_reference": share})
+    names = ("is_clipped", "logp_reference", "perplexity_ratio", "perplexity_reference")
+    told = with_reasons(dict.fromkeys(names, share))
+    assert told["logp_reference"].warnings == told["perplexity_ratio"].warnings
     assert told["perplexity_ratio"].warnings[-1].startswith("at most this: of 50 % of the tokens")
     assert told["perplexity_reference"].warnings[:-1] == share.warnings
     assert (columns["top1_policy"] == columns["top1_reference"]).tolist() == [True, False]

@@ -205,7 +205,7 @@ def reasons_left_out(unknown_columns: Mapping[str, str]) -> dict[str, str]:
 def with_reasons(numbers: Mapping[str, Estimate]) -> dict[str, Estimate]:
     """The statistics, with the reason as the only warning of an upper bound that is infinite.
 
-    And with a further one of perplexities that are bounds, since the reference's file gives bounds for unlikely tokens.
+    And with a further one of means that are bounds, since the reference's file gives bounds for unlikely tokens.
     """
     warnings = ("no upper bound: it is not known how unlikely some tokens are under the second model",)
     explained = {
@@ -215,7 +215,8 @@ def with_reasons(numbers: Mapping[str, Estimate]) -> dict[str, Estimate]:
         for name, number in numbers.items()
     }
     share = numbers["is_clipped"].value if "is_clipped" in numbers else 0.0
-    for name, end in (("perplexity_reference", "least"), ("perplexity_ratio", "most")) if share else ():
+    ends = {"logp_reference": "most", "perplexity_reference": "least", "perplexity_ratio": "most"}
+    for name, end in ends.items() if share else ():
         reason = f"at {end} this: of {100 * share:.2g} % of the tokens the file has an upper bound for the probability"
         explained[name] = replace(explained[name], warnings=(*explained[name].warnings, reason))
     return explained
