@@ -170,6 +170,8 @@ def add_settings(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
         if rope["rope_type"] == "yarn":
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+            if "attention_factor" in rope:
+                writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
     for name, add in (
         ("attn_logit_softcapping", writer.add_attn_logit_softcapping),
         ("final_logit_softcapping", writer.add_final_logit_softcapping),

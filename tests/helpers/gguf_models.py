@@ -97,7 +97,7 @@ MODELS |= {
     "command-r": ("cohere", {"logit_scale": 0.25, "use_qk_norm": True}),
     "cohere2": ("cohere2", {**SLIDES, "logit_scale": 0.25}),
     "olmo": ("olmo", {"clip_qkv": 0.5}),
-    "olmo3": ("olmo3", {**SLIDES, "rope_parameters": {"full_attention": YARN,
+    "olmo3": ("olmo3", {**SLIDES, "rope_parameters": {"full_attention": YARN | {"attention_factor": 1.5},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}}}),
     "nemotron": ("nemotron", {"rope_parameters": PARTIAL}),
     "starcoder2": ("starcoder2", {"sliding_window": None, "tie_word_embeddings": True}),

@@ -13,8 +13,8 @@ from damaged_files import outcomes_of_damage
 from gguf_file import interleaved, write_all, write_gguf
 from gguf_models import MODELS
 from packed_checkpoints import IDS, SEQUENCE
-from tiny_models import ATTENTION, CONFIGS, SHAPE, SPECIAL, double_logits, save_tiny, tiny_tokenizer
-from transformers import AutoConfig
+from tiny_models import ATTENTION, SHAPE, SPECIAL, double_logits, save_tiny, tiny_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kleash.checkpoints.gguf.tensor_decoding import ParameterNames, decode, read_parameters
 from kleash.checkpoints.gguf.vocabulary import begin_token
@@ -34,17 +34,18 @@ KINDS = (
 
 
 def tiny_gguf(folder: Path, name: str = "llama", **options: Any) -> tuple[Path, Path]:
-    """A tiny model of ``MODELS`` as a folder, and as a GGUF file in it."""
+    """A tiny model of ``MODELS`` whose norms and biases differ, as a folder, and as a GGUF file in it."""
     model_type, settings = MODELS[name]
     if name.startswith(("deepseek2", "gemma4", "granitehybrid", "nemotron_h")):
         pytest.importorskip("transformers", "5.15", "older ones have other settings")
-    CONFIGS["gguf"] = lambda **more: AutoConfig.for_model(
-        model_type, **{**SHAPE, **ATTENTION, **SPECIAL, **settings, **more}
-    )
-    try:
-        save_tiny(folder, "gguf", apart=0.2)
-    finally:
-        del CONFIGS["gguf"]
+    config = AutoConfig.for_model(model_type, **{**SHAPE, **ATTENTION, **SPECIAL, **settings})
+    torch.manual_seed(0)
+    network = AutoModelForCausalLM.from_config(config)
+    for values in network.state_dict().values():
+        if values.is_floating_point() and (values == values.flatten()[0]).all():
+            values.add_(torch.randint_like(values, -16, 17) / 64)  # exact if 1 is added
+    network.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
     return folder, write_gguf(folder, folder / "model.gguf", **options)
 
 
@@ -111,13 +112,11 @@ def fuse_experts(tensors: dict[str, np.ndarray]) -> None:
         tensors[name.replace("_gate_", "_gate_up_")] = np.concatenate(parts, axis=1)
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [*((name, fuse_projections) for name in ("biases", "qwen2", "chatglm")), ("qwen3moe", fuse_experts)],
-)
-def test_tensors_that_are_joined_or_apart_are_read(tmp_path, name, change):
+@pytest.mark.parametrize("name", ["biases", "qwen2", "chatglm", "nemotron_h", "qwen35", "qwen3moe"])
+def test_tensors_that_are_joined_or_apart_are_read(tmp_path, name):
+    change = fuse_experts if name == "qwen3moe" else fuse_projections
     folder, path = tiny_gguf(tmp_path, name, edit_tensors=change)
-    assert torch.equal(*logits(load_pair(str(path), str(folder))))
+    assert torch.equal(*logits(with_equal_decays(load_pair(str(path), str(folder)))))
 
 
 def settings_of(values: dict[str, Any]) -> Any:
@@ -176,6 +175,7 @@ UNGROUPED = ("group_count", "group_used_count", "weights_scale")
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 OLDER_SCALE = dict.fromkeys(("llama.rope.scaling.type", "llama.rope.scaling.factor"))
 OLDER_SCALE |= {"llama.rope.scale_linear": 3.0}
+RMS = "attention.layer_norm_rms_epsilon"
 
 
 @pytest.mark.parametrize(
@@ -188,6 +188,7 @@ OLDER_SCALE |= {"llama.rope.scale_linear": 3.0}
         ("linear", {"llama.rope.scaling.type": None}),
         ("linear", OLDER_SCALE),
         ("yarn", {"llama.rope.scaling.original_context_length": None, "llama.context_length": 32}),
+        ("nemotron_h", {f"nemotron_h.{RMS}": None, "nemotron_h.attention.layer_norm_epsilon": 1e-5}),
     ],
 )
 def test_settings_that_a_file_lacks_or_lists_are_those_of_llama_cpp(tmp_path, name, change):
@@ -486,18 +487,13 @@ def test_damaged_files_are_refused_in_a_sentence(llama, tmp_path):
     header = min(tensor.offset for tensor in read_gguf_header(path).tensors)
 
     def read(mutant: Path) -> Any:
-        find_checkpoint(str(mutant))
-        return [value for values in load_tokenizers_of(mutant, folder) for value in values]
+        checkpoints = {"policy": find_checkpoint(str(mutant)), "reference": find_checkpoint(str(folder))}
+        return list(load_tokenizers(checkpoints, False)[1])
 
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(path.read_bytes())
     outcomes, failures = outcomes_of_damage(damaged, header, read, 120)
     assert failures == [] and outcomes["refused"] > 60
-
-
-def load_tokenizers_of(path: Path, folder: Path) -> Any:
-    checkpoints = {"policy": find_checkpoint(str(path)), "reference": find_checkpoint(str(folder))}
-    return [load_tokenizers(checkpoints, False)[1]]
 
 
 @pytest.mark.parametrize(

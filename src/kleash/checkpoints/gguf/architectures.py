@@ -270,10 +270,10 @@ def _rope(values: Settings, attributes: Mapping[str, Any]) -> dict[str, Any]:
             "original_max_position_embeddings": values.get(
                 "rope.scaling.original_context_length", attributes["max_position_embeddings"]
             ),
-            # llama.cpp multiplies the factor of the file by the one that transformers has as its default; a
-            # logarithmic multiplier divides it.
+            # yarn_attn_factor is the checkpoint's own attention_factor. llama.cpp multiplies attn_factor by the one
+            # that transformers has as its default; a logarithmic multiplier divides it.
             "attention_factor": values.get("rope.scaling.attn_factor", 1.0)
-            * (0.1 * log(factor) + 1.0)
+            * values.get("rope.scaling.yarn_attn_factor", 0.1 * log(factor) + 1.0)
             / (0.1 * values.get("rope.scaling.yarn_log_multiplier", 0.0) * log(factor) + 1.0),
             "beta_fast": values.get("rope.scaling.yarn_beta_fast", 32.0),
             "beta_slow": values.get("rope.scaling.yarn_beta_slow", 1.0),

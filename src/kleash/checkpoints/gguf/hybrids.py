@@ -151,12 +151,12 @@ def adjust_nemotron_h(attributes: dict[str, Any], settings: Settings, tensors: T
     """Set the kind of each layer by its tensors: Mamba 2, attention, an MLP or experts."""
     kinds = {
         "ssm_in": "linear_attention",
-        "attn_q": "full_attention",
+        "attn_output": "full_attention",
         "ffn_gate_inp": "moe",
         "ffn_up": "mlp",
     }
     attributes["layers_block_type"] = [
-        next(kind for part, kind in kinds.items() if f"blk.{number}.{part}.weight" in tensors.shapes)
+        next((kind for part, kind in kinds.items() if f"blk.{number}.{part}.weight" in tensors.shapes), "mlp")
         for number in range(attributes.pop("num_hidden_layers"))
     ]
     widths = [shape[0] for name, shape in tensors.shapes.items() if name.endswith(".ffn_up.weight")]
@@ -196,7 +196,9 @@ def adjust_lfm2(attributes: dict[str, Any], settings: Settings, tensors: TensorS
 NEMOTRON_H = GGUFArchitecture(
     model_type="nemotron_h",
     names=NEMOTRON_H_NAMES,
-    shapes={key: "layer_norm_epsilon" if key == RMS_NORM else name for key, name in SHAPE_SETTINGS.items()},
+    # Files with experts may have the epsilon of their RMS norms as that of LayerNorms alone.
+    shapes={"attention.layer_norm_epsilon": "layer_norm_epsilon"}
+    | {key: "layer_norm_epsilon" if key == RMS_NORM else name for key, name in SHAPE_SETTINGS.items()},
     settings={
         **ROUTED_SETTINGS,
         "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
@@ -205,7 +207,7 @@ NEMOTRON_H = GGUFArchitecture(
         "ssm.state_size": "ssm_state_size",
         "ssm.group_count": "n_groups",
     },
-    adjusted=frozenset(("ssm.time_step_rank", "attention.layer_norm_epsilon", GATING)),
+    adjusted=frozenset(("ssm.time_step_rank", GATING)),
     biases={"attention_bias": PROJECTIONS, "mlp_bias": ("ffn_up", "ffn_down")},
     defaults={"n_group": 1, "topk_group": 1},
     adjust=[adjust_nemotron_h],

@@ -94,15 +94,17 @@ def split_projections(
         if first_part == tensor.name or names.find(tensor.name) is not None or names.find(first_part) is None:
             yield tensor
             continue
-        heads = ("num_attention_heads", "num_key_value_heads", "num_key_value_heads")
-        sizes = [attributes[name] * attributes["head_dim"] for name in heads]
+        heads = ("num_attention_heads", "num_key_value_heads")
+        queries, keys = (attributes[name] * attributes["head_dim"] for name in heads)
         rows = tensor.shape[0]
-        if sum(sizes) != rows:
-            raise ModelError(f"{tensor.path} has {rows} rows in {tensor.name}, and its heads {sum(sizes)}")
+        if rows - 2 * keys not in (queries, 2 * queries):  # twice, where they have gates
+            raise ModelError(
+                f"{tensor.path} has {rows} rows in {tensor.name}, and its heads {queries + 2 * keys}"
+            )
         if any(other.name == f"{tensor.name.rpartition('.')[0]}.scale" for other in tensors):
             raise ModelError(f"{tensor.path} has factors of {tensor.name}, which are not read")
         start = 0
-        for name, size in zip(PROJECTIONS, sizes, strict=False):
+        for name, size in zip(PROJECTIONS, (rows - 2 * keys, keys, keys), strict=False):
             yield replace(
                 tensor,
                 name=tensor.name.replace(FUSED_PROJECTIONS, name),
