@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from math import log
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout, kl_div
@@ -186,9 +186,7 @@ FAULTS: dict[str, Planted] = {
         "mean_loss_with_mask",
         {"nan_from_empty_response"},
     ),
-    "an array in bits": Planted(
-        lambda p, q: (p - q) / np.log(2), f"{OF_ARRAYS} metric", {"wrong_scale", "low_precision"}
-    ),
+    "an array in bits": Planted(lambda p, q: (p - q) / log(2), f"{OF_ARRAYS} metric", {"wrong_scale"}),
     "a number of numpy": Planted(lambda p, q: (p - q).mean(), f"{OF_ARRAYS} mean metric", set()),
     "a float": Planted(lambda p, q, m: masked(p, q, m)[m].mean().item(), "mean_metric_with_mask", set()),
     "clamp before exp": Planted(
