@@ -137,7 +137,7 @@ def verl_modules():
 def charged(logprob, ref_logprob, mask, controller, name):
     """Rewards and mean KL of verl's ``apply_kl_penalty``."""
     protocol, ray_trainer = verl_modules()
-    columns = {"old_log_probs": logprob, "ref_log_prob": ref_logprob, "response_mask": mask}
+    columns = {"old_log_probs": logprob, "ref_log_prob": ref_logprob, "response_mask": mask.long()}
     columns["token_level_scores"] = torch.zeros_like(logprob)
     data = protocol.DataProto.from_dict(tensors={name: values.clone() for name, values in columns.items()})
     data, metrics = ray_trainer.apply_kl_penalty(data, controller, kl_penalty=name)

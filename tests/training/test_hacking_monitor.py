@@ -59,7 +59,7 @@ CASES: dict[str, tuple[Change, str]] = {
         r"by 2.99 nats per sequence, 0.5 of the target of 6: .* divide --learning-rate by about 2 \(it is 0.0003\)"),
     "far_from_target": (lambda at, now: {"kl/exact_per_sequence": 6.0 + 1.5 * at, "beta": 0.2 * 1.05**at},
         r"times its target of 6: .* raise --beta, or --beta-max if a controller"),
-    "below_target": (lambda at, now: {"kl/exact_per_sequence": 3.0, "beta": 1.1**at},
+    "below_target": (lambda at, now: {"kl/exact_per_sequence": 3.0, "beta": 0.2 * 1.1**at},
         r"0\.\d+ of its target of 6, and beta rose from .* compare --target-per"),
     "runaway": (lambda at, now: {"reward/score": now["reward/score"] + 0.6 * at,
         "kl/exact_per_token": 0.1 * 1.3**at, "kl/exact_per_sequence": 6.4 * 1.3**at},
@@ -126,7 +126,7 @@ def test_entropy_that_falls_is_an_alert_unless_the_reward_rises(reward: float | 
         ("held_out_fell", 40, lambda at, now: {
             "eval/reward": 3.0 - 0.05 * at, "eval/reward_error": 0.3, "kl/exact_per_sequence": 6.0 + at}),
         ("far_from_target", 40, lambda at, now: {
-            "kl/exact_per_sequence": 12.5, "kl/exact_per_sequence_error": 2.0, "beta": 2 * 1.1**at}),
+            "kl/exact_per_sequence": 14.0, "kl/exact_per_sequence_error": 2.0, "beta": 2 * 1.1**at}),
     ],
 )  # fmt: skip
 def test_what_looks_like_a_fault_and_is_none(kind: str, after: int, change: Change) -> None:
@@ -135,32 +135,35 @@ def test_what_looks_like_a_fault_and_is_none(kind: str, after: int, change: Chan
 
 
 @pytest.mark.parametrize(
-    ("kl", "earlier", "error", "prompts", "falls"),
+    ("kl", "trained", "earlier", "error", "prompts", "falls"),
     [
-        *((2, 9, 0.1, 64, True), (2, 9, 0, 64, True), (0.5, 9, 0.1, 64, False), (2, 1, 0.3, 500, True)),
-        *((2, 9, 0.3, 500, False), (2, 9, 0.1, 4, False), (2, 9, 0.01, 4, True)),  # t of 3: 19.4 errors
+        *((2, 1, 9, 0.1, 64, True), (2, 1, 9, 0, 64, True), (2, 1, 1, 0.3, 500, True)),
+        *((0.5, 1, 9, 0.1, 64, False), (0.5, 2, 9, 0.1, 64, True), (2, 1, 9, 0.3, 500, False)),
+        *((2, 1, 9, 0.1, 4, False), (2, 1, 9, 0.01, 4, True)),  # t of 3: 19.4 errors
     ],
 )
 def test_held_out_reward_that_falls_with_the_kl_and_the_training_reward_is_no_alert(
-    kl: float, earlier: int, error: float, prompts: float, falls: bool
+    kl: float, trained: float, earlier: int, error: float, prompts: float, falls: bool
 ) -> None:
     """A policy that overshot its target goes back, and pays for it; the paired error, 0 if all fall alike, counts, and
     how many evaluations the best was taken from: below one of nine 3.3 errors are luck, and 10 of four prompts."""
 
     def change(at: int, now: Metrics) -> Metrics:
         done = at >= 10
-        return {
+        metrics = {
             "kl/exact_per_sequence": kl if done else 1.0,
             "kl/exact_per_sequence_error": 0.01,
-            "reward/score": 1.0 if done else 2.0,
+            "reward/score": trained if done else 2.0,
+            "reward/score_error": 0.05,
             "eval/reward": 1.0 if done else 2.0,
             "eval/reward_error": 5.0,
             "eval/reward_change": -1.0 if done else 0.0,
             "eval/reward_change_error": error,
             "eval/prompts": prompts,
         }
+        return {name: x for name, x in metrics.items() if not 10 <= at < 15 or "eval" not in name}
 
-    history = bent([StepRecord(step=at, metrics={}) for at in range(10 - earlier, 12)], 0, change)
+    history = bent([StepRecord(step=at, metrics={}) for at in range(10 - earlier, 16)], 0, change)
     alerts = [alert for record in played(history, HackingMonitor()) for alert in record.alerts]
     fell = [alert.sentence for alert in alerts if alert.kind == "held_out_fell"]
     assert bool(fell) is falls and all(("prompts alike" in sentence) is (error == 0) for sentence in fell)
@@ -177,7 +180,7 @@ def test_large_updates_silence_the_advice_of_a_larger_beta() -> None:
 def test_updates_whose_kl_is_not_measured_are_judged_by_the_rise_of_the_kl(every: int, kind: str) -> None:
     """From 0 to 5.5 and 20 nats, with errors of a tenth: √14 from the reference after 2 or 12 updates."""
     history = [
-        StepRecord(step=at, metrics={"kl/exact_per_sequence": kl, "kl/exact_per_sequence_error": kl / 10})
+        StepRecord(step=5 + at, metrics={"kl/exact_per_sequence": kl, "kl/exact_per_sequence_error": kl / 10})
         for at, kl in ((0, 0.0), (every, 5.5), (2 * every, 20.0))
     ]
     (alert,) = HackingMonitor(target_nats=0.5).check(history)
@@ -229,9 +232,9 @@ def test_alert_repeats_after_eleven_steps_at_the_earliest() -> None:
         (6.0, 0, lambda at, now: {"kl/exact_per_sequence": 1.0, "beta": 0.0}),
         (None, 40, lambda at, now: {"kl/exact_per_token": 0.1 * 1.2**at}),
         (1e3, 40, lambda at, now: {"kl/exact_per_token": 0.1 * 1.2**at, "reward/score": 3 + 0.6 * at}),
-        (None, 0, lambda at, now: {"kl/exact_per_token": 1.0, "reward/score": 3 + 0.6 * at}),
+        (None, 0, lambda at, now: {"kl/exact_per_token": 1 + 0.05 * at, "reward/score": 3 + 0.6 * at}),
     ],
-    ids=["alike at first", "one bad step", "beta of 0", "without reward", "below its target", "constant"],
+    ids=["alike at first", "one bad step", "beta of 0", "without reward", "below its target", "slow"],
 )
 def test_what_is_no_fault_raises_no_alert(target: float | None, after: int, change: Change) -> None:
     assert said(bent(healthy(60, target=target), after, change), HackingMonitor(target_nats=target)) == []

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from scoring_cases import sequence_of
-from tiny_models import CONFIGS, metaspace_tokenizer, save_tiny, tiny_tokenizer
+from tiny_models import CONFIGS, edit_json, metaspace_tokenizer, save_tiny, tiny_tokenizer
 from transformers import AutoModelForSequenceClassification, BertConfig
 
 from kleash.errors import CannotRunError, ModelError
@@ -90,10 +90,9 @@ def test_messages_use_the_reward_models_chat_template_or_are_joined(
 
 
 def test_reward_model_adds_to_other_rewards(folder: Path) -> None:
-    rewards = load_rewards(
-        [f"2*{folder}", "kleash.training.example_rewards:heroine"], tokenizer=tiny_tokenizer()
-    )
-    ids = tiny_tokenizer()(" she was", add_special_tokens=False)["input_ids"]
+    tokenizer = tiny_tokenizer()
+    rewards = load_rewards([f"2*{folder}", "kleash.training.example_rewards:heroine"], tokenizer=tokenizer)
+    ids = tokenizer(" she was", add_special_tokens=False)["input_ids"]
     answer = sequence_of((0,), [*ids, 1], prompt_text="The sea", response_text=" she was</s>")
     found = rewards.of([answer])
     assert list(found.parts) == ["judge", "heroine"]
@@ -117,19 +116,20 @@ def test_a_response_follows_its_prompt_with_the_space_that_its_tokenizer_drops(f
 
 def test_text_beyond_the_context_length_is_not_truncated_silently(folder: Path) -> None:
     long = Dialogue(prompt="The sea", response=" was calm" * 80, name="prompt 3, sample 1")
-    with pytest.raises(
-        CannotRunError, match=r"reads 1 to 128 tokens and prompt 3, sample 1 has \d+; lower --max"
-    ):
+    said = r"reads 1 to 128 tokens and prompt 3, sample 1 has \d+; lower --max"
+    with pytest.raises(CannotRunError, match=said):
         load_reward_model(str(folder))([long])
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "changes", "said"),
     [
-        (save_tiny, r"lacks 1 of its weights, which would be random: score\.weight"),
-        (partial(saved, labels=3), "has 3 labels; a reward is one number"),
+        (save_tiny, {}, r"lacks 1 of its weights, which would be random: score\.weight"),
+        (partial(saved, labels=3), {}, "has 3 labels; a reward is one number"),
+        (saved, {"model_type": "x", "auto_map": {"AutoConfig": "x.X"}}, "custom code .* no code of its own"),
     ],
 )
-def test_what_is_no_reward_model_is_refused(make: Any, said: str, tmp_path: Path) -> None:
+def test_what_is_no_reward_model_is_refused(make: Any, changes: Any, said: str, tmp_path: Path) -> None:
+    edit_json(make(tmp_path / "llama") / "config.json", **changes)
     with pytest.raises(ModelError, match=said):
-        load_reward_model(str(make(tmp_path / "llama")))
+        load_reward_model(str(tmp_path / "llama"))

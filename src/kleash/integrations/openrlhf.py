@@ -191,22 +191,21 @@ def _save_with_controller(
     save: Callable[..., None],
     trainer: Any,
     global_step: int,
-    logs_dict: Any = None,
-    client_states: Any = None,
+    logs_dict: Any,
+    client_states: dict[str, Any],
 ) -> None:
     """Save as OpenRLHF, with the state of the controller among the states of the checkpoint.
 
     It is added to ``client_states`` itself, from which OpenRLHF then saves its best checkpoint.
     """
-    states = {} if client_states is None else client_states
-    states[STATE] = trainer.kl_ctl.leash.to_dict()
-    save(trainer, global_step, logs_dict, states)
+    client_states[STATE] = trainer.kl_ctl.leash.to_dict()
+    save(trainer, global_step, logs_dict, client_states)
 
 
 def _restore_with_controller(restore: Callable[..., None], trainer: Any, checkpoint_states: Any) -> None:
     """Restore as OpenRLHF, and the controller from its state; a warning if the checkpoint has none."""
     restore(trainer, checkpoint_states)
-    if checkpoint_states and checkpoint_states.get("global_step"):
+    if checkpoint_states["global_step"] > 0:
         trainer.kl_ctl.load_state(checkpoint_states.get(STATE, {}))
 
 

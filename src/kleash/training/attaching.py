@@ -125,14 +125,18 @@ def attach(
         raise OptionError(
             "on_hacking='tighten' doubles the beta of a controller; give target_nats, or another response"
         )
+    target: dict[str, Any] = {
+        "target_nats": target_nats or getattr(leash, "target_nats", None),
+        "target_per": per if leash is None else leash.per,
+    }
     options = LogOptions(
-        target_nats=target_nats or getattr(leash, "target_nats", None),
-        target_per=per if leash is None else leash.per,
+        **target,
         beta_max=getattr(leash, "beta_max", LogOptions.beta_max),
         on_hacking=on_hacking,
         report_to=tuple(report_to),
         described={
             **_settings(trainer, algorithm, leash, drift_monitor),
+            **target,
             **({} if on_hacking == LogOptions.on_hacking else {"on_hacking": on_hacking}),
         },
     )
@@ -302,8 +306,6 @@ def _settings(
             getattr(getattr(network, "config", None), "_name_or_path", "") or type(network).__name__
         ),
         "controller": FixedBeta.kind if leash is None else leash.kind,
-        "target_nats": None if leash is None else leash.target_nats,
-        "target_per": "sequence" if leash is None else leash.per,
     }
 
 

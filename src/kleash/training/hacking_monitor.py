@@ -293,7 +293,7 @@ class HackingMonitor:
         usual = median(earlier) if len(earlier) >= self.settled else math.inf
         # of two healthy prompts, the KL of one is often many times that of the other
         growth = self.prompt_growth * max(1.0, 4 / history[-1].metrics.get("response/prompts", 4)) ** 2
-        if all(excess > growth * max(1.0, usual) for excess in last):
+        if all(excess > growth * usual for excess in last):
             yield (
                 f"the prompt with the largest KL(policy ‖ reference) has {history[-1].metrics['kl/max_prompt']:.3g} "
                 f"nats per response, {median(last):.2g} times the mean of the others over the last {self.steps} steps, "

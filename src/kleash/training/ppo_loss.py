@@ -82,7 +82,7 @@ def learning_signals(scored: Scored, job: PPOJob, beta: float) -> LearningSignal
         scored.token_kl if job.kl == "exact" else sampled_kl(scored.token_logp, scored.token_logq, job.kl)
     )
     token_kl = torch.where(scored.mask, token_kl, 0.0)
-    next_kl = torch.where(scored.mask, pad(token_kl[:, 1:], (0, 1)), 0.0)
+    next_kl = pad(token_kl[:, 1:], (0, 1))
     penalised_kl = token_kl if job.kl == "k1" else job.gamma * next_kl
     reward_beta = beta if job.kl_place == "reward" else 0.0
     gae = generalised_advantages(
@@ -109,12 +109,10 @@ def minus_leave_one_out_mean(
     """Each cost minus the mean of the other responses' costs at the same position: a leave-one-out baseline.
 
     The baseline does not depend on the response itself, so the gradient stays unbiased. A cost is unchanged where
-    there is no other response. A collective.
+    there is no other response. Masked costs are 0, and the result is not read there. A collective.
     """
-    counted = torch.where(mask, costs, 0.0)
-    total, count = sum_over_ranks(counted.sum(0)), sum_over_ranks(mask.sum(0))
-    mean_of_others = (total - counted) / (count - 1).clamp(min=1)
-    return torch.where(mask, counted - mean_of_others, 0.0)
+    total, count = sum_over_ranks(costs.sum(0)), sum_over_ranks(mask.sum(0))
+    return costs - (total - costs) / (count - 1).clamp(min=1)
 
 
 def policy_objective(

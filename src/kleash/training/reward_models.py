@@ -21,7 +21,7 @@ from kleash.models.transformers_formats import check_stored_types
 from kleash.sandbox.process import render_chat
 from kleash.sources.sequences import batch_by_length
 
-NO_CLASSIFIER = "; give a model that was trained for sequence classification"
+NO_CLASSIFIER = "; give a model that was trained for sequence classification, and brings no code of its own"
 """What to do if a reward model cannot be loaded."""
 
 
@@ -71,7 +71,7 @@ def load_reward_model(
     with suppress_library_output():
         tokenizer = load_tokenizer(checkpoint, False)
         check_stored_types(checkpoint, None)
-        with loading(checkpoint):
+        with loading(checkpoint, NO_CLASSIFIER):
             config = transformers.AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False)
         classifier = Candidate(transformers.AutoModelForSequenceClassification.from_config, config, {})
         loaded = load_as(

@@ -41,7 +41,7 @@ def get_kl_controller(kl_ctrl: Any) -> KLController:
         UnknownNameError: if there is no such type.
         OptionError: if a field is unknown, or one that verl sets; or if a number is out of range.
     """
-    settings: dict[str, Any] = dict(kl_ctrl if isinstance(kl_ctrl, Mapping) else vars(kl_ctrl))
+    settings: Mapping[str, Any] = kl_ctrl if isinstance(kl_ctrl, Mapping) else vars(kl_ctrl)
     kind = look_up(CONTROLLER_TYPES, settings.get("type", "fixed"), "type of KL controller")
     named = {VERL_FIELDS[name]: settings[name] for name in VERL_FIELDS if name in settings}
     options = {name: x for name, x in settings.items() if name not in ("_target_", "type", *VERL_FIELDS)}
