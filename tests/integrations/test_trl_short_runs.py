@@ -155,11 +155,11 @@ def test_given_reference_replaces_trl_reference(made, folder, kind, monkeypatch)
     trainer._compute_loss(trainer.model, inputs)
     logp, logq = (whole_logp(model, inputs, 0.7).detach() for model in (trainer.model, own))
     kl = (logp.exp() * (logp - logq)).sum(-1)[counted(inputs)]
-    torch.testing.assert_close(inputs["kleash_token_kl"][counted(inputs)], kl, rtol=1e-3, atol=1e-5)
+    found = {name: column[counted(inputs)] for name, column in trainer.token_columns.items()}
+    torch.testing.assert_close(found["kleash_token_kl"], kl, rtol=1e-3, atol=1e-5)
     at = inputs["completion_ids"].unsqueeze(-1)
     for name, whole in (("kleash_policy_logps", logp), ("ref_per_token_logps", logq)):
-        token = whole.gather(-1, at)[..., 0][counted(inputs)]
-        torch.testing.assert_close(inputs[name][counted(inputs)], token)
+        torch.testing.assert_close(found[name], whole.gather(-1, at)[..., 0][counted(inputs)])
     trainer.train()
     (first,) = steps(trainer)
     assert first["kl/per_token"] > 0.01

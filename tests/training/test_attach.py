@@ -140,9 +140,7 @@ def test_a_pass_for_the_rollouts_is_not_taken_for_that_of_a_reference(trl, folde
 
 @pytest.mark.parametrize("leashed", [False, True])
 @pytest.mark.parametrize("disabled", [False, True])
-def test_dropout_is_told_once_where_the_kl_is_measured_with_it(
-    trl, folder, tmp_path, recwarn, leashed, disabled
-):
+def test_dropout_is_told_once_where_the_kl_has_it(trl, folder, tmp_path, recwarn, leashed, disabled):
     said: list[str] = []
     asked = {"peft_config": LoraConfig(lora_dropout=0.3, task_type="CAUSAL_LM"), "said": said}
     trainer = grpo(trl, folder, tmp_path, leashed=leashed, more=asked, disable_dropout=disabled)
@@ -169,13 +167,13 @@ def test_masked_responses_have_no_kl_and_the_last_step_is_written(trl, folder, t
 @pytest.mark.parametrize("by_trl", [True, False])
 def test_own_loss_is_measured_in_a_pass_of_trl(trl, folder, tmp_path, caplog, by_trl, method):
     """A policy gradient, whose pass is the second one, without entropies; or the network's own."""
-    from kleash.integrations.trl import GRPOLeash
     from kleash.integrations.trl.forward_capture import whole_rows
 
     kls = []
 
     def loss(trainer, model, inputs, **_):
         run, at = trainer._get_per_token_logps_and_entropies, inputs["completion_ids"].unsqueeze(-1)
+        trainer._metrics["train"]["kl"] += [0.1] * (trainer.beta != 0)
         whole, logq = (whole_logp(one, inputs, 1.0) for one in (model, trainer.ref_model))
         kls.append((whole.exp() * (whole - logq)).sum(-1)[inputs["completion_mask"].bool()].mean().item())
         logp = whole.gather(-1, at)[..., 0]
@@ -194,16 +192,18 @@ def test_own_loss_is_measured_in_a_pass_of_trl(trl, folder, tmp_path, caplog, by
     assert not {"policy/entropy", "policy/clip_share"} & first.metrics.keys() and not second.events
     said = ("step 1: the loss of Theirs makes no pass", "'kl/k3_per_sequence' was logged in 2 steps")
     assert {by_trl} == {sentence not in caplog.text for sentence in said} == {not first.events}
-    leashed = type("Leashed", (GRPOLeash, theirs), {})
-    trainer = make(leashed, trl.package.GRPOConfig, str(folder), tmp_path / "trl")
-    moved(trainer.model, 0.1)
-    if by_trl and method == "_compute_loss":
-        trainer.train()
-        trained = [entry["kl"] for entry in trainer.state.log_history if "kl" in entry]
-        assert trained == pytest.approx(kls[2:], rel=1e-4) and min(trained) > 0.1
-    else:
-        with pytest.raises(CannotRunError, match=r"of Leashed (makes no pass|does not call _compute_loss)"):
+    generating = {"_generate_and_score_completions": trl.package.GRPOTrainer._generate_and_score_completions}
+    for own in ({}, {method: loss}, generating):
+        bases = (trl.LeashedGRPO,) if own else (import_module("kleash.integrations.trl").GRPOLeash, theirs)
+        trainer = make(type("Leashed", bases, own), trl.package.GRPOConfig, str(folder), tmp_path / "trl")
+        moved(trainer.model, 0.1)
+        if by_trl and method == "_compute_loss" and not own:
             trainer.train()
+            trained = [entry["kl"] for entry in trainer.state.log_history if "kl" in entry]
+            assert trained == pytest.approx(kls[2:], rel=1e-4) and min(trained) > 0.1
+        else:
+            with pytest.raises(CannotRunError, match=r"of Leashed (makes no pass|does not call that of)"):
+                trainer.train()
 
 
 SPREADS = [([[0.1, 0.3], [0.2, 0]], (1, 0, 2)), ([[None, 0.5]], (1, 0, 0)), ([[None] * 2], (0, None, 0))]
@@ -451,16 +451,15 @@ def test_nan_is_not_logged_as_the_mean_of_others(folder, tmp_path, name, scales)
     with pytest.raises(NonFiniteError, match=f"the {name} of step 2 is nan"):
         trainer.train()
     kleash.attach(again := plain(folder, tmp_path), out=tmp_path / "run")
-    early = TrainerCallback()
+    again.add_callback(early := TrainerCallback())
     early.on_step_end = lambda _, at, to, **__: setattr(to, "should_training_stop", at.global_step == 3)
-    again.add_callback(early)
     again.train()  # in the folder that an error has closed
     assert [step.step for step in read_steps(tmp_path / "run")] == [2, 3], "also where a callback stops it"
 
 
 def test_alert_stops_a_run(trl, folder, tmp_path, caplog):
     more = {"eval_dataset": [{"prompt": "the sea was"}]}
-    trainer = grpo(trl, folder, tmp_path, max_steps=6, eval_strategy="epoch", more=more)
+    trainer = grpo(trl, folder, tmp_path, max_steps=6, eval_strategy="epoch", save_total_limit=1, more=more)
     moved(trainer.model, 0.5)
     log = kleash.attach(trainer, target_nats=1e-6, on_hacking="stop", out=tmp_path / "run")
     trainer.train()
@@ -469,6 +468,7 @@ def test_alert_stops_a_run(trl, folder, tmp_path, caplog):
     for said in ("alert at step 3: KL", "over the last 3 measurements", "raise beta, or beta_max"):
         assert said in caplog.text and log.folder.header().settings["on_hacking"] == "stop"
     assert any("eval_reward" in entry for entry in trainer.state.log_history)
+    assert trainer.args.metric_for_best_model is None, "else a best checkpoint would replace the last"
     assert not any("eval/reward" in step.metrics for step in read_steps(tmp_path / "run")), "of no step"
 
 
@@ -489,7 +489,7 @@ def test_evaluation_is_the_headline_and_the_best_checkpoint_is_named(trl, folder
             logp, logq = (whole_logp(one, inputs, 1.0) for one in (model, trainer.ref_model))
             mask = inputs["completion_mask"].bool()
             seen.append(torch.where(mask, (logp.exp() * (logp - logq)).sum(-1), 0.0).sum(-1))
-        return compute(model, inputs)
+        return compute(model, {**inputs})  # a copy, as some subclasses give
 
     trainer._compute_loss = keep
     trainer.train()

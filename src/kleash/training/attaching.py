@@ -273,10 +273,11 @@ def _require_price(trainer: Any, algorithm: str, *, is_steered: bool) -> None:
 def _keep_best(args: Any) -> None:
     """Have transformers keep the checkpoint with the largest held-out reward, unless it is told what is best.
 
-    Where nothing is named, transformers takes "loss", which a schedule of the learning rate may follow too.
+    Where nothing is named, transformers takes "loss", which a schedule of the learning rate may follow too. Of one
+    checkpoint that it is to keep, it would delete the last for the best.
     """
     if args.eval_strategy != "no" and (
-        args.metric_for_best_model is None
+        (args.metric_for_best_model is None and args.save_total_limit != 1)
         or (args.metric_for_best_model == "loss" and args.lr_scheduler_type != "reduce_lr_on_plateau")
     ):
         args.metric_for_best_model, args.greater_is_better = "eval_reward", True

@@ -88,6 +88,10 @@ class KLMixin(ForwardCapture):
     the KL is only logged: it costs the reference in memory, its forward pass and that of the KL, no backward pass.
     """
 
+    token_columns: Mapping[str, Tensor] | None = None
+    """Of each token of the last micro-batch, what the loss measured; None before the first loss. Not in the batch, of
+    which a subclass may copy the entries."""
+
     # Many arguments, since they are options of a trainer; all by keyword.
     def __init__(
         self,
@@ -153,8 +157,11 @@ class KLMixin(ForwardCapture):
             if self._reuses_responses:
                 output[OLD_LOGP] = policy_logp  # of which RLOO keeps sums
             if ENGINE_LOGP in output:
-                columns = policy_logp, output[ENGINE_LOGP], response_mask(output)
-                self._log_metrics(**mismatch_metrics(*columns, self.accelerator))
+                self._log_metrics(
+                    **mismatch_metrics(
+                        policy_logp, output[ENGINE_LOGP], response_mask(output), self.accelerator
+                    )
+                )
             if self._term.place == "reward":
                 self._charge_advantages(output, policy_logp)
         return output
@@ -204,6 +211,7 @@ class KLMixin(ForwardCapture):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """TRL's loss without a KL, and the KL of the micro-batch times beta."""
+        self.token_columns = {}
         with replaced(self, "beta", 0.0), recorded_passes(self, hidden=bool(self._head_layouts)) as passes:
             loss = super()._compute_loss(model, inputs)
         policy_pass = find_policy_pass(passes, model, inputs)
@@ -223,8 +231,9 @@ class KLMixin(ForwardCapture):
         )
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.beta != 0):
             kl = self._micro_batch_kl(policy_pass, inputs, mask, token_weights / micro_batches)
-        trained = (token_weights * kl.per_token).sum().float()
-        self._log_metrics(kl=self.accelerator.reduce(trained, reduction="mean").item())
+        self._log_metrics(
+            kl=self.accelerator.reduce((token_weights * kl.per_token).sum().float(), reduction="mean").item()
+        )
         self._kl_rows[mode_of(self)] += rows_by_prompt(kl.per_token, mask, inputs)
         return loss if self.beta == 0 else loss + self.beta * kl.loss
 
@@ -241,12 +250,19 @@ class KLMixin(ForwardCapture):
                 options=self._linear_options,
             )
         inputs[TOKEN_KL] = torch.zeros_like(policy_pass.logp).masked_scatter(mask, nats.to(policy_pass.logp))
+        self.token_columns = {TOKEN_KL: inputs[TOKEN_KL]}
 
     def _both_hidden(
         self, policy_pass: ForwardPass, inputs: dict[str, Any], mask: Tensor
     ) -> tuple[Tensor, Head, Tensor, Head]:
         """Hidden states of the response tokens and head of the policy, and those of the reference."""
         assert policy_pass.hidden is not None, "hidden states are captured for an exact KL"
+        if REFERENCE_HIDDEN not in inputs:
+            raise CannotRunError(
+                f"the reference made no pass: _generate_and_score_completions of {type(self).__name__} does not call "
+                "that of kleash's mixin, in which it does; put GRPOLeash or RLOOLeash in front: class Mine(GRPOLeash, "
+                "Theirs)"
+            )
         head_p, head_q = self._heads()
         return policy_pass.hidden[mask], head_p, inputs[REFERENCE_HIDDEN][mask], head_q
 
@@ -269,8 +285,9 @@ class KLMixin(ForwardCapture):
             of_all_ranks = self.accelerator.gather(self.accelerator.pad_across_processes(ratios, dim=1))
             tokens = self.accelerator.reduce(mask.sum(), "sum")
             if tokens:
-                share = effective_sample_size(of_all_ranks.log()) / tokens
-                self._log_metrics(**{"kl/effective_share": float(share)})
+                self._log_metrics(
+                    **{"kl/effective_share": float(effective_sample_size(of_all_ranks.log()) / tokens)}
+                )
         if self._term.estimator == "exact":
             return self._exact_kl(policy_pass, inputs, mask, token_weights, ratios)
         per_token = self._term.per_token(
@@ -288,7 +305,7 @@ class KLMixin(ForwardCapture):
     ) -> LinearLoss:
         """The exact KL of each response token, from both models' hidden states, as the micro-batch's term.
 
-        The batch gets the KL and both log-probabilities of each token.
+        Keeps the KL and both log-probabilities of each token.
         """
         weights = (token_weights if ratios is None else token_weights * ratios)[mask].detach()
         hidden_p, head_p, hidden_q, head_q = self._both_hidden(policy_pass, inputs, mask)
@@ -302,10 +319,15 @@ class KLMixin(ForwardCapture):
             temperature=self.temperature,
             options=self._linear_options,
         )
-        columns = {POLICY_LOGP: terms.token_logp, REFERENCE_LOGP: terms.token_logq, TOKEN_KL: terms.kl}
-        for name, term in columns.items():
-            inputs[name] = torch.zeros_like(token_weights).masked_scatter(mask, term.to(token_weights.dtype))
-        token_kl = inputs[TOKEN_KL]
+        self.token_columns = {
+            name: torch.zeros_like(token_weights).masked_scatter(mask, term.to(token_weights.dtype))
+            for name, term in (
+                (POLICY_LOGP, terms.token_logp),
+                (REFERENCE_LOGP, terms.token_logq),
+                (TOKEN_KL, terms.kl),
+            )
+        }
+        token_kl = self.token_columns[TOKEN_KL]
         if self._term.scope == "sequence":
             later_kl = future_kl_loss(policy_pass.logp, token_kl, mask, weights=ratios)
             loss = loss + (token_weights * later_kl).sum()
@@ -313,11 +335,11 @@ class KLMixin(ForwardCapture):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """TRL's method, with the KL of the responses since the last log."""
-        logged = self._metrics["train"], *self.state.log_history
-        if "loss" in logs and self._term.place == "loss" and not any("kl" in each for each in logged):
+        if "loss" in logs and self._term.place == "loss" and self.token_columns is None:
             raise CannotRunError(
-                f"no KL was trained: compute_loss of {type(self).__name__} does not call _compute_loss, to which it is "
-                "added; write the loss there"
+                f"no KL was trained: the loss of {type(self).__name__} does not call that of kleash's mixin, which "
+                "adds it; write it as _compute_loss of a class Theirs, and put GRPOLeash or RLOOLeash in front: class "
+                "Mine(GRPOLeash, Theirs)"
             )
         if any(name.endswith("loss") for name in logs):  # of transformers, which all processes call
             self._log_kl_rows()

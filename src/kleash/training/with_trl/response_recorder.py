@@ -291,13 +291,14 @@ class ResponseRecorder:
         policy_pass: ForwardPass | None,
     ) -> list[Response]:
         """The responses of a micro-batch, with their columns in float64; without columns if there was no pass."""
+        known = {**inputs, **(getattr(self.trainer, "token_columns", None) or {})}
         columns = (
             {}
             if policy_pass is None
             else options_given(
-                token_logp=inputs.get(POLICY_LOGP, policy_pass.logp),
-                token_logq=inputs.get(REFERENCE_LOGP),
-                token_kl=inputs.get(TOKEN_KL),
+                token_logp=known.get(POLICY_LOGP, policy_pass.logp),
+                token_logq=known.get(REFERENCE_LOGP),
+                token_kl=known.get(TOKEN_KL),
                 entropy=policy_pass.entropy,
                 weight=importance_weights(
                     policy_pass.logp, inputs.get(OLD_LOGP, policy_pass.logp), mask, level="token"
