@@ -66,8 +66,8 @@ ARCHITECTURES = tuple(CONFIGS)
 
 
 def metaspace_tokenizer() -> PreTrainedTokenizerFast:
-    """Of three words; as those of Llama 2 and Mistral, it decodes " was" alone as "was"."""
-    words = {"▁The": 0, "▁sea": 1, "▁was": 2, "?": 3}
+    """Of few words; as those of Llama 2 and Mistral, it decodes " was" alone as "was"."""
+    words = {"▁The": 0, "▁sea": 1, "▁was": 2, "?": 3, "\n": 4, "was": 5}
     backend = Tokenizer(models.WordLevel(words, unk_token="?"))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     return PreTrainedTokenizerFast(tokenizer_object=backend)

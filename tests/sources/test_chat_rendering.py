@@ -75,15 +75,6 @@ def test_contents_are_given_in_the_form_that_the_template_takes(read, name):
         assert prompt.text == "system: Be kind\nuser: Hi there\nassistant: ", messages
 
 
-def test_a_template_that_leaves_out_thoughts_is_followed(read):
-    template = (
-        "{% for m in messages %}{{ m['role'] }}: {{ m['content'].split('</think>')[-1] }}\n{% endfor %}"
-    )
-    messages = [said("Hi"), said("<think>so</think>Yes", "assistant"), said("Why?")]
-    (prompt,) = read({"messages": messages}, template)
-    assert prompt.text == "user: Hi\nassistant: Yes\nuser: Why?\nassistant: "
-
-
 def test_errors_are_about_the_messages_as_they_are_and_printed_parts_are_refused(read):
     template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEXT
     with pytest.raises(SourceError, match="line 1: the chat template refuses"):
@@ -173,7 +164,7 @@ def test_a_prompt_that_was_rendered_is_not_rendered_again(pair, write, text):
     path = write("a.jsonl", jsonl({"prompt": "Hi user"}, {"prompt": text}))
     plain, rendered = read_prompts(path, pair)
     assert plain.token_ids == tuple(tokenizer("Hi user")["input_ids"])
-    assert rendered.token_ids[:2] != (tokenizer.bos_token_id,) * 2
+    assert rendered.token_ids == tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
     notes = describe_forms("prompts", Counter([plain.form, rendered.form]), tokenizer)
     assert "1 of the 2 prompts are plain text that begins as the policy's chat template does" in notes
     with pytest.raises(SourceError, match="line 2: a chat template has rendered"):
@@ -201,7 +192,7 @@ def test_published_templates_give_the_tokens_of_transformers_on_one_day(pair, na
     tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
     policy, reference = (replace(model, context_length=None) for model in (pair.policy, pair.reference))
     pair = replace(pair, policy=policy, reference=reference, tokenizer=tokenizer)
-    conversations = [[said("Hi")], [said("Hi"), said("Yes", "assistant"), said("Why?")]]
+    conversations = [[said("Hi")], [said("Hi"), said("<think>so</think>Yes", "assistant"), said("Why?")]]
     if name != "gemma":  # it has no system role
         conversations.append([said("Be kind", "system"), said("Hi")])
     for messages, prompt in zip(conversations, tokenise_prompts(conversations, pair), strict=True):

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 from dataclasses import replace
+from hashlib import blake2b
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given as examples
 from hypothesis import strategies as st
 from source_files import jsonl
 from tiny_models import SENTENCES, metaspace_tokenizer, tiny_tokenizer
+from tokenizers import Regex, normalizers, pre_tokenizers
 
 from kleash.engines.base_logits import chunk_sequence
 from kleash.errors import OptionError, SourceError
@@ -44,12 +46,8 @@ def test_copies_of_a_prompt_are_counted_by_a_hash_that_is_the_same_on_every_mach
     assert [one.copy for one in prompts] == [0, 0, 1, 2]
     assert len({one.prompt_hash for one in prompts}) == 2
     assert prompts[0].prompt_hash == prompts[3].prompt_hash == hash_tokens(prompts[0].token_ids)
-    from hashlib import blake2b
-
-    assert (
-        hash_tokens((1, 2, 300))
-        == blake2b(bytes([1, *[0] * 7, 2, *[0] * 7, 44, 1, *[0] * 6]), digest_size=8).hexdigest()
-    )
+    expected = blake2b(bytes([1, *[0] * 7, 2, *[0] * 7, 44, 1, *[0] * 6]), digest_size=8)
+    assert hash_tokens((1, 2, 300)) == expected.hexdigest()
 
 
 def test_an_appended_end_token_is_removed_from_a_prompt(pair, write):
@@ -177,6 +175,21 @@ def test_texts_of_tokens_join_where_the_tokenizer_drops_a_first_space(write):
     prompt = Prompt(prompt_id=0, token_ids=(0, 1), text="The sea", prompt_hash="")
     found += [_Response(prompt=prompt, sample=0, max_tokens=1, token_ids=[2]).as_sequence(tokenizer)]
     assert [one.prompt_text + one.response_text for one in found] == ["The sea was"] * 4
+
+
+def test_a_response_has_no_space_that_only_the_tokenizer_puts_before_a_text(write):
+    """Llama 2's puts one before each; where nothing separates it from its prompt, decoding dropped its space."""
+    tokenizer = metaspace_tokenizer()
+    backend, spaces = tokenizer.backend_tokenizer, [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    backend.normalizer = normalizers.Sequence(spaces)
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("▁?[a-zA-Z]+|."), "isolated")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}?{% endfor %}"
+    limits = SimpleNamespace(tokenizer=tokenizer, vocab_size=6, context_length=None, eos_token_ids=())
+    texts = [("The", " was"), ("The", "was"), ("The\n", " was"), ("The\n", "was")]
+    records = [{"prompt": prompt, "response": response} for prompt, response in texts]
+    records += [{"messages": [MESSAGE | {"content": "The"}, {"role": "assistant", "content": "was"}]}]
+    found = read_responses(write("a.jsonl", jsonl(*records)), limits)
+    assert [one.response_ids for one in found] == [(2,), (2,), (2,), (5,), (5, 3)]
 
 
 def test_invalid_windows_are_errors_at_once_and_invalid_lines_when_they_are_read(pair, write, unhooked):

@@ -128,14 +128,18 @@ def _check_equal(what: str, policy: dict[str, int], reference: dict[str, int]) -
 
 
 def _special_tokens(tokenizer: Any) -> dict[str, int]:
-    added_tokens = getattr(tokenizer, "added_tokens_decoder", {})
-    return {token.content: token_id for token_id, token in added_tokens.items() if token.special}
+    return {
+        token.content: token_id
+        for token_id, token in getattr(tokenizer, "added_tokens_decoder", {}).items()
+        if token.special
+    }
 
 
 def _merges(backend: dict[str, Any]) -> dict[str, int]:
     """The merges of a byte-pair encoding, with their ranks."""
-    merges = (backend.get("model") or {}).get("merges") or []
-    return {" ".join(pair): rank for rank, pair in enumerate(merges)}
+    return {
+        " ".join(pair): rank for rank, pair in enumerate((backend.get("model") or {}).get("merges") or [])
+    }
 
 
 def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:

@@ -86,13 +86,11 @@ def render_answer(
 
 def turn_end(tokenizer: Any, eos_token_ids: tuple[int, ...] = ()) -> str:
     """The token that the tokenizer's chat template writes at the end of an answer; "" if there is none."""
-    text = _render_example(
-        tokenizer, [{"role": "user", "content": MARK}, {"role": "assistant", "content": MARK}]
-    )
+    text = render_example(tokenizer, [{"role": role, "content": MARK} for role in ("user", "assistant")])
     return _split_end(text.rpartition(MARK)[2], tokenizer, eos_token_ids)[1]
 
 
-def _render_example(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
+def render_example(tokenizer: Any, messages: list[dict[str, Any]]) -> str:
     """The text that the tokenizer's chat template makes of messages; "" if it has none, or refuses them."""
     try:
         return render_chat(tokenizer, messages)
@@ -235,8 +233,10 @@ def _shows_contents(text: str, messages: list[dict[str, Any]]) -> bool:
 
 def _prints_parts(text: str, messages: list[dict[str, Any]]) -> bool:
     """Whether a rendered text has the parts of a content as Python prints them."""
-    contents = [message.get("content") for message in messages]
-    return any(content and isinstance(content, list) and str(content) in text for content in contents)
+    return any(
+        content and isinstance(content, list) and str(content) in text
+        for content in (message.get("content") for message in messages)
+    )
 
 
 def form_of_text(text: str, tokenizer: Any) -> SourceForm:
@@ -261,7 +261,7 @@ def _beginning_of_template(
 
     A tokenizer may get other tokens or another template later; ``size`` and ``template`` are those that it has.
     """
-    text = _render_example(tokenizer, [{"role": "user", "content": MARK}])
+    text = render_example(tokenizer, [{"role": "user", "content": MARK}])
     if not text:
         return (), ()
     bos = tokenizer.bos_token or ""

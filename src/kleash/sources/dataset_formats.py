@@ -209,7 +209,7 @@ def expand_responses(record: SourceRecord) -> Iterator[SourceRecord]:
     elif (
         isinstance(messages := text_or_messages(record, "messages"), list)
         and len(messages) > 1
-        and _is_of_assistant(messages[-1])
+        and messages[-1]["role"] == "assistant"
     ):
         yield _with_response(record, messages[:-1], messages[-1:])
     else:
@@ -246,20 +246,19 @@ def _turns(
     if isinstance(prompt, str | None) or isinstance(answer, str):
         yield _with_response(record, prompt, answer)
         return
-    turns = [list(turn) for _, turn in groupby(answer, _is_of_assistant)]
-    if not any(_is_of_assistant(turn[0]) for turn in turns):
+    turns = [
+        (is_response, list(turn))
+        for is_response, turn in groupby(answer, lambda message: message["role"] == "assistant")
+    ]
+    if not any(is_response for is_response, _ in turns):
         raise record.error(
             f"expected an answer of the assistant and found {show_value(answer)}; leave the record out"
         )
     before = list(prompt)
-    for turn in turns:
-        if _is_of_assistant(turn[0]):
+    for is_response, turn in turns:
+        if is_response:
             yield _with_response(record, before, turn, first_prompt=prompt if len(turns) > 1 else None)
         before = [*before, *turn]
-
-
-def _is_of_assistant(message: dict[str, Any]) -> bool:
-    return message["role"] == "assistant"
 
 
 def _with_response(

@@ -9,7 +9,13 @@ from typing import Any
 
 from kleash.errors import SourceError
 from kleash.jobs.reading import DatasetOptions, ReadOptions, SourceKind
-from kleash.sources.chat_rendering import form_of_text, join_contents, render_messages
+from kleash.sources.chat_rendering import (
+    MARK,
+    form_of_text,
+    join_contents,
+    render_example,
+    render_messages,
+)
 from kleash.sources.dataset_formats import (
     TextOrMessages,
     check_messages,
@@ -27,7 +33,14 @@ from kleash.sources.records import (
     shorten,
     show_value,
 )
-from kleash.sources.sequences import LEAST_PADDING_RUN, Prompt, SourceForm, TokenLimits, hash_prompt
+from kleash.sources.sequences import (
+    LEAST_PADDING_RUN,
+    Prompt,
+    SourceForm,
+    TokenLimits,
+    hash_prompt,
+    text_after,
+)
 
 NOUNS = {"prompts": "prompts", "responses": "prompts", "text": "documents"}
 """What a chat template renders, by the kind of a source."""
@@ -43,8 +56,9 @@ def read_prompts(
 ) -> list[Prompt]:
     """Read the prompts of a source: records with "prompt" or "messages", or plain text with a prompt on each line.
 
-    Plain text is tokenised with the special tokens that the tokenizer puts in front of it. Messages are rendered by
-    the chat template, up to the start of the assistant's turn. Blank lines are skipped.
+    Plain text is tokenised with the special tokens that the tokenizer puts in front of it; text that the chat template
+    has rendered without them, if it writes none. Messages are rendered by it, up to the start of the assistant's turn.
+    Blank lines are skipped.
 
     Args:
         name: the file, of JSONL, a JSON array, CSV, Parquet, Arrow or plain text; "-" for standard input;
@@ -165,7 +179,7 @@ def tokenise_prompt(record: SourceRecord, pair: TokenLimits, chat_template: str 
         raise record.error("the prompt is empty")
     if isinstance(prompt, str):
         if chat_template != "apply":
-            return made_of(_encode_prompt(record, prompt, tokenizer), prompt, form)
+            return made_of(_encode_prompt(record, prompt, tokenizer, form), prompt, form)
         if form == "rendered text":
             raise record.error(
                 f"a chat template has rendered the prompt {shorten(prompt)} already, and --chat-template apply renders "
@@ -211,9 +225,16 @@ def _find_prompt(record: SourceRecord) -> tuple[str, TextOrMessages]:
     return "prompt", prompt
 
 
-def _encode_prompt(record: SourceRecord, text: str, tokenizer: Any) -> tuple[int, ...]:
-    """Token ids of a prompt of plain text, without an end token that the tokenizer appended."""
-    token_ids = encode_text(tokenizer, text, special_tokens=True)
+def _encode_prompt(record: SourceRecord, text: str, tokenizer: Any, form: SourceForm) -> tuple[int, ...]:
+    """Token ids of a prompt of plain text, without an end token that the tokenizer appended.
+
+    A rendered text begins with the begin tokens if the chat template writes them.
+    """
+    token_ids = encode_text(
+        tokenizer,
+        text,
+        special_tokens=form != "rendered text" or _begin_tokens(tokenizer, str(tokenizer.chat_template))[1],
+    )
     text_ids = encode_text(tokenizer, text, special_tokens=False)
     ends_with_eos = len(token_ids) > len(text_ids) and token_ids[-1] == tokenizer.eos_token_id
     if ends_with_eos and (not text_ids or text_ids[-1] != tokenizer.eos_token_id):
@@ -257,18 +278,50 @@ def encode_text(tokenizer: Any, text: str, *, special_tokens: bool) -> list[int]
     return list(tokenizer(text, add_special_tokens=special_tokens, verbose=False)["input_ids"])
 
 
+def encode_after(tokenizer: Any, prompt: Prompt, text: str, *, is_rendered: bool) -> list[int]:
+    """Token ids of a response's ``text``, such that their text where they follow the prompt is this text.
+
+    Tokenizers as those of Llama 2 and Mistral put a space before a text, which is one too many where the text has its
+    own, or the prompt ends with white space. Where neither has any, a log lacks the space, since they drop it when they
+    decode a response alone; what a chat template wrote lacks none.
+
+    Args:
+        tokenizer: of the prompt.
+        prompt: its text precedes the response.
+        text: of the response.
+        is_rendered: whether a chat template wrote the response.
+    """
+
+    def gives_text(token_ids: list[int]) -> bool:
+        return text_after(tokenizer, prompt.token_ids, token_ids, clean_up_tokenization_spaces=False) == text
+
+    alone = encode_text(tokenizer, text, special_tokens=False)
+    lacks_space = not (is_rendered or prompt.text[-1:].isspace() or text[:1].isspace())
+    if lacks_space or gives_text(alone):
+        return alone
+    before, whole = (
+        encode_text(tokenizer, each, special_tokens=False) for each in (prompt.text, prompt.text + text)
+    )
+    within = whole[len(before) :]
+    return within if gives_text(within) else alone
+
+
 def without_second_begin(tokenizer: Any, token_ids: list[int]) -> list[int]:
     """Token ids with the begin tokens once if they are there twice: a text of a log or template begins with them."""
-    begin = _begin_tokens(tokenizer)
-    length = len(begin)
-    return token_ids[length:] if begin and token_ids[: 2 * length] == [*begin, *begin] else token_ids
+    begin, _ = _begin_tokens(tokenizer, str(getattr(tokenizer, "chat_template", None)))
+    return token_ids[len(begin) :] if token_ids[: 2 * len(begin)] == [*begin, *begin] else token_ids
 
 
 @lru_cache(maxsize=4)
-def _begin_tokens(tokenizer: Any) -> list[int]:
-    """What a tokenizer puts before a text: the begin token, or several as of GLM."""
+def _begin_tokens(tokenizer: Any, template: str) -> tuple[list[int], bool]:
+    """What a tokenizer puts before a text, and whether its chat template ``template`` writes it, too.
+
+    This is the begin token, or several as of GLM.
+    """
     token_ids, of_text = (encode_text(tokenizer, "a", special_tokens=special) for special in (True, False))
-    return token_ids[: token_ids.index(of_text[0])] if set(of_text[:1]) & set(token_ids) else []
+    begin = token_ids[: token_ids.index(of_text[0])] if set(of_text[:1]) & set(token_ids) else []
+    rendered = render_example(tokenizer, [{"role": "user", "content": MARK}])
+    return begin, encode_text(tokenizer, rendered, special_tokens=False)[: len(begin)] == begin
 
 
 def describe_forms(

@@ -147,8 +147,9 @@ def get_field(
         SourceError: if it has another type or value, or is text with a lone surrogate.
     """
     value = record.fields.get(name)
-    is_of_type = isinstance(value, types) and not isinstance(value, bool)
-    if value is not None and not (is_of_type and is_allowed(value)):
+    if value is not None and (
+        not isinstance(value, types) or isinstance(value, bool) or not is_allowed(value)
+    ):
         raise record.error(f"expected {name!r} to be {expected} and found {show_value(value)}")
     return check_unicode(record, name, value) if isinstance(value, str) else value
 
@@ -180,8 +181,7 @@ def describe_fields(record: SourceRecord) -> str:
 def first_names(names: Sequence[str], number: int) -> str:
     """So many names, and how many more there are."""
     shown = ", ".join(names[:number])
-    more = len(names) - number
-    return f"{shown} and {more} more" if more > 0 else shown
+    return f"{shown} and {len(names) - number} more" if len(names) > number else shown
 
 
 def shorten(text: str) -> str:

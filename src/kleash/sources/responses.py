@@ -21,7 +21,7 @@ from kleash.sources.dataset_formats import (
     text_or_messages,
 )
 from kleash.sources.files import find_source
-from kleash.sources.prompts import check_length, check_token_ids, encode_text, tokenise_prompt
+from kleash.sources.prompts import check_length, check_token_ids, encode_after, tokenise_prompt
 from kleash.sources.records import (
     SourceRecord,
     describe_fields,
@@ -69,10 +69,10 @@ def read_responses(
     ids take precedence over text. It may have ``prompt_id`` and ``sample_id`` (by default equal prompts get equal
     numbers, in order of appearance), ``finish_reason``, ``logprobs`` (one for each response token, in nats, under the
     distribution that it was drawn from) and ``temperature``. The text of a response is tokenised separately from the
-    prompt; the end token is appended only if ``finish_reason`` is "stop": that of the chat template where the prompt is
-    rendered by it. TRL's formats are read too: ``completion`` is a response, a preference pair is two responses
-    (chosen, rejected), and messages that end with one of the assistant are a prompt and its response. A response of
-    messages is the text that the chat template adds to the prompt, up to the end token.
+    prompt (``encode_after``); the end token is appended only if ``finish_reason`` is "stop": that of the chat template
+    where the prompt is rendered by it. TRL's formats are read too: ``completion`` is a response, a preference pair is
+    two responses (chosen, rejected), and messages that end with one of the assistant are a prompt and its response. A
+    response of messages is the text that the chat template adds to the prompt, up to the end token.
 
     Args:
         name: the file, "-" for standard input, or a data set, as ``find_source`` takes it.
@@ -228,7 +228,12 @@ def _answer(
         )
     if end and finish_reason == "length":
         text = text.removesuffix(end)
-    token_ids = encode_text(pair.tokenizer, text, special_tokens=False)
+    token_ids = encode_after(
+        pair.tokenizer,
+        prompt,
+        text,
+        is_rendered=chat_template != "raw" and isinstance(record.fields.get("response"), list),
+    )
     if finish_reason == "stop" and not end:
         token_ids += _missing_end(token_ids, pair, prompt.text)
     if not token_ids:
