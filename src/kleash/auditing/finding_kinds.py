@@ -144,9 +144,8 @@ def remedy_of(kind: str, convention: Convention) -> str:
         case "hidden":
             value = "kleash.linear_kl" if is_kl else f"kleash.linear_divergence(…, divergence={claims!r})"
         case _:
-            value = {"kl": "kleash.kl(logp, logq)", "reverse_kl": "kleash.kl(logq, logp)"}.get(
-                claims, f"kleash.divergences.divergence({claims!r}, logp, logq)"
-            )
+            calls = {"kl": "kleash.kl(logp, logq)", "reverse_kl": "kleash.kl(logq, logp)"}
+            value = calls.get(claims, f"kleash.divergences.divergence({claims!r}, logp, logq)")
     return FINDINGS[kind].format(value=value)
 
 

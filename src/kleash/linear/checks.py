@@ -224,7 +224,7 @@ def check_constant(name: str, tensor: Tensor, alternative: str) -> None:
 
 
 def check_model(name: str, hidden: Tensor, head: Head) -> None:
-    """Check that hidden states are this rank's, on a device with float64, and that a head takes them and is there."""
+    """Check that hidden states are of this rank and on a device with float64, and that a head there takes them."""
     if hasattr(hidden, "placements"):
         raise CannotRunError(
             f"hidden states of {name} are a DTensor; give this rank's by to_local(), or with a vocabulary_group all by "
