@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 import sys
 from argparse import Namespace
+from copy import deepcopy
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
@@ -341,36 +343,53 @@ def test_a_server_rewards_responses_by_a_column(monkeypatch):
 
 
 @pytest.mark.peers("trl")
-@pytest.mark.filterwarnings("ignore:.*(rollout_func|gradient_checkpointing).*")
+@pytest.mark.filterwarnings("ignore:.*(environment_factory|gradient_checkpointing).*")
 def test_the_kl_of_a_game_leaves_out_what_the_game_says(tmp_path):
-    from tiny_models import save_tiny
+    from datasets import Dataset
+    from tiny_models import save_tiny, tiny_tokenizer
     from trl_batches import logged, make, moved, whole_logp
 
     with quiet():
         import trl
+        from trl.chat_template_utils import qwen3_chat_template
 
         from kleash.integrations.trl import LeashedGRPOTrainer
-    options = {"rollout_func": guessing_game.play, "reward_funcs": [guessing_game.won], "kl": "exact"}
-    settings = {"max_completion_length": 40, "max_steps": 1}
-    folder = str(save_tiny(tmp_path / "tiny"))
-    trainer = make(LeashedGRPOTrainer, trl.GRPOConfig, folder, tmp_path, config_of=settings, **options)
+    tokenizer = deepcopy(tiny_tokenizer())
+    tokenizer.chat_template = qwen3_chat_template
+    prompt = [{"role": "user", "content": "Which digit is it?"}]
+    rows = [{"prompt": prompt, "secret": secret} for secret in (3, 3, 7, 7)]
+    trainer = make(
+        LeashedGRPOTrainer,
+        trl.GRPOConfig,
+        str(save_tiny(tmp_path / "tiny", max_position_embeddings=2048)),
+        tmp_path,
+        config_of={"max_completion_length": 600, "max_steps": 1},
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        reward_funcs=[],
+        environment_factory=guessing_game.GuessingGame,
+        kl="exact",
+    )
     moved(trainer.model, 0.2)
-    output = trainer._generate_and_score_completions([{"prompt": "the sea was"}] * 2)
-    replies = {tuple(trainer.processing_class(word)["input_ids"]) for word in (" won", " higher", " lower")}
-    columns = (output[name] for name in ("completion_ids", "tool_mask", "completion_mask"))
-    for ids, own, real in zip(*columns, strict=True):
-        said = "".join("o" if mine else "." for mine in own[real.bool()])
-        parts = [part for part in said.split("o") if part]
-        assert 1 <= len(parts) <= guessing_game.TURNS and said.startswith("o")
-        both = zip(ids[real.bool()].tolist(), own.tolist(), strict=False)
-        game_ids = [token for token, mine in both if not mine]
-        while game_ids:
-            (reply,) = [each for each in replies if tuple(game_ids[: len(each)]) == each]
-            game_ids = game_ids[len(reply) :]
+    turns = [["5", "4", "none", "7"], ["3", "2", "none"], ["none", "3"], ["none"]]  # of the games that go on
+    call = '<tool_call>\n{"name": "guess", "arguments": {"digit": DIGIT}}\n</tool_call>'
+
+    def answers(input_ids, **_):
+        texts = [call.replace("DIGIT", each) if each.isdigit() else each for each in turns.pop(0)]
+        batch = tokenizer([text + "</s>" for text in texts], padding=True, padding_side="right")
+        return torch.cat([input_ids, torch.tensor(batch["input_ids"])[:, 1:]], 1)
+
+    trainer.model.generate = answers
+    output = trainer._generate_and_score_completions(rows)
+    del trainer.model.generate
+    own, real = output["tool_mask"].bool(), output["completion_mask"].bool()
+    texts = map(tokenizer.decode, output["completion_ids"].where(real & ~own, tokenizer.pad_token_id))
+    replies = [" ".join(re.findall(r"<tool_response>\n(\w+)\n<", text)) for text in texts]
+    assert replies == ["lower won", "lower higher won", "", "won"]
+    assert [round(each, 2) for each in output["advantages"].tolist()] == [0, 0, -0.71, 0.71]  # of 1, 1, 0, 1
     trainer._compute_loss(trainer.model, {**output, "num_items_in_batch": output["completion_mask"].sum()})
     logp, logq = (whole_logp(model, output, 1.0).detach() for model in (trainer.model, trainer.ref_model))
-    mask = output["completion_mask"].bool() & output["tool_mask"].bool()
-    kl = (logp.exp() * (logp - logq)).sum(-1)[mask].mean().item()
+    kl = (logp.exp() * (logp - logq)).sum(-1)[real & own].mean().item()
     assert logged(trainer, "kl/per_token") == pytest.approx(kl, rel=1e-4) and kl > 1e-3
     trainer.train()
     assert trainer.state.global_step == 1

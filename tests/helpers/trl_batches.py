@@ -53,7 +53,7 @@ def make(
             model=model,
             reward_funcs=more.pop("reward_funcs", [score]),
             args=config(kind, folder, **(config_of or {})),
-            train_dataset=prompts,
+            train_dataset=more.pop("train_dataset", prompts),
             **more,
         )
     if said is not None:
