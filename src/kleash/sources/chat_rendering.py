@@ -79,7 +79,8 @@ def render_answer(
     if not whole_text.startswith(prompt_text):
         raise record.error(
             "the chat template writes the prompt in another way once it is answered, so the answer "
-            "cannot be told from it; give 'prompt_token_ids' and 'response_token_ids'"
+            "cannot be told from it; give the response as the text that the model wrote, or 'prompt_token_ids' and "
+            "'response_token_ids'"
         )
     return _split_end(whole_text[len(prompt_text) :], tokenizer, eos_token_ids)
 
