@@ -68,7 +68,7 @@ SLOWEST_FILES = (
     *("test_ppo_processes.py", "test_ppo_resume.py", "test_ray_run.py", "test_doctor_issue.py"),
     *("test_untrusted_checkpoints.py", "test_model_generation.py", "test_in_ray.py"),
     *("test_target_verdicts.py", "test_shared_runs.py", "test_linear_parallel.py"),
-    *("test_trl_short_runs.py",),
+    *("test_trl_short_runs.py", "test_second_device.py", "test_audit_command.py"),
 )
 """Files of more than about 15 s, which several workers begin with: at the end, all but one would wait for them."""
 

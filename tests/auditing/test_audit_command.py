@@ -71,7 +71,7 @@ def test_a_base_install_audits(project):
         "from kleash.cli import main\n"
         "words = ['audit', 'user_kl:k3', '--convention', 'loss']\n"
         "assert main(words) == 0\n"
-        "assert not {'trl', 'verl', 'openrlhf', 'ray'} & set(sys.modules), 'targets are loaded on use'\n"
+        "assert not {'trl', 'verl', 'openrlhf', 'ray', 'torch._dynamo'} & set(sys.modules), 'slow imports'\n"
         "print('json:')\n"
         "assert main([*words, '--json']) == 0\n"
     )

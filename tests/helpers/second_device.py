@@ -26,7 +26,7 @@ JOBS = ("measure", "ppo", "ppo-adapter", "grpo", "grpo-adapter", "rloo", "dpo", 
 def build(compiler: str, folder: Path) -> Path:
     """The device's library."""
     library, root = folder / "second_device.so", Path(torch.__file__).parent
-    options = ["-std=c++20", "-shared", "-fPIC", *(f"-I{path}" for path in include_paths())]
+    options = ["-std=c++20", "-O1", "-shared", "-fPIC", *(f"-I{path}" for path in include_paths())]
     links = [f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch"]
     source = Path(__file__).with_suffix(".cpp")
     subprocess.run([compiler, *options, str(source), "-o", str(library), *links], check=True)

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kleash.auditing.conventions import Convention
 from kleash.auditing.toy_distributions import P_FIELDS, SEQUENCES, AuditInputs, leaf_inputs
+from kleash.autodiff import uncompiled
 from kleash.errors import CannotRunError, MissingExtraError, ShapeError, summarise_error
 
 RESULT_AXES: Mapping[str, int] = MappingProxyType({"vocabulary": 3, "token": 2, "sequence": 1, "mean": 0})
@@ -27,7 +28,10 @@ class KeptPrecision(TorchDispatchMode):
 
     has_converted = False
     """Whether there was such a conversion."""
+    # else torch imports its compiler, which takes seconds, to keep it from what is called here
+    _should_skip_dynamo = classmethod(lambda cls: False)
 
+    @uncompiled
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -288,31 +288,37 @@ def _zones(
     """
     on_grid = is_inside(scan) if on_grid is None else on_grid
     sections = 2 if audited.convention.gives == "mean" else 16  # a mean needs a call for each point
-    u = scan.log_ratios.tolist()
+    u = scan.log_ratios
 
-    def boundary(inside: int, outside: int) -> float:
-        low, high = u[inside], u[outside]
-        while abs(high - low) > BOUNDARY_PRECISION:
-            between = torch.linspace(low, high, sections + 1, dtype=torch.float64)
-            # after between[0], which is inside, the points are inside up to the first that is not
-            last_inside = [*is_inside(probe(between[1:-1])).tolist(), False].index(False)
-            low, high = between[last_inside].item(), between[last_inside + 1].item()
-        return (low + high) / 2
+    def boundaries(ends: Sequence[tuple[int, int]]) -> list[float]:
+        """Between a point inside and one outside, for each pair; all pairs share the calls."""
+        low, high = u[torch.tensor(ends, dtype=torch.int64).reshape(-1, 2)].unsqueeze(-1).unbind(1)
+        while ((high - low).abs() > BOUNDARY_PRECISION).any():
+            between = low + (high - low) * torch.linspace(0, 1, sections + 1, dtype=torch.float64)
+            are_inside = is_inside(probe(between[:, 1:-1].flatten())).view(len(ends), -1)
+            # after between[:, 0], which is inside, the points are inside up to the first that is not
+            last_inside = are_inside.long().cumprod(-1).sum(-1, keepdim=True)
+            low, high = between.gather(1, last_inside), between.gather(1, last_inside + 1)
+        return ((low + high) / 2).flatten().tolist()
 
-    zones: list[ZoneRow] = []
-    for inside, group in groupby(range(len(u)), key=on_grid.tolist().__getitem__):
-        indices = list(group)
-        first, last = indices[0], indices[-1]
-        if inside and first < last:
-            zones.append(
-                ZoneRow(
-                    kind=kind,
-                    low=boundary(first, first - 1) if first else (-inf if u[0] < 0 else 0.0),
-                    high=boundary(last, last + 1) if last + 1 < len(u) else inf,
-                    value=scan.values[(first + last) // 2].item(),
-                )
-            )
-    return zones
+    groups = [list(group) for _, group in groupby(range(len(u)), key=on_grid.tolist().__getitem__)]
+    ranges = [(group[0], group[-1]) for group in groups if on_grid[group[0]] and len(group) > 1]
+    ends = [
+        (inside, inside + step)
+        for first_and_last in ranges
+        for inside, step in zip(first_and_last, (-1, 1), strict=True)
+        if 0 <= inside + step < len(u)
+    ]
+    boundary = dict(zip(ends, boundaries(ends), strict=True))
+    return [
+        ZoneRow(
+            kind=kind,
+            low=boundary.get((first, first - 1), -inf if u[0] < 0 else 0.0),
+            high=boundary.get((last, last + 1), inf),
+            value=scan.values[(first + last) // 2].item(),
+        )
+        for first, last in ranges
+    ]
 
 
 def _curve(convention: Convention, scan: Scan, estimator: str) -> tuple[tuple[CurveRow, ...], str]:
