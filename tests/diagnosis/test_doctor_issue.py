@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,12 @@ import torch
 from rectangular_rollouts import rollouts_of
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, TopPLogitsWarper
+from transformers.generation import logits_process as hf
 
 from kleash.diagnosis import RolloutRecord, diagnose
 from kleash.diagnosis.column_hypotheses import prediction_hypotheses
+from kleash.diagnosis.model_hypotheses import SETTINGS
+from kleash.diagnosis.model_scores import ModelScores
 from kleash.diagnosis.residuals import healthy_scale
 from kleash.diagnosis.token_table import tabulate
 from kleash.leash import Mismatch, mismatch
@@ -55,15 +58,15 @@ class Rollouts:
         self.ids, self.responses = ids, ids[:, PROMPT_TOKENS:].tolist()
         self.processed = torch.cat(values, dim=1).double().numpy()
 
-    def logits(self) -> Tensor:
-        """Logits [responses, time, vocab] of the policy's network as it is now."""
+    def logits(self, role: str = "policy") -> Tensor:
+        """Logits [responses, time, vocab] of a model's network as it is now."""
         with torch.no_grad():
-            output = self.pair.policy.network(input_ids=self.ids[:, :-1])
+            output = getattr(self.pair, role).network(input_ids=self.ids[:, :-1])
         return output.logits[:, PROMPT_TOKENS - 1 :].float()
 
-    def scored(self, divisor: float = 1.0) -> Array:
-        """Log-probabilities [responses, time] of the tokens under the policy's network as it is now."""
-        logp = (self.logits() / divisor).log_softmax(-1)
+    def scored(self, divisor: float = 1.0, dtype: torch.dtype = torch.float32, role: str = "policy") -> Array:
+        """Log-probabilities [responses, time] of the tokens under a model's network as it is now."""
+        logp = (self.logits(role).to(dtype).float() / divisor).log_softmax(-1)
         return logp.gather(-1, torch.tensor(self.responses).unsqueeze(-1)).squeeze(-1).double().numpy()
 
     def records(self, trainer: Array, engine: Array, reference: Array | None = None) -> list[RolloutRecord]:
@@ -72,7 +75,7 @@ class Rollouts:
 
 @pytest.fixture(scope="module")
 def penalised(pair: Pair) -> Rollouts:
-    processor: Any = RepetitionPenaltyLogitsProcessor(1.1)
+    processor: Any = hf.RepetitionPenaltyLogitsProcessor(1.1)
     return Rollouts(pair, 16, 40, processor)
 
 
@@ -84,7 +87,7 @@ def plain(pair: Pair) -> Rollouts:
 @pytest.fixture(scope="module")
 def divided_and_cut(pair: Pair) -> Rollouts:
     """Divided, then cut, as by vLLM, which returns what it draws from."""
-    warper: Any = TopPLogitsWarper(0.8)
+    warper: Any = hf.TopPLogitsWarper(0.8)
     return Rollouts(pair, 10, 24, lambda ids, logits: warper(ids, logits / 0.7))
 
 
@@ -103,11 +106,44 @@ def assert_weights_of_mean_1(trainer: Array, engine: Array) -> Mismatch:
     return measured
 
 
+def counts(ids: Tensor, logits: Tensor) -> Tensor:
+    """How often each token stands in the responses so far."""
+    return torch.stack([torch.bincount(row[PROMPT_TOKENS:], minlength=logits.shape[-1]) for row in ids])
+
+
+PROCESSES: dict[str, tuple[float, Any]] = {
+    "top_k": (20, lambda ids, z: hf.TopKLogitsWarper(20)(ids, z / 0.7)),
+    "min_p": (0.1, lambda ids, z: hf.MinPLogitsWarper(0.1)(ids, z / 0.7)),
+    "tokens of prompt and": (1.2, lambda ids, z: hf.RepetitionPenaltyLogitsProcessor(1.2)(ids, z) / 0.7),
+    "tokens of the": (1.2, lambda ids, z: z * torch.where(counts(ids, z) > 0, 1.2 ** -z.sign(), 1) / 0.7),
+    "presence": (0.5, lambda ids, z: (z - 0.5 * (counts(ids, z) > 0)) / 0.7),
+    "frequency": (0.5, lambda ids, z: (z - 0.5 * counts(ids, z)) / 0.7),
+}
+"""Words of a setting -> its value, and what vLLM makes of logits at a temperature of .7: penalties come before it."""
+
+
+@pytest.mark.parametrize("words", PROCESSES)
+def test_a_setting_makes_the_column_that_an_engine_makes(pair, words):
+    value, process = PROCESSES[words]
+    rollouts = Rollouts(pair, 4, 24, process)
+    records = rollouts.records(rollouts.scored(), rollouts.processed)
+    (transform_at,) = (setting[-1] for setting in SETTINGS if words in setting[1])
+    for common, own in ((1.0, 0.7), (0.7, 1.0)):
+        scores = replace(ModelScores.of(pair, records, tabulate(records)), temperature=common)
+        transform = transform_at(scores, value, own)
+        column = scores.column(lambda logits, rows, own=own, of=transform: of(logits / own, rows))
+        np.testing.assert_allclose(column, rollouts.processed.ravel(), atol=1e-4)
+
+
+def test_logits_that_an_engine_rounds_before_it_divides_them_are_named(plain, pair):
+    records = plain.records(plain.scored(0.7), plain.scored(0.7, torch.bfloat16))
+    finding = first_cause(records, pair, rounding="float32")
+    assert finding.cause == "precision" and "with logits in bfloat16 for the engine" in finding.evidence
+
+
 @pytest.mark.parametrize("has_models", [False, True])
 @pytest.mark.parametrize("rounding", ["float32", "bfloat16"])
-def test_an_engine_that_reports_after_a_repetition_penalty_is_a_penalty(
-    penalised, pair, has_models, rounding
-):
+def test_values_after_a_repetition_penalty_are_a_penalty(penalised, pair, has_models, rounding):
     columns = penalised.scored(), penalised.processed
     finding = first_cause(penalised.records(*columns), pair if has_models else None, rounding=rounding)
     assert finding.cause == "penalty" and finding.probability > 0.5
@@ -240,11 +276,7 @@ def test_a_reference_column_of_the_policy_is_named_with_the_models_alone(plain, 
 )
 def test_a_reference_column_is_as_exact_as_the_others(plain, pair, seen, of_reference, is_named):
     """All but .04 is within what bfloat16 explains; the last reference runs in it, and the policy in float32."""
-    ids = torch.tensor(plain.responses).unsqueeze(-1)
-    with torch.no_grad():
-        logits = pair.reference.network(input_ids=plain.ids[:, :-1]).logits[:, PROMPT_TOKENS - 1 :].float()
-    reference = logits.log_softmax(-1).gather(-1, ids).squeeze(-1).double().numpy()
-    trainer, draw = plain.scored(), np.random.default_rng(5)
+    trainer, reference, draw = plain.scored(), plain.scored(role="reference"), np.random.default_rng(5)
 
     def rounded(column: Array, size: float) -> Array:
         return np.minimum(column - np.expm1(column) * size * draw.standard_normal(column.shape), 0)
@@ -325,13 +357,7 @@ def test_padding_that_is_left_out_is_no_second_cause():
 
 @pytest.mark.parametrize(
     ("place", "sizes", "of_prompt"),
-    [
-        (16, (0.01, 0.1), 0),
-        (96, (0.01, 0.1), 0),
-        (160, (0.01, 0.1), 0),
-        (96, (0.1, 0.01), 0),
-        (64, (0.01, 0.1), 1),
-    ],
+    [*((place, (0.01, 0.1), 0) for place in (16, 96, 160)), (96, (0.1, 0.01), 0), (64, (0.01, 0.1), 1)],
 )
 def test_a_break_is_named_with_its_position_in_the_response_or_the_sequence(place, sizes, of_prompt):
     world = Synthetic(64, 128 if of_prompt else 192)

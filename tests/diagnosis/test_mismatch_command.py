@@ -28,15 +28,9 @@ def records(count: int = 40, shift: float = 0.05, seed: int = 0) -> list[dict[st
         length = int(draw.integers(3, 12))
         engine = -draw.exponential(1.0, length)
         trainer = np.minimum(engine + shift * draw.standard_normal(length), 0)
-        rows.append(
-            {
-                "prompt_token_ids": [number // 2, 7],
-                "response_token_ids": draw.integers(0, 99, length).tolist(),
-                "trainer_logprobs": trainer.tolist(),
-                "engine_logprobs": engine.tolist(),
-                "response_mask": [1] * (length - 1) + [0],
-            }
-        )
+        row = {"prompt_token_ids": [number // 2, 7], "response_mask": [1] * (length - 1) + [0]}
+        row |= {"trainer_logprobs": trainer.tolist(), "engine_logprobs": engine.tolist()}
+        rows.append(row | {"response_token_ids": draw.integers(0, 99, length).tolist()})
     return rows
 
 
@@ -94,26 +88,17 @@ def test_a_narrow_terminal_truncates_no_number(tmp_path, monkeypatch, capsys):
 
 
 NAMES = {
-    "verl": ("prompts", "responses", "old_log_probs", "rollout_log_probs", "ref_log_prob", "response_mask"),
-    "TRL": (
-        *("prompt_ids", "completion_ids", "old_per_token_logps", "sampling_per_token_logps"),
-        *("ref_per_token_logps", "completion_mask"),
-    ),
-    "prime-rl": (
-        *("prompt_ids", "completion_ids", "trainer_logprobs", "inference_logprobs"),
-        *("ref_logprobs", "loss_mask"),
-    ),
+    "verl": "prompts responses old_log_probs rollout_log_probs ref_log_prob response_mask",
+    "TRL": "prompt_ids completion_ids old_per_token_logps sampling_per_token_logps ref_per_token_logps completion_mask",
+    "prime-rl": "prompt_ids completion_ids trainer_logprobs inference_logprobs ref_logprobs loss_mask",
 }
 
 
 @pytest.mark.parametrize("system", NAMES)
 def test_the_names_of_other_frameworks_are_understood(system, tmp_path):
     rows = [{**row, "reference_logprobs": [x - 0.1 for x in row["trainer_logprobs"]]} for row in records(4)]
-    ours = (
-        *("prompt_token_ids", "response_token_ids", "trainer_logprobs", "engine_logprobs"),
-        *("reference_logprobs", "response_mask"),
-    )
-    renamed = [{theirs: row[name] for name, theirs in zip(ours, NAMES[system], strict=True)} for row in rows]
+    names = dict(zip((*FIELD_NAMES, "response_mask"), NAMES[system].split(), strict=True))
+    renamed = [{theirs: row[ours] for ours, theirs in names.items()} for row in rows]
     first, second = (read_rollouts(written(tmp_path / "r.jsonl", each)) for each in (rows, renamed))
     for mine, theirs in zip(first, second, strict=True):
         assert (mine.prompt_ids, mine.response_ids) == (theirs.prompt_ids, theirs.response_ids)
@@ -470,12 +455,8 @@ def test_what_lacks_a_column_is_refused_with_its_name_or_what_writes_it(tmp_path
         write_rollouts(tmp_path / "x", {"prompts": ids, "responses": ids, "old_log_probs": -ids.float()})
     assert not list(tmp_path.iterdir())
     monkeypatch.setenv("HOME", str(tmp_path))
-    columns = {
-        "rollout_log_probs": -ids.float(),
-        "old_log_probs": -ids.float(),
-        "responses": ids,
-        "prompts": ids,
-    }
+    columns = {"rollout_log_probs": -ids.float(), "old_log_probs": -ids.float(), "responses": ids}
+    columns["prompts"] = ids
     write_rollouts("~/x.jsonl", {"index": [0, 1], **columns})
     first = json.loads((tmp_path / "x.jsonl").read_text().splitlines()[0])
     assert list(first) == [*columns][::-1], "in an order that no hash of a process decides"

@@ -33,7 +33,7 @@ def test_the_likeliest_token_is_found_at_every_position(vocab_size):
 
 @EVERY
 @pytest.mark.parametrize(
-    ("vocab_size", "traits", "tokens"), [(101, "softcap", 37), (4, "scale", 37), (2999, "temperature", 5)]
+    ("vocab_size", "traits", "tokens"), [(701, "softcap", 37), (4, "scale", 37), (2999, "temperature", 5)]
 )
 def test_the_likeliest_tokens_come_with_the_statistics(options, vocab_size, traits, tokens):
     """The statistics equal ``token_statistics``; the five likeliest tokens and probabilities equal float64's."""

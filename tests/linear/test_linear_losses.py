@@ -28,22 +28,19 @@ def test_tokens_of_weight_0_are_not_read(options):
     assert (results[0][2][weights == 0] == 0).all() and results[0][2].abs().sum() > 0
 
 
-def test_chunks_of_unmasked_tokens_are_full():
+def test_chunks_of_unmasked_tokens_are_full(monkeypatch):
     """A mask with few unmasked tokens takes few products."""
     case = head_case(torch.float32, tokens=(40,), vocab_size=50)
-    weights = torch.zeros(40)
-    weights[::8] = 1.0
-    seen = []
-    original = GradientSums.add
+    weights = (torch.arange(40) % 8 == 0).float()
+    seen, original = [], GradientSums.add
 
     def watched(sums, chunk, *rest):
         seen.append(chunk.tokens)
         return original(sums, chunk, *rest)
 
     case.head_p.weight.requires_grad_()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GradientSums, "add", watched)
-        linear_kl_loss(*case.models, weights=weights, options=CHUNKED)
+    monkeypatch.setattr(GradientSums, "add", watched)
+    linear_kl_loss(*case.models, weights=weights, options=CHUNKED)
     assert seen == [5]
 
 
@@ -85,9 +82,6 @@ def test_without_gradients_the_loss_is_only_a_value():
     loss = linear_kl_loss(*case.models, weights=weights).loss
     assert not loss.requires_grad
     torch.testing.assert_close(loss, (weights * case.kl()).sum())
-    case.hidden_p.requires_grad_()
-    with torch.no_grad():
-        assert not linear_kl_loss(*case.models, weights=weights).loss.requires_grad
 
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
@@ -105,8 +99,7 @@ def test_no_gradient_is_computed_under_no_grad(off, monkeypatch):
 
     def both():
         linear_kl_loss(*case.models, weights=torch.ones(5))
-        arguments = case.hidden_p, case.head_p, case.tokens, case.hidden_q, case.head_q
-        linear_objective(*arguments, lambda terms, rows: terms.kl)
+        linear_objective(*case.models[:2], case.tokens, *case.models[2:], lambda terms, rows: terms.kl)
 
     with off():
         both()

@@ -48,6 +48,7 @@ module is tried with and without; nats up to which changes add up; and the numbe
 
 
 SHORT_LOGITS = {"8-bit floats": torch.float8_e4m3fn, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Types to which a side may round its logits, before a temperature divides them."""
 
 
 class Prediction(NamedTuple):
@@ -120,7 +121,9 @@ def _columns(few: ModelScores, limit: float) -> Iterator[Prediction]:
             (
                 "precision",
                 f"logits in {name}",
-                lambda logits, rows, t=dtype: logits.to(t).float().log_softmax(-1),
+                lambda logits, rows, t=dtype: (
+                    (logits * few.temperature).to(t).float() / few.temperature
+                ).log_softmax(-1),
             )
             for name, dtype in SHORT_LOGITS.items()
             if limit < torch.finfo(dtype).eps  # else the networks may be as coarse
@@ -134,10 +137,9 @@ def _columns(few: ModelScores, limit: float) -> Iterator[Prediction]:
         yield Prediction("context", what, lambda scores, change=change: scores.with_prompts(change), 3.0)
 
 
-Change = Callable[[tuple[int, ...]], tuple[int, ...]]
-
-
-def _changed_prompts(scores: ModelScores) -> Iterator[tuple[str, Change]]:
+def _changed_prompts(
+    scores: ModelScores,
+) -> Iterator[tuple[str, Callable[[tuple[int, ...]], tuple[int, ...]]]]:
     """A special token more or less at the beginning of a prompt, a line break more or a token less at its end."""
     tokenizer, most = scores.pair.tokenizer, scores.pair.context_length
     if most is None or max(sequence.num_input_tokens for sequence in scores.sequences) < most:
@@ -184,32 +186,41 @@ def _temperatures(scores: ModelScores, few: ModelScores, limit: float) -> Iterat
             yield _predicted(scores, prediction, "engine", limit)
 
 
-Setting = tuple[str, str, float, float, Callable[[float], float], Callable[[ModelScores, float], Transform]]
+SettingTransform = Callable[[ModelScores, float, float], Transform]
+"""From scores, the value of a setting, and a temperature that has divided their logits further, to the transform."""
+Setting = tuple[str, str, float, float, Callable[[float], float], SettingTransform]
 """A setting of sampling: its cause and words, the bounds of a strength, its value at a strength, and the transform."""
 
 
-def _cut(name: str) -> Callable[[ModelScores, float], Transform]:
+def _cut(name: str) -> SettingTransform:
     """A cut by "top_p", "top_k" or "min_p": what the tokens that it keeps gain, which those outside are given too."""
 
     def renormalised(scores: ModelScores, value: float, logits: Tensor, rows: np.ndarray) -> Tensor:
         logp, limits = logits.log_softmax(-1), cast("dict[str, Any]", {name: value})
         return logp - truncate(logp, order=scores.order, **limits).log_kept_mass.unsqueeze(-1)
 
-    return lambda scores, value: partial(renormalised, scores, value)
+    return lambda scores, value, _: partial(renormalised, scores, value)
 
 
-def _penalty(name: str, *, with_prompt: bool = False) -> Callable[[ModelScores, float], Transform]:
-    """A penalty of the tokens that stand before each token: "repetition", "presence" or "frequency"."""
+def _penalty(name: str, *, with_prompt: bool = False) -> SettingTransform:
+    """A penalty of the tokens that stand before each token: "repetition", "presence" or "frequency".
 
-    def penalised(scores: ModelScores, size: float, logits: Tensor, rows: np.ndarray) -> Tensor:
+    Engines take it off the logits before a temperature divides them.
+    """
+
+    def penalised(
+        scores: ModelScores, size: float, divisor: float, logits: Tensor, rows: np.ndarray
+    ) -> Tensor:
         before = scores.counts(rows, with_prompt=with_prompt).to(logits.device)
         if name == "repetition":
             changed = torch.where(logits > 0, logits / size, logits * size)
         else:
-            changed = logits - size * (before if name == "frequency" else 1.0)
+            changed = logits - size / divisor * (before if name == "frequency" else 1.0)
         return torch.where(before > 0, changed, logits).log_softmax(-1)
 
-    return lambda scores, size: partial(penalised, scores, size)
+    return lambda scores, size, temperature: partial(
+        penalised, scores, size, scores.temperature * temperature
+    )
 
 
 SETTINGS: tuple[Setting, ...] = (
@@ -246,7 +257,7 @@ def _fits(few: ModelScores, side: str, limit: float) -> Iterator[Prediction]:
             what += f" at temperature {temperature * few.temperature:.3g}"
 
         def column(scores: ModelScores) -> Floats:
-            transform = transform_at(scores, value)
+            transform = transform_at(scores, value, temperature)
             return scores.column(lambda logits, rows: transform(logits / temperature, rows))
 
         return Prediction(cause, what, column, 2.0 if temperature == 1 else 4.0)
@@ -274,7 +285,7 @@ def _fits(few: ModelScores, side: str, limit: float) -> Iterator[Prediction]:
         fits = ((setting, strength(setting, temperature)) for setting in SETTINGS)
         setting, best = min(fits, key=lambda fit: left(at(*fit, temperature).column(few)))
         for _ in range(ALTERNATIONS):
-            temperature = fitted_temperature(few, side, setting[5](few, setting[4](best)))
+            temperature = fitted_temperature(few, side, setting[5](few, setting[4](best), temperature))
             best = strength(setting, temperature)
         yield at(setting, best, temperature)
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from kleash.engines.base import round_outwards
 from kleash.engines.endpoints.divergence_bounds import divergence_bounds
 from kleash.engines.endpoints.listed_logprobs import (
     AnswerError,
@@ -23,9 +24,8 @@ LOGITS = Head(None)
 def case(top):
     """The server's and the local model's logits, scored tokens, and the server's answer."""
     generator = torch.Generator().manual_seed(0)
-    logits = (
-        torch.randn(TOKENS, VOCABULARY, generator=generator) * torch.rand(TOKENS, 1, generator=generator) * 8
-    )
+    logits = 8 * torch.randn(TOKENS, VOCABULARY, generator=generator)
+    logits *= torch.rand(TOKENS, 1, generator=generator)
     served = torch.log_softmax(logits, -1)
     noise = torch.randn(TOKENS, VOCABULARY, generator=generator) * torch.rand(TOKENS, 1, generator=generator)
     local_logits = logits + 2 * noise
@@ -34,12 +34,8 @@ def case(top):
         {each: float(row[each]) for each in dict.fromkeys([token, *row.topk(top).indices.tolist()])}
         for row, token in zip(served, tokens.tolist(), strict=True)
     ]
-    return (
-        logits,
-        local_logits,
-        tokens,
-        ListedLogprobs.of(tokens.tolist(), rows, top=top, vocab_size=VOCABULARY),
-    )
+    answer = ListedLogprobs.of(tokens.tolist(), rows, top=top, vocab_size=VOCABULARY)
+    return logits, local_logits, tokens, answer
 
 
 def bounds_of(local_logits, answer, role="policy"):
@@ -71,6 +67,8 @@ def test_the_bounds_hold_the_exact_values(top, role):
     for name, value in truth.items():
         lower, upper = columns[f"{name}_lower"], columns[f"{name}_upper"]
         assert (lower <= value).all() and (value <= upper).all(), name
+        assert (round_outwards(f"{name}_lower", lower) <= lower).all()
+        assert (round_outwards(f"{name}_upper", upper) >= upper).all()
         is_whole = np.isfinite(upper)
         if name == endless and top < VOCABULARY - 1:
             assert not is_whole.any()
@@ -118,13 +116,15 @@ def test_rounded_log_probabilities_are_refused(written):
         require_float32(rounded)
 
 
-def test_listed_terms_are_those_of_the_likeliest_tokens_alone():
+@pytest.mark.parametrize("role", ["policy", "reference"])
+def test_listed_terms_are_those_of_the_likeliest_tokens_alone(role):
     served_logits, local_logits, tokens, answer = case(5)
-    columns = bounds_of(local_logits, answer)
+    columns = bounds_of(local_logits, answer, role)
     served, local = (torch.log_softmax(logits, -1) for logits in (served_logits, local_logits))
-    ids = served.topk(5).indices
-    terms = (served.exp() * (served - local)).gather(-1, ids).sum(-1)
+    ids, (p, q) = served.topk(5).indices, (served, local) if role == "policy" else (local, served)
+    terms = (p.exp() * (p - q)).gather(-1, ids).sum(-1)
     np.testing.assert_allclose(columns["kl_of_listed"], terms.numpy(), atol=1e-5)
+    np.testing.assert_allclose(columns["listed_probability"], served.gather(-1, ids).exp().sum(-1), rtol=1e-5)
     np.testing.assert_array_equal(columns["token_is_listed"], (ids == tokens[:, None]).any(-1).numpy())
 
 
