@@ -57,16 +57,39 @@ def test_llama_cpps_statistics_are_those_of_the_tokens(runs, capsys):
     text = printed(capsys, "report", runs[0], "--format", "llama.cpp")
     tokens = pq.read_table(runs[0] / "tokens").to_pydict()
     kld = np.array(tokens["kl_reference_policy"])
-    change = np.exp(np.array(tokens["logp_policy"])) - np.exp(np.array(tokens["logp_reference"]))
-    perplexity = np.exp(-np.mean(tokens["logp_policy"]))
-    error = kld.std(ddof=1) / np.sqrt(len(kld))
-    lines = {line.partition(":")[0].strip(): line.partition(":")[2].split() for line in text.splitlines()}
-    assert [float(lines["Mean    KLD"][at]) for at in (0, 2)] == pytest.approx([kld.mean(), error], abs=2e-6)
-    assert float(lines["Mean PPL(Q)"][0]) == pytest.approx(perplexity, abs=2e-6)
-    assert float(lines["Median  KLD"][0]) == pytest.approx(np.median(kld), abs=2e-6)
-    assert float(lines["Mean    Δp"][0]) == pytest.approx(100 * change.mean(), abs=2e-3)
-    same = np.equal(tokens["top1_policy"], tokens["top1_reference"]).mean()
-    assert float(lines["Same top p"][0]) == pytest.approx(100 * same, abs=2e-3)
+    same = np.equal(tokens["top1_policy"], tokens["top1_reference"])
+    loss, base = (-np.array(tokens[f"logp_{who}"]) for who in ("policy", "reference"))
+    q, p, ratio = (np.exp(each.mean()) for each in (loss, base, loss - base))
+    change, rms = np.exp(-loss) - np.exp(-base), np.sqrt(np.mean((np.exp(-loss) - np.exp(-base)) ** 2))
+    expected = {  # value, and of a mean of independent tokens, or what is linearised to one, the terms
+        "Mean    KLD": (kld.mean(), kld),
+        "Maximum KLD": (kld.max(), None),
+        "Median  KLD": (np.median(kld), None),
+        "5.0%   KLD": (np.quantile(kld, 0.05), None),
+        "Minimum KLD": (kld.min(), None),
+        "Mean PPL(Q)": (q, q * loss),
+        "Mean PPL(base)": (p, p * base),
+        "Mean ln(PPL(Q)/PPL(base))": (np.mean(loss - base), loss - base),
+        "Mean PPL(Q)/PPL(base)": (ratio, ratio * (loss - base)),
+        "Mean PPL(Q)-PPL(base)": (q - p, q * loss - p * base),
+        "Cor(ln(PPL(Q)), ln(PPL(base)))": (np.corrcoef(loss, base)[0, 1], None),
+        "Mean    Δp": (change.mean(), change),
+        "75.0%   Δp": (np.quantile(change, 0.75), None),
+        "RMS Δp": (rms, change**2 / (2 * rms)),
+        "Same top p": (same.mean(), same),
+    }
+    lines = {name.strip(): rest for name, _, rest in (line.rpartition(":") for line in text.splitlines())}
+    for name, (value, terms) in expected.items():
+        error = [] if terms is None else [np.std(terms, ddof=1) / len(kld) ** 0.5]
+        scale = 100 if lines[name].endswith("%") else 1
+        near = 2e-2 if name.startswith("Cor") else 2e-3 if scale == 100 else 2e-6
+        numbers = [float(number) for number in lines[name].removesuffix("%").split(" ± ")]
+        assert numbers == pytest.approx(scale * np.array([value, *error]), abs=near), name
+        digits, *widths = (6, 10, 10) if scale == 1 else (2 if name.startswith("Cor") else 3, 6, 5)
+        shown = [f"{number:{width}.{digits}f}" for number, width in zip(numbers, widths, strict=False)]
+        end = "" if scale == 1 else "%" if terms is None else " %"
+        assert lines[name] == f" {' ± '.join(shown)}{end}", name
+    assert {line.rfind(":") for line in text.splitlines() if "PPL" in line} == {30}
 
 
 def test_llama_cpps_statistics_of_unlikely_unknown_and_lost_tokens(runs, tmp_path, capsys, monkeypatch):
@@ -101,13 +124,13 @@ def test_compare_and_mismatch_and_doctor_print_csv_and_markdown(runs, tmp_path, 
     rows = read_csv(printed(capsys, *words, "--format", "csv"))
     data = json.loads(printed(capsys, *words, "--json"))
     (difference,) = [row for row in rows if row["minus"] == "a" and row["name"] == "kl_policy_reference"]
-    stored = data["differences"][0]["differences"]["kl_policy_reference"]
-    assert float(difference["value"]) == stored["value"]
+    assert float(difference["value"]) == data["differences"][0]["differences"]["kl_policy_reference"]["value"]
+    floors = {row["run"]: float(row["value"]) for row in rows if row["name"] == "noise_floor"}
+    assert floors == {run["name"]: run["noise_floor"]["value"] for run in data["runs"]}
     assert "| `b` |" in printed(capsys, *words, "--format", "markdown")
     rollout = {"prompt_token_ids": [1], "response_token_ids": [2, 3]}
     rollout |= {"trainer_logprobs": [-1.0, -2.0], "engine_logprobs": [-1.5, -2.0]}
-    (tmp_path / "rollouts.jsonl").write_text("\n".join(json.dumps(rollout) for _ in range(3)))
-    file = tmp_path / "rollouts.jsonl"
+    (file := tmp_path / "rollouts.jsonl").write_text("\n".join(json.dumps(rollout) for _ in range(3)))
     json.loads(printed(capsys, "mismatch", file, "--json"))
     assert "rollouts.jsonl" in printed(capsys, "mismatch", file, "--format", "markdown")
     assert printed(capsys, "doctor", file, "--format", "csv").startswith("run,minus,name,value")

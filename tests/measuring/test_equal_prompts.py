@@ -163,13 +163,8 @@ def test_a_monitor_of_copies_has_the_error_of_samples():
     rest = {"parts": {}, "is_truncated": False, "prompt": "", "response": ""}
     columns = ("token_kl", "token_logp", "token_logq", "entropy")
     responses = [
-        Response(
-            prompt_hash=f"{prompt:016x}",
-            score=value,
-            tokens=dict.fromkeys(columns, np.full(5, value / 5)),
-            **rest,
-        )
-        for prompt, value in zip(prompts.tolist(), exact.tolist(), strict=True)
+        Response(prompt_hash=f"{prompt:016x}", score=kl.sum(), tokens=dict.fromkeys(columns, kl), **rest)
+        for prompt, kl in zip(prompts.tolist(), np.repeat(exact[:, None] / 5, 5, axis=1), strict=True)
     ]
     masked = replace(responses[0], score=0.0, tokens=dict.fromkeys(columns, np.empty(0)))
     metrics = response_metrics([*responses, masked], beta=0.1)

@@ -9,14 +9,16 @@ from kleash.store.job_folder import RunHeader
 from kleash.store.tables import SEQUENCE_COLUMNS, TOKEN_COLUMNS
 
 SEQUENCES, LENGTH, PER_SHARD = 300, 7, 60
+PROMPT = np.concatenate([np.arange(200) // 2, 100 + np.arange(100) // 4])  # of each sequence
+SAMPLE = np.arange(300) - np.searchsorted(PROMPT, PROMPT)
 
 
 def rows(kl, shard):
     sequence = np.arange(shard * PER_SHARD, (shard + 1) * PER_SHARD).repeat(LENGTH)
     part = kl[shard * PER_SHARD : (shard + 1) * PER_SHARD].ravel().astype(np.float32)
     return {
-        "prompt_id": sequence // 2,
-        "sample_id": sequence % 2,
+        "prompt_id": PROMPT[sequence],
+        "sample_id": SAMPLE[sequence],
         "position": np.tile(np.arange(LENGTH), PER_SHARD),
         "kl_policy_reference": part,
         "text": [f"t{value:.3f}" for value in part],
@@ -46,8 +48,9 @@ def test_largest_tokens_sequences_and_prompts_equal_a_full_sort(tmp_path, monkey
             tokens = {name: part.get(name, np.zeros(PER_SHARD * LENGTH)) for name in TOKEN_COLUMNS}
             sequences = dict.fromkeys(SEQUENCE_COLUMNS, [""] * PER_SHARD)
             ids = np.arange(shard * PER_SHARD, (shard + 1) * PER_SHARD)
-            sequences |= {"prompt_id": ids // 2, "sample_id": ids % 2, "tokens": [LENGTH] * PER_SHARD}
-            sequences |= {"prompt": [f"prompt {n // 2}" for n in ids], "response": [" read on"] * PER_SHARD}
+            sequences |= {"prompt_id": PROMPT[ids], "sample_id": SAMPLE[ids], "tokens": [LENGTH] * PER_SHARD}
+            sequences["response"] = [" read on"] * PER_SHARD
+            sequences["prompt"] = [f"prompt {number}" for number in PROMPT[ids]]
             folder.write_shard(shard, tokens, sequences)
     flat = np.sort(kl.ravel())[::-1]
     np.testing.assert_array_equal(
@@ -55,21 +58,20 @@ def test_largest_tokens_sequences_and_prompts_equal_a_full_sort(tmp_path, monkey
     )
     first = largest.tokens.drifted()[0]
     row, column = np.unravel_index(kl.argmax(), kl.shape)
-    assert (first.prompt_id, first.sample_id, first.position) == (row // 2, row % 2, column)
+    assert (first.prompt_id, first.sample_id, first.position) == (PROMPT[row], SAMPLE[row], column)
     assert first.text == f"t{kl.max():.3f}"
-    totals = kl.astype(float).sum(1)
-    order = np.argsort(-totals)
+    order = np.argsort(-kl.astype(float).sum(1))
     sequences = [(each.prompt_id, each.sample_id) for each in largest.sequences.drifted()]
-    assert sequences == [(n // 2, n % 2) for n in order[:50]]
+    assert sequences == [(PROMPT[n], SAMPLE[n]) for n in order[:50]]
     prompts = largest.worst_prompts(folder, on_text=False)
-    means = kl.astype(float).reshape(SEQUENCES // 2, -1).mean(1)
+    means = np.array([kl[np.isin(PROMPT, number)].astype(float).mean() for number in range(125)])
     assert [each.prompt_id for each in prompts] == np.argsort(-means).tolist()
     top = prompts[0]
-    mine = kl[2 * top.prompt_id : 2 * top.prompt_id + 2]
-    assert (top.sequences, top.tokens, top.prompt) == (2, 2 * LENGTH, f"prompt {top.prompt_id}")
+    mine = kl[np.isin(PROMPT, top.prompt_id)].astype(float)
+    assert (top.sequences, top.tokens, top.prompt) == (len(mine), mine.size, f"prompt {top.prompt_id}")
     np.testing.assert_allclose(
         [top.kl_per_token, top.kl_per_sequence, top.kl_max],
-        [mine.mean(), mine.sum() / 2, mine.max()],
+        [mine.mean(), mine.sum() / len(mine), mine.max()],
         rtol=1e-6,
     )
     monkeypatch.setattr(largest_drift, "MAX_PROMPTS", 3)

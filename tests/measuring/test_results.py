@@ -84,15 +84,11 @@ def test_shares_and_bins_add_up_to_the_whole(own):
     kl = np.concatenate(
         [part["kl_policy_reference"] for part in RunFolder(own).parts("tokens", ["kl_policy_reference"])]
     )
-    top = np.sort(kl)[::-1][: int(np.ceil(len(kl) / 100))].astype(float)
-    assert measured["top_percent_share"] == pytest.approx(top.sum() / kl.astype(float).sum(), rel=1e-6)
     ladder = measured["quantiles"]["kl_policy_reference"]
     assert ladder["max"]["value"] == kl.max()
     for rung in ("50", "90", "99.9"):
         expected = np.quantile(kl, float(rung) / 100, method="inverted_cdf")
         assert ladder[rung]["value"] == pytest.approx(float(expected))
-    mean = measured["per_token"]["kl_policy_reference"]["value"]
-    assert measured["convergence"][-1]["mean"] == pytest.approx(mean)
 
 
 def test_quantiles_over_many_shards_have_clustered_errors(job, tmp_path):

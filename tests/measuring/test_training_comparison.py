@@ -15,7 +15,7 @@ from synthetic_training import EVIL, header_of
 import kleash
 from kleash.cli import main
 from kleash.errors import OptionError, RunFolderError
-from kleash.records import GRPOJob, Sample, StepRecord, TrainingFolder, read_steps
+from kleash.records import GRPOJob, Sample, StepRecord, TrainingFolder, TrainingResult, read_steps
 from kleash.reports.comparison import frontier_chart, metric_chart
 from kleash.store.comparison import PAIRED
 from kleash.store.steps import append_step, keep_steps, means_by_prompt, read_prompt_means
@@ -59,7 +59,9 @@ def drawn() -> tuple[np.ndarray, np.ndarray]:
 def folders(drawn, tmp_path_factory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("runs")
     first = write(root / "first", drawn[0], GRPOJob(beta=0.1))
-    job = GRPOJob(beta=0.2, kl="k3", target_per="token")
+    ended = {"kleash": "1", "algorithm": "grpo", "steps": 7, "metrics": {}, "policy": "", "out": str(first)}
+    TrainingFolder(first).write_result(TrainingResult(**ended))
+    job = GRPOJob(beta=0.2, kl="k3", target_per="token", seed=1)
     return first, write(root / "second", drawn[1], job, reference="other", without="lora_rank")
 
 
@@ -68,22 +70,26 @@ def test_differences_are_paired_by_prompt_over_the_shared_second_half(drawn, fol
     assert (comparison.first_step, comparison.last_step) == (4, 7)
     (difference,) = comparison.differences
     assert difference.shared_prompts == 40 and difference.only_here == difference.only_there == 0
+    assert not difference.warnings
     for at, metric in enumerate(("reward/score", "kl/exact_per_sequence")):
         means = [values[3:7, ..., at].mean(axis=(0, 2)) for values in drawn]
         expected = stats.ttest_rel(means[1], means[0])
         number = difference.differences[metric]
         assert number.value == pytest.approx(np.mean(means[1] - means[0]), rel=1e-12)
         assert number.standard_error == pytest.approx(number.value / expected.statistic, rel=1e-9)
-        assert number.unit == ("nats" if at else "none")
         own = comparison.runs[0].numbers[metric]
+        assert number.unit == own.unit == ("nats" if at else "none")
         assert own.value == pytest.approx(means[0].mean(), rel=1e-12)
         assert own.standard_error == pytest.approx(stats.sem(means[0]), rel=1e-9)
         assert (own.ci95[0] >= 0) is bool(at)  # a KL is never below 0
         unpaired = np.hypot(*(stats.sem(each) for each in means))
         assert number.standard_error < 0.5 * unpaired
     assert [run.numbers["beta"].value for run in comparison.runs] == pytest.approx([0.55, 0.55])
-    assert comparison.runs[0].numbers["response/length"].unit == "tokens"
-    assert "eval/reward" in comparison.runs[0].numbers.keys() - difference.differences.keys()
+    numbers = comparison.runs[0].numbers
+    held_out = [numbers[f"eval/{name}"].value for name in ("reward", "kl_per_sequence")]
+    assert held_out == pytest.approx((drawn[0][-1] + 1).mean(axis=(0, 1)), rel=1e-12)
+    assert numbers["response/length"].unit == "tokens" and "eval/reward" not in difference.differences
+    assert [run.ended for run in comparison.runs] == ["finished", "running or interrupted"]
     differing = {"beta": "0.2 for 0.1", "kl": "k3 for exact", "target_per": "token for sequence"}
     assert comparison.runs[1].settings == differing
     assert comparison.warnings == (f"{folders[1].name} has another reference than {folders[0].name}",)
@@ -110,8 +116,11 @@ def test_command_prints_writes_a_page_and_its_json_has_every_number(folders, tmp
 
 
 def test_runs_of_one_trainer_of_others_say_its_defaults_and_which_has_no_kl(tmp_path, capsys):
-    kinds = {"priced": ({"beta": 0.3}, {"kl/k3_per_sequence": 2.5}), "free": ({}, {"reward/score": 1.0})}
-    kinds |= {"dpo": ({}, {"kl/exact_per_sequence": 7.125})}  # which has no prompts of its own
+    kinds = {"priced": ({"beta": 0.3}, {"kl/k3_per_sequence": 2.5})}
+    kinds |= {"free": ({"epochs": 2}, {"reward/score": 1.0})}
+    kinds |= {
+        "dpo": ({"algorithm": "dpo"}, {"kl/exact_per_sequence": 7.125})
+    }  # which has no prompts of its own
     for name, (settings, metrics) in kinds.items():
         settings = {"algorithm": "grpo", "trainer": f"{name}Trainer", **settings}
         known = {"reference": "q"} if name == "priced" else {}
@@ -121,10 +130,21 @@ def test_runs_of_one_trainer_of_others_say_its_defaults_and_which_has_no_kl(tmp_
     pages = ["--out", str(tmp_path / "page.html")]
     assert main(["compare", *(str(tmp_path / name) for name in kinds), *pages]) == 0
     printed = capsys.readouterr().out
-    for said in ("beta the default for 0.3", "by k3", "  2.5  ", "free has no KL to a reference"):
+    for said in (
+        "beta the default for 0.3",
+        "epochs 2 for the default",
+        "by k3",
+        "  2.5  ",
+        "free has no KL to a reference",
+    ):
         assert said in printed
     assert re.search(r"dpo +7\.125\d* nats ", printed) and "dpo has no KL" not in printed
-    assert "paired by" not in printed and "prompt's mean" not in (tmp_path / "page.html").read_text("utf-8")
+    assert printed.count("beta the default") == 1, "another algorithm has other defaults"
+    assert (
+        "share no prompt" not in printed
+        and "paired by" not in printed
+        and "prompt's mean" not in (tmp_path / "page.html").read_text("utf-8")
+    )
     assert "another reference" not in printed, "which the second run does not record"
 
 

@@ -103,7 +103,7 @@ def test_a_run_that_was_left_needs_resume_and_one_that_runs_does_not(tmp_path):
         with RunFolder(tmp_path).writing(HEADER, resume=False):
             pass
     with (
-        pytest.raises(RunFolderError, match="go on with it with --resume"),
+        pytest.raises(RunFolderError, match="holds a run already; go on with it with --resume"),
         RunFolder(tmp_path).joined(resume=False),
     ):
         pass

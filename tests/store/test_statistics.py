@@ -29,19 +29,21 @@ def test_statistics_are_of_columns_of_the_token_table_and_columns_are_fields_of_
     assert computed <= set(scoring.STATISTICS)
 
 
-def test_values_lie_within_their_bounds_and_identical_models_have_the_known_value():
+def test_bounds_are_the_ends_of_all_values_and_identical_models_have_the_known_value():
     p, q = distributions()
-    for first, second in ((p, q), (p, p)):
-        tokens = columns_of_pair(first, second)
-        for name, statistic in STATISTICS.items():
-            missing = set(statistic.columns) - set(tokens)
-            assert not missing, f"{name}: add the definition of {missing} to columns_of_pair"
-            values = statistic.values(tokens)
-            assert values.dtype == np.float64
-            assert statistic.lower is None or values.min() >= statistic.lower - 1e-12, name
-            assert statistic.upper is None or values.max() <= statistic.upper + 1e-12, name
-            if first is second and statistic.same_model_value is not None:
-                np.testing.assert_allclose(values, statistic.same_model_value, atol=1e-12, err_msg=name)
+    ends = np.pad(np.eye(7) + 1e-12, [(1, 1), (0, 0)], constant_values=1 / 7)  # one token, or all
+    pairs = [columns_of_pair(*pair) for pair in ((p, q), (ends, ends[::-1]), (p, p))]
+    for name, statistic in STATISTICS.items():
+        missing = set(statistic.columns) - set(pairs[0])
+        assert not missing, f"{name}: add the definition of {missing} to columns_of_pair"
+        *_, same = values = [statistic.values(tokens) for tokens in pairs]
+        for bound, end in ((statistic.lower, np.min), (statistic.upper, np.max)):
+            extreme = end(np.concatenate(values))
+            assert abs(extreme) > 1.9 if bound is None else extreme == pytest.approx(bound, abs=1e-7), name
+        assert (np.ptp(same) < 1e-12) == (statistic.same_model_value is not None), name
+        assert statistic.same_model_value in (None, pytest.approx(same[0], abs=1e-12)), name
+        stored = {column: pairs[0][column].astype(np.float32) for column in statistic.columns}
+        assert statistic.values(stored).dtype == np.float64
 
 
 def columns_of_pair(p, q):
@@ -69,8 +71,6 @@ def test_a_nan_in_a_column_is_a_nan_in_every_statistic_of_it():
     p, q = distributions(4)
     for name, statistic in STATISTICS.items():
         tokens = columns_of_pair(p, q)
-        missing = set(statistic.columns) - tokens.keys()
-        assert not missing, f"{name} reads {missing}, which columns_of_pair does not have: add them there"
         for column in statistic.columns:
             damaged = {**tokens, column: tokens[column].astype(np.float64)}
             damaged[column][2] = np.nan

@@ -79,6 +79,7 @@ def test_going_on_cuts_what_lies_beyond_the_checkpoint(tmp_path):
     keep_steps(written(tmp_path, 5), 3)
     assert [one.step for one in read_steps(tmp_path)] == [1, 2, 3]
     assert [one.step for one in read_samples(tmp_path)] == [1, 1, 2, 2, 3, 3]
+    append_step(tmp_path, record(0), [SAMPLE])
     keep_steps(tmp_path, 0)
     assert read_steps(tmp_path) == () and read_samples(tmp_path) == ()
 
