@@ -1,8 +1,14 @@
-"""The exceptions that kleash raises deliberately (any other is a bug), and parts of their messages."""
+"""The exceptions that kleash raises deliberately (any other is a bug), and parts of messages: reasons, names, texts."""
 
+import re
 from collections.abc import Sequence
 
 MAX_REASON_CHARACTERS = 300
+CONTROLS = re.compile(
+    "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f"  # C0 but for line break and tab, DEL, and C1
+    "\\u061c\\u180e\\u200b\\u200e\\u200f\\u202a-\\u202e\\u2060-\\u206f\\ufeff"  # bidirectional and invisible
+    "\\u2028\\u2029\\ufff9-\\ufffb\\U000e0000-\\U000e007f]"  # other line breaks, annotations, tags
+)
 
 
 class KleashError(Exception):
@@ -107,3 +113,14 @@ def summarise_error(error: BaseException) -> str:
     # A line such as "Error(s) in loading state_dict for Model:" is completed by the next one.
     last = next((index for index, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1)
     return " ".join(lines[: last + 1])[:MAX_REASON_CHARACTERS].rstrip(". ")
+
+
+def printable(text: str) -> str:
+    """``text`` with control characters as JSON escapes such as ``\\u001b``, except line breaks and tabs."""
+    return CONTROLS.sub(lambda match: json_escape(match.group()), text)
+
+
+def json_escape(characters: str) -> str:
+    """The JSON escape of each character: ``\\u`` and four digits for each of its UTF-16 units."""
+    units = characters.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[n : n + 2].hex()}" for n in range(0, len(units), 2))

@@ -13,7 +13,7 @@ import pytest
 
 from kleash.cli import main
 from kleash.cli.printing import print_summary
-from kleash.cli.streams import printable
+from kleash.errors import printable
 from kleash.records import Measurement
 from kleash.store.checksums import seal_folder
 
@@ -44,10 +44,9 @@ def test_control_characters_in_errors_are_escaped(case, pair, tmp_path, monkeypa
     source.write_text(json.dumps({f"key {PLANT}": 1}))
     raising = f"def planted(token_logp, token_logq):\n    raise ValueError({PLANT!r})\n"
     (tmp_path / "planted_kl.py").write_text(raising)
-    out = str(tmp_path / "out")
     words = {
         "an option": ["measure", f"--{PLANT}"],
-        "a line of a source": ["measure", *models(pair), "--prompts", str(source), "--out", out],
+        "a line of a source": ["measure", *models(pair), "--prompts", str(source), "--out", str(tmp_path)],
         "an audited function": ["audit", "planted_kl:planted", "--convention", "loss"],
     }
     assert main(words[case]) == 2

@@ -111,10 +111,9 @@ def test_python_files_of_a_checkpoint_are_not_executed(model, here):
     (model / "custom_generate" / "generate.py").write_text(PLANTED)
     edit_json(model / "generation_config.json", custom_generate="planted", use_cache=True)
     edit_json(model / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "planted.Tokenizer"]})
-    try:
-        load_pair(str(model), str(model))
-    except ModelError as error:
-        assert "trust" in str(error)
+    load_pair(str(model), str(model))
+    edit_json(model / "tokenizer_config.json", tokenizer_class="Planted")
+    refused(model, "the tokenizer of the policy .*; add --trust-remote-code if you trust the code")
     assert not list(model.rglob("it-ran"))
 
 

@@ -75,6 +75,7 @@ def test_untrusted_text_is_escaped(report, outline):
     source = report.read_text(encoding="utf-8")
     for bad in ("<script>alert", "<script>window", "<img", "<!--<script>", "<b onmouseover", "&amp;amp;amp;"):
         assert bad not in source
+    assert not {"\u202e", "\x1b"}.intersection(source)
     assert "<script>alert('prompt')</script>" in outline.text
     assert "49" not in re.findall(r"\{\{ .*? \}\}|49(?= raw)", outline.text)
 

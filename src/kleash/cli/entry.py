@@ -20,8 +20,8 @@ from io import TextIOWrapper
 from types import FrameType
 from typing import Any
 
-from kleash.cli.streams import command_streams, json_escape
-from kleash.errors import KleashError, RankError
+from kleash.cli.streams import command_streams
+from kleash.errors import KleashError, RankError, json_escape
 from kleash.launch_environment import launched_rank, launched_world_size
 
 EXIT_SUCCESS, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 0, 2, 130, 141

@@ -6,34 +6,16 @@ sequences of the terminal. Everything that is printed while a command runs passe
 
 import errno
 import os
-import re
 import sys
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from kleash.errors import KleashError
-
-CONTROLS = re.compile(
-    "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f"  # C0 but for line break and tab, DEL, and C1
-    "\\u061c\\u180e\\u200b\\u200e\\u200f\\u202a-\\u202e\\u2060-\\u206f\\ufeff"  # bidirectional and invisible
-    "\\u2028\\u2029\\ufff9-\\ufffb\\U000e0000-\\U000e007f]"  # other line breaks, annotations, tags
-)
+from kleash.errors import KleashError, printable
 
 
 class OutputError(KleashError, OSError):
     """Standard output cannot be written."""
-
-
-def printable(text: str) -> str:
-    """``text`` with control characters as JSON escapes such as ``\\u001b``, except line breaks and tabs."""
-    return CONTROLS.sub(lambda match: json_escape(match.group()), text)
-
-
-def json_escape(characters: str) -> str:
-    """The JSON escape of each character: ``\\u`` and four digits for each of its UTF-16 units."""
-    units = characters.encode("utf-16-be", "surrogatepass")
-    return "".join(f"\\u{units[n : n + 2].hex()}" for n in range(0, len(units), 2))
 
 
 class CommandStream:

@@ -10,8 +10,8 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from kleash.cli.streams import CommandStream, json_escape, printable
-from kleash.errors import TrackerWarning
+from kleash.cli.streams import CommandStream
+from kleash.errors import TrackerWarning, json_escape, printable
 
 
 class Terminal(Console):

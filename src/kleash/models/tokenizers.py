@@ -172,6 +172,7 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
                 if lacks_reader
                 else ""
             )
+            + ("; add --trust-remote-code if you trust the code it brings" if "remote" in str(error) else "")
         ) from error
 
 

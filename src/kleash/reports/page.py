@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from kleash.errors import printable
 from kleash.extras import import_extra
 from kleash.reports import formatting
 from kleash.reports.drawing import to_svg
@@ -43,8 +44,8 @@ def write_page(path: Path, template: str, assets: Sequence[str] = (), **variable
             content_policy=_content_policy(sources),
         )
     )
-    # Lone surrogates (from undecodable paths) are shown by their numbers.
-    write_atomically(path, text.encode("utf-8", "backslashreplace"))
+    # Control characters, and lone surrogates (from undecodable paths), are shown by their numbers.
+    write_atomically(path, printable(text).encode("utf-8", "backslashreplace"))
     return path
 
 

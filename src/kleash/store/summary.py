@@ -9,6 +9,7 @@ from html import escape
 from importlib import import_module
 from typing import Any, ClassVar
 
+from kleash.errors import printable
 from kleash.estimate import Estimate
 from kleash.store.codec import encode, to_json
 
@@ -256,7 +257,7 @@ def _table(table: SummaryTable) -> str:
 
 def _text(text: str) -> str:
     """A text, escaped; a ``Name`` in the style of code, which can be broken into lines anywhere."""
-    escaped = f"<bdi>{escape(plain_text(text))}</bdi>"
+    escaped = f"<bdi>{escape(plain_text(printable(text)))}</bdi>"
     return (
         f'<code style="overflow-wrap:anywhere;display:inline-block;min-width:12ch">{escaped}</code>'
         if isinstance(text, Name)
