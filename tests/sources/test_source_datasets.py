@@ -339,12 +339,13 @@ def test_choices_of_columns_are_noted(write):
     assert describe_source("prompts", name) == (
         "prompts are read from 'question'; 'query' could be meant too; --prompt-column names another column",
     )
-    assert describe_source("responses", name, ReadOptions(prompt_column="query")) == (
-        "responses are read from 'answer'; --response-column names another column",
-    )
-    assert describe_source("text", write("b.jsonl", jsonl({"content": "Q"}))) == (
-        "texts are read from 'content'; --text-column names another column",
-    )
+    (note,) = describe_source("responses", name, ReadOptions(prompt_column="query"))
+    assert note == "responses are read from 'answer'; --response-column names another column"
+    (note,) = describe_source("text", write("b.jsonl", jsonl({"content": "Q"})))
+    assert note == "texts are read from 'content'; --text-column names another column"
+    pair = {"question": "Q", "chosen": "R", "rejected": "S"}
+    (note,) = describe_source("pairs", write("d.jsonl", jsonl(pair)))
+    assert note == "prompts are read from 'question'; call another one 'prompt' if it is meant"
     assert describe_source("prompts", write("c.jsonl", jsonl({"prompt": "Q", "question": "R"}))) == ()
 
 

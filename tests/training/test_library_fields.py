@@ -81,9 +81,7 @@ def test_a_value_has_the_type_of_its_field(job: Any, assignment: str, value: Any
         (DPO, "disable_dropout=false", OptionError, "--set disable_dropout=false: with dropout, the policy that is"),
     ],
 )  # fmt: skip
-def test_what_is_refused_says_what_to_use(
-    job: Any, assignment: str, error: type[KleashError], said: str
-) -> None:
+def test_a_refusal_says_what_to_use(job: Any, assignment: str, error: type[KleashError], said: str) -> None:
     asked = replace(job, set=(assignment,))
     with pytest.raises(error) as refused:
         set_fields(asked)
@@ -95,6 +93,7 @@ def test_a_field_is_given_once_and_is_a_setting_that_resuming_compares() -> None
     with pytest.raises(OptionError, match=r"--set epsilon is given twice: 0\.1 and \.2"):
         set_fields(GRPOJob(set=("epsilon=.1", "epsilon=.2")))
     assert GRPOJob(set=("epsilon=.1",)).settings()["set"] == ["epsilon=.1"]
+    assert not any(set_fields(replace(DPO, set=("use_liger_kernel=false", "sync_ref_model=False"))).values())
 
 
 def test_each_argument_of_the_trainers_can_be_set_or_names_its_option(trl: Any, monkeypatch: Any) -> None:

@@ -42,16 +42,13 @@ def test_run_writes_all_files(run: Path) -> None:
     assert "trained by PPO" in (run / "report.html").read_text(encoding="utf-8")
 
 
-def test_finished_run_is_unchanged_and_resumes_with_more_steps(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", "ppo", *TINY, "--steps", "3", "--out", str(run)]) == 2
+def test_finished_run_resumes_with_more_steps(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "ppo", *TINY, "--steps", "3", "--out", str(run)]
+    assert main(words) == 2
     assert "holds a run already; go on with it with --resume" in capsys.readouterr().err
-    assert main(["train", "ppo", *TINY, "--steps", "3", "--beta", "1", "--resume", "--out", str(run)]) == 2
+    assert main([*words, "--beta", "1", "--resume"]) == 2
     assert "holds another run: --beta was 0.05 and is now 1.0" in capsys.readouterr().err
-    assert (
-        main(["train", "ppo", *TINY, "--steps", "3", "--resume", "--json", "--quiet", "--out", str(run)]) == 0
-    )
+    assert main([*words, "--resume", "--json", "--quiet"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 3
     assert [record.step for record in read_steps(run)] == [1, 2, 3]
     assert main(["train", "ppo", *TINY, "--reward", "builtins:print", "--json", "--out", f"{run}-loud"]) == 2
@@ -62,9 +59,12 @@ def test_steps_are_printed_and_hacking_stops_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
+    rows = [json.dumps({"question": f"{who} was", "system": "Be kind."}) for who in ("She", "He", "Emma")]
+    (tmp_path / "asked.jsonl").write_text("\n".join(rows))
     words = ["--steps", "9", "--seed", "4", "--target-nats", "1e-9", "--on-hacking", "stop"]
-    assert main(["train", "ppo", *TINY, *words, "--out", "~/run"]) == 1
+    assert main(["train", "ppo", *TINY, *words, "--prompts", "~/asked.jsonl", "--out", "~/run"]) == 1
     said = capsys.readouterr()
+    assert "prompts are read from 'question'" in said.err and "the column 'system' is not read" in said.err
     assert "step 1/9: reward" in said.err and "step 3/9: reward" in said.err and "step 4/9" not in said.err
     assert "alert, step 3: the updates of one step move the policy by" in said.err
     assert "stopped: the hacking monitor stopped it after step 3" in said.out and "report.html" in said.out

@@ -155,6 +155,11 @@ class DPOJob(TrainJob, DatasetOptions):
             tightening(self),
         )
 
+    @property
+    def source_kind(self) -> SourceKind:
+        """What is read, and the option that says where it lies."""
+        return "pairs"
+
 
 @dataclass(frozen=True, kw_only=True)
 class DistillJob(OnlineJob):

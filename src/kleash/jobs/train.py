@@ -78,6 +78,17 @@ class TrainJob(SeedOption, LoadingOptions, OutputOptions):
         """The model that the policy is kept near."""
         return self.policy if self.reference is None else self.reference
 
+    @property
+    def source_kind(self) -> SourceKind:
+        """What is read, and the option that says where it lies."""
+        return "prompts"
+
+    @property
+    def source(self) -> str:
+        """Where what is read lies."""
+        source = getattr(self, self.source_kind)
+        return SHIPPED_PROMPTS if source is None else source
+
     def without_effect(self) -> tuple[str, ...]:
         """A sentence for each option that is set and does nothing in this job."""
         has_effect = self.report_to or self.metric_names == "kleash"
@@ -104,30 +115,15 @@ class OnlineJob(TrainJob, GenerationOptions, PromptOptions):
     def _refusals(self) -> Iterable[Refusal]:
         return (
             Refusal(
-                self.given_source is None and self.policy != SHIPPED_REFERENCE,
+                getattr(self, self.source_kind) is None and self.policy != SHIPPED_REFERENCE,
                 f"say what {self.policy} should answer: --prompts",
             ),
         )
 
     @property
-    def given_source(self) -> str | None:
-        """Where what is read lies, if it was said."""
-        return getattr(self, self.source_kind)
-
-    @property
-    def source(self) -> str:
-        """Where what is read lies."""
-        return SHIPPED_PROMPTS if self.given_source is None else self.given_source
-
-    @property
     def responses_per_step(self) -> int:
         """Responses that the policy draws in a step, in all processes together."""
         return self.prompts_per_step * self.samples_per_prompt
-
-    @property
-    def source_kind(self) -> SourceKind:
-        """What is read, and the option that says where it lies."""
-        return "prompts"
 
 
 @dataclass(frozen=True, kw_only=True)

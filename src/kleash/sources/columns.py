@@ -169,12 +169,16 @@ def _is_needed(record: SourceRecord, choice: ColumnChoice) -> bool:
     return choice.is_named or record.fields.get(column) is not None
 
 
-def describe_choices(choices: Iterable[ColumnChoice]) -> tuple[str, ...]:
-    """A note for each choice of a column that no option named."""
+def describe_choices(choices: Iterable[ColumnChoice], kind: SourceKind) -> tuple[str, ...]:
+    """A note for each choice of a column that no option named; pairs have no such option."""
     return tuple(
         f"{choice.field}s are read from {' and '.join(map(repr, choice.columns))}"
         + (f"; {', '.join(map(repr, choice.alternatives))} could be meant too" if choice.alternatives else "")
-        + f"; --{choice.field}-column names another column"
+        + (
+            "; call another one 'prompt' if it is meant"
+            if kind == "pairs"
+            else f"; --{choice.field}-column names another column"
+        )
         for choice in choices
         if not choice.is_named
     )

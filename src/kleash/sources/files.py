@@ -171,7 +171,7 @@ def describe_source(kind: SourceKind, name: str, options: DatasetOptions | None 
     is_of_verl = (
         kind == "responses" and first.fields.keys() >= VERL_COLUMNS and not named_columns(source.reading)
     )
-    return (*source.notes, *describe_choices(choices), *unread, *((VERL_NOTE,) if is_of_verl else ()))
+    return (*source.notes, *describe_choices(choices, kind), *unread, *((VERL_NOTE,) if is_of_verl else ()))
 
 
 def source_path(name: str, kind: SourceKind) -> Path:

@@ -12,6 +12,7 @@ from kleash.jobs import DPOJob, TrainJob
 from kleash.jobs.train import OnlineJob
 from kleash.launch_environment import launched_rank
 from kleash.measuring.run import default_out
+from kleash.models import describe_source
 from kleash.models.threads import threads_for
 from kleash.store import TrainingFolder, TrainingResult
 from kleash.store.atomic import cannot_write, is_disk_full
@@ -70,7 +71,7 @@ def train(job: TrainJob, display: Display | None = None) -> TrainingResult:
             folder.writing(header_of(job), resume=job.resume),
             closing(RunLog(folder.root, job, display=display)) as run_log,
         ):
-            for note in notes:
+            for note in (*notes, *describe_source(job.source_kind, job.source, job)):
                 run_log.display.note(note)
             try:
                 return finish(folder, run_log, trainer(job, run_log))

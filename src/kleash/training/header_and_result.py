@@ -65,10 +65,7 @@ def header_of(job: OnlineJob | DPOJob) -> RunHeader:
     """
     models = {role: find_checkpoint(name) for role, name in models_of(job).items()}
     fingerprints = {role: model.fingerprint() for role, model in models.items()}
-    if isinstance(job, DPOJob):
-        source = find_source(str(job.pairs), "pairs", job)
-    else:
-        source = find_source(job.source, job.source_kind, job)
+    if isinstance(job, OnlineJob):
         fingerprints[f"policy {GENERATION_CONFIG}"] = models["policy"].fingerprint(of_generation=True)
     for kind in ("prompts", "pairs"):
         held_out_source = getattr(job, f"eval_{kind}", None)
@@ -85,7 +82,7 @@ def header_of(job: OnlineJob | DPOJob) -> RunHeader:
     return RunHeader(
         kleash=__version__,
         settings=job.settings(),
-        source_sha256=source.sha256(),
+        source_sha256=find_source(job.source, job.source_kind, job).sha256(),
         fingerprints=fingerprints,
         sampler=SAMPLER,
     )

@@ -73,18 +73,18 @@ _RESUMED = "a run that is resumed would differ from one that was not interrupted
 _TRUNCATED = "the responses would not be samples of the policy, whose KL is estimated from them"
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "sync_ref_model": "it moves the reference, to which the KL is measured and held; for a reference that moves, "
-        "take kleash.integrations.trl in a program of your own",
-        "use_liger_kernel": "it replaces layers of the policy and not of the reference, so that two equal models would "
-        "have a KL above 0",
+        "sync_ref_model=True": "it moves the reference, to which the KL is measured and held; for one that moves, take "
+        "kleash.integrations.trl in a program of your own",
+        "use_liger_kernel=True": "it replaces layers of the policy and not of the reference, so that two equal models "
+        "would have a KL above 0",
         "logging_steps": _LOGS,
         "logging_strategy": _LOGS,
-        "logging_first_step": _LOGS,
-        "logging_nan_inf_filter": "a loss that is NaN would be written as 0",
+        "logging_first_step=True": _LOGS,
+        "logging_nan_inf_filter=True": "a loss that is NaN would be written as 0",
         "remove_unused_columns": "rewards read the columns of the prompts",
         "chat_template_kwargs": "the prompts have a column of this name, an object, which kleash measure reads too",
-        "save_only_model": _RESUMED,
-        "ignore_data_skip": _RESUMED,
+        "save_only_model=True": _RESUMED,
+        "ignore_data_skip=True": _RESUMED,
         "neftune_noise_alpha": "with noise, the policy that is trained is not the one that is measured",
         "disable_dropout=False": "with dropout, the policy that is trained is not the one that is measured",
         "lora.lora_dropout": "with dropout, the policy that is trained is not the one that generated",
