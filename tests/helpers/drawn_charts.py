@@ -48,9 +48,8 @@ def bands(axes: Any) -> list[tuple[list[float], list[float]]]:
     edges = []
     for collection in axes.collections:
         if not hasattr(collection, "get_segments"):
-            heights = [
-                float(y) for _, y in collection.get_paths()[0].vertices
-            ]  # corner, lower, corner, upper, end
+            # corner, lower, corner, upper, end
+            heights = [float(y) for _, y in collection.get_paths()[0].vertices]
             points = (len(heights) - 3) // 2
             edges.append((heights[1 : 1 + points], heights[2 + points : -1][::-1]))
     return edges

@@ -56,9 +56,8 @@ def stored_calls(weights, ids, temperature, options):
 @check(2)
 def a_dtensor_keeps_its_rows_with_a_group_and_is_gathered_without(split):
     mesh, most = DeviceMesh.from_group(split.group, "cpu"), -(-WORDS // split.size)
-    split = Split(
-        split.group, [min(n * most, WORDS) for n in range(split.size + 1)]
-    )  # as DTensor spreads rows
+    # as DTensor spreads rows
+    split = Split(split.group, [min(n * most, WORDS) for n in range(split.size + 1)])
     tensors = made()
     right = local_rows(tensors, slice(None))
     p, q = models(right)

@@ -80,10 +80,8 @@ def every_divergence_equals_the_textbook(split):
 def statistics_are_of_the_whole_vocabulary(split):
     for forbidden in (False, True):
         tensors = made(forbidden=forbidden)
-        tensors[1][[5, 30]], tensors[2][[5, 30]] = (
-            0.0,
-            4.0,
-        )  # twins on different ranks, some of them the likeliest
+        # twins on different ranks, some of them the likeliest
+        tensors[1][[5, 30]], tensors[2][[5, 30]] = 0.0, 4.0
         tokens = torch.tensor([5, 30, 0, 8, 9, 10, 23, 24, 36, 12, 3])
         lp, lq = (logp(side) for side in models(tensors))
         ids = tokens[:, None]

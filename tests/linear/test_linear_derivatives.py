@@ -227,9 +227,8 @@ def test_a_second_derivative_of_a_compiled_call_raises(compiler, unhooked, name)
 @pytest.mark.parametrize("traits", [{}, {"bias": True, "softcap": 3.0}], ids=["plain", "softcap"])
 def test_a_token_with_incoming_gradient_0_adds_0_to_every_gradient(options, traits):
     """Even if its hidden states are NaN: incoming gradient 0, weight 0, or not selected by an objective."""
-    spoilt = list(
-        product("pq", (torch.nan, torch.inf, -torch.inf), (3, slice(None)))
-    )  # one number, or all of them
+    # one number, or all of them
+    spoilt = list(product("pq", (torch.nan, torch.inf, -torch.inf), (3, slice(None))))
     case = head_case(torch.float64, tokens=(len(spoilt) + 6,), vocab_size=23, **traits)
     counted = torch.arange(len(spoilt) + 6) % 4 == 3
     counted[0] = counted[-1] = True

@@ -77,9 +77,8 @@ def test_an_interruption_whose_message_a_library_drops_is_described(number, caus
             raise KeyboardInterrupt
 
     monkeypatch.setattr(entry, "_run", interrupted)
-    before = signal.signal(
-        number, signal.SIG_DFL
-    )  # Ray, in an earlier test of this process, may have set its own
+    # Ray, in an earlier test of this process, may have set its own
+    before = signal.signal(number, signal.SIG_DFL)
     try:
         assert entry.main(["measure"]) == 128 + number
     finally:

@@ -105,9 +105,8 @@ def test_the_clusters_of_a_comparison_are_those_of_its_runs(pair, tmp_path):
         columns = ["prompt_id", "sample_id", "kl_policy_reference"]
         for part in RunFolder(tmp_path / str(at) / "drift").parts("tokens", columns):
             for document, window, value in zip(*part.values(), strict=True):
-                block = labels.setdefault(
-                    (max(1, int(document)), int(window) // 8), len(labels)
-                )  # 0 and 1 are equal
+                # 0 and 1 are equal
+                block = labels.setdefault((max(1, int(document)), int(window) // 8), len(labels))
                 sums[at, :, block] += (1.0, float(value))
     tokens, totals = sums[:, 0], sums[:, 1]
     means = totals.sum(-1) / tokens.sum(-1)

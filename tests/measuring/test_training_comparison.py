@@ -118,9 +118,8 @@ def test_command_prints_writes_a_page_and_its_json_has_every_number(folders, tmp
 def test_runs_of_one_trainer_of_others_say_its_defaults_and_which_has_no_kl(tmp_path, capsys):
     kinds = {"priced": ({"beta": 0.3}, {"kl/k3_per_sequence": 2.5})}
     kinds |= {"free": ({"epochs": 2}, {"reward/score": 1.0})}
-    kinds |= {
-        "dpo": ({"algorithm": "dpo"}, {"kl/exact_per_sequence": 7.125})
-    }  # which has no prompts of its own
+    # which has no prompts of its own
+    kinds |= {"dpo": ({"algorithm": "dpo"}, {"kl/exact_per_sequence": 7.125})}
     for name, (settings, metrics) in kinds.items():
         settings = {"algorithm": "grpo", "trainer": f"{name}Trainer", **settings}
         known = {"reference": "q"} if name == "priced" else {}

@@ -126,9 +126,8 @@ def truth(ids):
         network = AutoModelForCausalLM.from_pretrained(base).eval()
         if adapter is not None:
             network = peft.PeftModel.from_pretrained(network, adapter).eval()
-            if (
-                not network.peft_config["default"].to_dict().get("layer_replication")
-            ):  # which PEFT cannot merge
+            # which PEFT cannot merge
+            if not network.peft_config["default"].to_dict().get("layer_replication"):
                 network = network.merge_and_unload()
         with torch.no_grad():
             return network(input_ids=ids).logits.double().log_softmax(-1)

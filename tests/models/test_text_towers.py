@@ -61,9 +61,8 @@ def test_a_model_is_measured_as_its_composite_class_reads_text(towers, family):
     np.testing.assert_allclose(score(pair, SEQUENCES)["kl_policy_reference"], kl, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3_vl", "gemma3n", "llama4"]
-)  # whole, text class, AutoModelForCausalLM
+# whole, text class, AutoModelForCausalLM
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3n", "llama4"])
 def test_responses_of_a_composite_model_are_drawn_by_its_own_probabilities(towers, family):
     policy, _ = towers(family)
     pair = load_pair(str(policy), str(policy), dtype="float64")
