@@ -194,6 +194,7 @@ OTHER_COLUMNS: dict[str, tuple[str, Callable[[Array], Array]]] = {
     "base 10": ("logarithms to base 10", lambda logp: logp / np.log(10)),
     "probabilities": ("probabilities, not their logarithms", np.exp),
     "negative": ("negative log-likelihoods", np.negative),
+    "ranks": ("ranks of the tokens", lambda logp: np.floor(np.exp(-logp))),
     "zeros": ("are all 0: the column was not filled in, or that side is greedy", np.zeros_like),
     "means of responses": ("one number for each response", of_responses),
     "entropies": ("they are logits", lambda logp: 2 - 0.2 * logp + np.sin(np.arange(len(logp)))),

@@ -31,7 +31,7 @@ def to_pandas(result: Any) -> Any:
     if not isinstance(result, Measurement):
         if not isinstance(result, NumericResult):
             raise OptionError(
-                "the numbers of a training run are those of its steps: TrainingFolder(folder).history()"
+                "the numbers of a training run are those of its steps: kleash.records.read_steps(folder)"
             )
         return pandas.DataFrame(map(vars, number_rows(result)))
     files = RunFolder(Path(result)).require_shards(result.counts.shards)
