@@ -1,14 +1,11 @@
 """Files of hidden states as vLLM and SGLang write them, computed with transformers alone."""
 
 import json
-from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
-
-States = Callable[[torch.Tensor], torch.Tensor]
 
 
 @lru_cache(maxsize=8)

@@ -78,6 +78,7 @@ def test_equal_logits_have_code_0_and_exact_bounds():
     assert not rows.codes.any() and not rows.scale.any()
     lowest, highest, *_ = logp_intervals(rows)
     assert (highest - lowest).max() < 1e-5
+    assert (lowest < -math.log(8)).all() and (highest > -math.log(8)).all()
     with pytest.raises(ModelError, match="not all finite"):
         encode_rows(torch.tensor([[0.0, torch.inf]]))
 
@@ -88,14 +89,23 @@ def test_the_exact_kl_lies_between_its_bounds_at_every_token(spread):
     logits = torch.randn(200, 300, generator=generator) * spread
     moved = logits + torch.randn(200, 300, generator=generator) * torch.logspace(-4, 1, 200)[:, None]
     logp, logq = logits.double().log_softmax(-1), moved.double().log_softmax(-1)
-    base = logp_intervals(rows_of(logits))
+    base = logp_intervals(rows := rows_of(logits))
     lowest, highest = base.lowest, base.highest
     assert ((lowest <= logp) & (logp <= highest)).all()
+    is_token = torch.arange(300) % 3 > 0
+    columns = columns_of_rows(moved, rows, base, np.zeros(200, dtype=int), ~is_token)
+    reverse, forward = (
+        [torch.from_numpy(columns[f"kl_{of}_over_tokens_{end}"]) for end in ("lower", "upper")]
+        for of in ("policy_reference", "reference_policy")
+    )
+    p, q = (x[:, is_token].log_softmax(-1) for x in (logp, logq))
     for (lower, upper), exact in (
         (kl_bounds(base, logq), (logp.exp() * (logp - logq)).sum(-1)),
         (reverse_kl_bounds(base, logq), (logq.exp() * (logq - logp)).sum(-1)),
+        (forward, (p.exp() * (p - q)).sum(-1)),
+        (reverse, (q.exp() * (q - p)).sum(-1)),
     ):
-        assert ((lower <= exact + 1e-12) & (exact <= upper + 1e-12)).all()
+        assert ((lower >= 0) & (lower <= exact + 1e-12) & (exact <= upper + 1e-12)).all()
         if spread < 2:  # nothing is clipped
             assert (upper - lower).max() < 3e-3
             assert ((upper - lower) / exact)[-50:].max() < 1e-3

@@ -35,9 +35,8 @@ def adapted(network, adapter):
 
 
 def kl(policy, reference, tokenizer):
-    return score(Pair(policy=policy, reference=reference, tokenizer=tokenizer), ANSWERS)[
-        "kl_policy_reference"
-    ]
+    pair = Pair(policy=policy, reference=reference, tokenizer=tokenizer)
+    return score(pair, ANSWERS)["kl_policy_reference"]
 
 
 def test_a_live_model_is_measured_with_its_current_weights(network, base, tokenizer):
@@ -92,11 +91,7 @@ def test_at_rest_restores_the_training_state(adapted, tokenizer):
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # noqa: NPY002
     with pytest.raises(KeyError), at_rest(adapted):
         assert not any(module.training for module in adapted.modules())
-        kl(
-            live_model(adapted, tokenizer, adapter="other"),
-            live_model(adapted, tokenizer, adapter=None),
-            tokenizer,
-        )
+        kl(*(live_model(adapted, tokenizer, adapter=name) for name in ("other", None)), tokenizer)
         assert adapted.active_adapter == "other"
         torch.rand(1), random.random(), np.random.rand()  # noqa: NPY002
         raise KeyError

@@ -369,14 +369,16 @@ def test_no_tensor_of_vocabulary_size_leaves_the_device(pair, cut):
     assert 0 < max(crossings.sizes) < pair.policy.vocab_size
 
 
-def test_nan_logits_are_an_error_with_the_prompt(folders, unhooked):
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_nan_logits_are_an_error_with_the_prompt(folders, unhooked, temperature):
     policy, _ = folders("llama")
     model = load_pair(str(policy), str(policy)).policy
     with torch.no_grad():
         model.network.get_input_embeddings().weight[201] = torch.nan
     given = [replace(one, location=f"p.jsonl, line {one.prompt_id}") for one in prompts()]
-    with pytest.raises(NonFiniteError, match="policy gives NaN or infinite logits"):
-        generate(model, given, Sampling())
+    at = r"logits for prompt 2, sample 0 \(p.jsonl, line 2\), response token 0"
+    with pytest.raises(NonFiniteError, match=f"policy gives NaN or infinite {at}"):
+        generate(model, given, Sampling(temperature=temperature))
 
 
 def test_batches_group_similar_lengths_within_the_budget():

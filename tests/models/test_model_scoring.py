@@ -35,15 +35,11 @@ def test_top_tokens_are_the_likeliest_of_both_models(folders, temperature):
     sequences = random_sequences()
     columns = score(load_pair(str(policy), str(reference)), sequences, temperature=temperature, top=5)
     for role, folder in (("policy", policy), ("reference", reference)):
-        best = [
-            (
-                double_logits(folder, [*one.prompt_ids, *one.response_ids])[len(one.prompt_ids) - 1 : -1]
-                / temperature
-            )
-            .softmax(-1)
-            .topk(5)
+        logits = [
+            double_logits(folder, [*one.prompt_ids, *one.response_ids])[len(one.prompt_ids) - 1 : -1]
             for one in sequences
         ]
+        best = [(z / temperature).softmax(-1).topk(5) for z in logits]
         token_ids = np.concatenate([part.indices for part in best])
         np.testing.assert_array_equal(columns[f"top_token_id_{role}"], token_ids)
         probability = np.concatenate([part.values for part in best])
@@ -63,9 +59,8 @@ def test_scores_do_not_depend_on_padding_or_batch(folders, architecture):
             np.testing.assert_allclose(together[name], values, rtol=3e-5, atol=3e-6, err_msg=name)
     backwards = score(pair, sequences[::-1])
     assert backwards["prompt_id"][0] == 4
-    np.testing.assert_allclose(
-        backwards["kl_policy_reference"].sum(), together["kl_policy_reference"].sum(), rtol=1e-5
-    )
+    sums = (columns["kl_policy_reference"].sum() for columns in (backwards, together))
+    np.testing.assert_allclose(*sums, rtol=1e-5)
 
 
 def test_a_copied_model_and_a_cache_also_score_exactly_zero(folders, tmp_path):

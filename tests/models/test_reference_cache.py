@@ -11,15 +11,6 @@ from kleash.linear import Head
 from kleash.models import ReferenceCache, score
 
 
-def unasked(**_):
-    raise AssertionError("the reference was asked")
-
-
-def same(found, wanted):
-    for name, values in wanted.items():
-        np.testing.assert_allclose(found[name], values, rtol=3e-5, atol=3e-6, err_msg=name)
-
-
 def test_only_missing_sequences_are_computed(pair, tmp_path):
     first, rest = random_sequences()[:2], random_sequences()[2:]
     cache = ReferenceCache(tmp_path, pair.reference)
@@ -31,11 +22,14 @@ def test_only_missing_sequences_are_computed(pair, tmp_path):
         return pair.reference.backbone(**inputs)
 
     counted = replace(pair, reference=replace(pair.reference, backbone=counting))
-    same(score(counted, random_sequences(), cache=cache), score(pair, random_sequences()))
+    found = score(counted, random_sequences(), cache=cache)
+    for name, values in score(pair, random_sequences()).items():
+        np.testing.assert_allclose(found[name], values, rtol=3e-5, atol=3e-6, err_msg=name)
     assert sum(read) == len(rest)
     score(counted, random_sequences(), cache=cache)
     assert sum(read) == len(rest)
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
+    assert cache.states.tokens == sum(len(each.response_ids) for each in random_sequences())
 
 
 def test_a_model_without_a_head_cannot_be_cached(pair, tmp_path, unhooked):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from scoring_cases import random_sequences
-from tiny_models import double_logits, save_tiny, tiny_adapter
+from tiny_models import double_logits, save_tiny, tiny_adapter, tiny_tokenizer
 
 from kleash.errors import ModelError
 from kleash.jobs.measure import MeasureJob
@@ -50,9 +50,7 @@ def made(folder: Path, reference: Path, sequences: list[TokenSequence]) -> Store
 
 
 def beside(stored: StoredReference, policy: Path, reference: Path | str) -> Pair:
-    return load_beside(
-        stored, str(policy), str(reference), revision_policy=None, revision_reference=None, loading=Loading()
-    )
+    return load_beside(stored, str(policy), str(reference), loading=Loading())
 
 
 def test_a_stored_reference_scores_as_the_loaded_one(folders, pair, tmp_path):
@@ -86,7 +84,7 @@ def test_a_missing_sequence_is_an_error_with_its_name(folders, tmp_path):
 
 
 def test_a_larger_head_is_truncated_as_without_a_cache(folders, tmp_path):
-    policy, reference = folders("llama")
+    policy, _ = folders("llama")
     wide = save_tiny(tmp_path / "wide", vocab_size=340)
     cache = tmp_path / "cache"
     stored = made(cache, wide, random_sequences())
@@ -96,7 +94,10 @@ def test_a_larger_head_is_truncated_as_without_a_cache(folders, tmp_path):
     assert any("340 (reference) rows" in note for note in found.notes)
     for name, values in score(exact, random_sequences()).items():
         np.testing.assert_array_equal(score(found, random_sequences())[name], values, err_msg=name)
-    assert reference != wide
+    other = save_tiny(tmp_path / "other")
+    tiny_tokenizer(290).save_pretrained(other)
+    with pytest.raises(ModelError, match="the tokenizers differ in 10 tokens"):
+        beside(stored, other, wide)
 
 
 def test_a_stored_reference_may_be_an_adapter(folders, tmp_path):

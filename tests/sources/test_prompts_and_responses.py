@@ -151,18 +151,19 @@ def test_every_token_but_the_first_is_scored_once(tokens, window, stride):
         assert number == 0 or first - start >= window - stride + 1
 
 
-def test_windows_of_one_document(pair, write):
+@pytest.mark.parametrize("stride", [12, 1])
+def test_windows_of_one_document(pair, write, stride):
     text = " ".join(SENTENCES[:2])
     tokens = ids(text, special=True)
-    windows = list(read_text(write("a.txt", text), pair, window=16, stride=12))
+    windows = list(read_text(write("a.txt", text), pair, window=16, stride=stride))
     assert [one.sample_id for one in windows] == list(range(len(windows)))
     assert sum((one.response_ids for one in windows), ()) == tokens[1:]
     for number, one in enumerate(windows):
         whole = one.prompt_ids + one.response_ids
-        assert whole == tokens[12 * number : 12 * number + 17]
+        assert whole == tokens[stride * number : stride * number + 17]
         assert one.num_input_tokens <= 16
         assert one.prompt_hash == hash_tokens(whole)
-        assert len(one.prompt_ids) == (5 if number else 1)
+        assert len(one.prompt_ids) == (17 - stride if number else 1)
 
 
 def test_texts_of_tokens_join_where_the_tokenizer_drops_a_first_space(write):
@@ -185,11 +186,11 @@ def test_a_response_has_no_space_that_only_the_tokenizer_puts_before_a_text(writ
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("▁?[a-zA-Z]+|."), "isolated")
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}?{% endfor %}"
     limits = SimpleNamespace(tokenizer=tokenizer, vocab_size=6, context_length=None, eos_token_ids=())
-    texts = [("The", " was"), ("The", "was"), ("The\n", " was"), ("The\n", "was")]
+    texts = [("The", " was"), ("The", "was"), ("The?", "was"), ("The\n", " was"), ("The\n", "was")]
     records = [{"prompt": prompt, "response": response} for prompt, response in texts]
     records += [{"messages": [MESSAGE | {"content": "The"}, {"role": "assistant", "content": "was"}]}]
     found = read_responses(write("a.jsonl", jsonl(*records)), limits)
-    assert [one.response_ids for one in found] == [(2,), (2,), (2,), (5,), (5, 3)]
+    assert [one.response_ids for one in found] == [(2,), (2,), (2,), (2,), (5,), (5, 3)]
 
 
 def test_invalid_windows_are_errors_at_once_and_invalid_lines_when_they_are_read(pair, write, unhooked):
@@ -208,11 +209,12 @@ def test_invalid_windows_are_errors_at_once_and_invalid_lines_when_they_are_read
 
 
 def test_responses_are_read_as_ids_and_as_text_with_the_ids_that_they_state(pair, write):
+    sea = {"prompt_token_ids": ids("The sea", special=True), "prompt": "ignored"}
     records = [
         {"prompt": "The sea", "response": " was calm", "finish_reason": "stop", "temperature": 0.7},
-        {"prompt": "The sea", "response": " was calm", "finish_reason": "length"},
+        {**sea, "completion": " was calm", "finish_reason": "length"},
         {"prompt_token_ids": [0, 9], "prompt": "ignored", "response_token_ids": [5, 6], "response": "shown"},
-        {"prompt": "The sea", "response_token_ids": [5], "logprobs": [-0.5]},
+        {"prompt": "The sea", "response_token_ids": [5, 6], "logprobs": [-85.0, -6.0]},
     ]
     one, two, three, four = read_responses(write("a.jsonl", jsonl(*records)), pair)
     assert one.prompt_ids == ids("The sea", special=True)
@@ -221,14 +223,14 @@ def test_responses_are_read_as_ids_and_as_text_with_the_ids_that_they_state(pair
     assert two.response_ids == ids(" was calm")
     assert (three.prompt_ids, three.response_ids, three.response_text) == ((0, 9), (5, 6), "shown")
     assert (three.retokenised, three.logp_sampled, three.finish_reason) == (False, None, None)
-    np.testing.assert_array_equal(four.logp_sampled, np.float32([-0.5]))
+    np.testing.assert_array_equal(four.logp_sampled, np.float32([-85.0, -6.0]))
     numbers = [(found.prompt_id, found.sample_id) for found in (one, two, three, four)]
     assert numbers == [(0, 0), (0, 1), (1, 0), (0, 2)]
     assert one.prompt_hash == hash_tokens(one.prompt_ids)
     base = {"prompt": "x", "response": "y"}
-    records = [{**base, "prompt_id": 7, "sample_id": 4}, {**base, "prompt_id": 7}, {**base, "prompt_id": 3}]
-    found = list(read_responses(write("a.jsonl", jsonl(*records)), pair, limit=2))
-    assert [(one.prompt_id, one.sample_id) for one in found] == [(7, 4), (7, 0)]
+    records = [{**base, "prompt_id": 7, "sample_id": sample} for sample in (4, 0, None, 3)]
+    found = list(read_responses(write("a.jsonl", jsonl(*records)), pair, limit=3))
+    assert [(one.prompt_id, one.sample_id) for one in found] == [(7, 4), (7, 0), (7, 1)]
 
 
 BASE = {"prompt": "The sea", "response_token_ids": [5, 6]}
@@ -237,7 +239,7 @@ BASE = {"prompt": "The sea", "response_token_ids": [5, 6]}
 def test_texts_as_prompt_ids_are_numbered(pair, write):
     """As data sets of preferences have them, whose prompt_id is a hash."""
     ids = ("b", "a", "b", "")
-    records = [{**BASE, "prompt": f"The {each}", "prompt_id": each} for each in ids]
+    records = [{**BASE, "prompt_id": each} for each in ids]
     found = read_responses(write("a.jsonl", jsonl(*records)), pair)
     assert [(one.prompt_id, one.sample_id) for one in found] == [(0, 0), (1, 0), (0, 1), (2, 0)]
     table = "prompt,response,prompt_id\nThe sea,was,b\nRain,was,a\nThe sea,is,b\n"
@@ -258,6 +260,8 @@ BAD_RESPONSES = {
     "too long": ([{**BASE, "response_token_ids": [5] * 128}],
         "the prompt with its response is 13[0-9] tokens long and the models read at most 128"),
     "logprobs": ([{**BASE, "logprobs": [-1.0]}], "found 1; give one for each of 'response_token_ids'"),
+    "one too low": ([{**BASE, "logprobs": [-86.0, 0.0]}], "too low to be of drawn tokens .down to -86, -86 in"),
+    "low in all": ([{**BASE, "logprobs": [-50.0, -50.0]}], "too low to be of drawn .*down to -50, -100 in all"),
     "text": ([{**BASE, "logprobs": "x"}], "expected 'logprobs' to be a list of numbers"),
     "one id for two": ([{**BASE, "prompt_id": 1}, {**BASE, "prompt": "Rain", "prompt_id": 1}],
         r"line 2: 'prompt_id' '1' stands for another prompt at .*line 1"),
@@ -307,17 +311,19 @@ def test_padded_responses_are_refused_after_the_last(pair, write):
         }
         for row in range(6)
     ]
-    for path in (
-        write("padded.jsonl", jsonl(*rows)),
-        write("unknown.jsonl", jsonl(*({**row, "logprobs": None} for row in rows))),
-        write("left.jsonl", jsonl({**rows[0], "prompt_token_ids": [*[pad] * 4, 5, 6], "response": " x"})),
-    ):
-        with pytest.raises(SourceError, match="padding"):
-            list(read_responses(path, pair))
     cut = [
         {**row, "response_token_ids": row["response_token_ids"][:3], "logprobs": row["logprobs"][:3]}
         for row in rows
     ]
-    assert len(list(read_responses(write("cut.jsonl", jsonl(*cut)), pair))) == 6
+    for path in (
+        write("padded.jsonl", jsonl(*rows)),
+        write("unknown.jsonl", jsonl(*({**row, "logprobs": None} for row in rows))),
+        write("left.jsonl", jsonl({**rows[0], "prompt_token_ids": [*[pad] * 4, 5, 6], "response": " x"})),
+        write("tenth.jsonl", jsonl(*rows[:2], *cut * 3)),
+    ):
+        with pytest.raises(SourceError, match="padding"):
+            list(read_responses(path, pair))
+    rare = write("rare.jsonl", jsonl(*rows[:2], *cut * 3, cut[0]))
+    assert len(list(read_responses(rare, pair))) == 21
     loop = [{**row, "response_token_ids": [5, 6, 7 + index, *[9] * 4]} for index, row in enumerate(rows)]
     assert len(list(read_responses(write("loop.jsonl", jsonl(*loop)), pair))) == 6
