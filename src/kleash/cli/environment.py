@@ -38,13 +38,15 @@ def environment() -> dict[str, str]:
     """What a report of a bug needs, by name; packages that are not installed are left out."""
     import torch
 
-    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    # With a driver that is too old torch counts the GPUs, and refuses to name them.
+    usable = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     values = {
         "kleash": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processors": f"{os.cpu_count()}, of which torch uses {torch.get_num_threads()}",
-        "GPUs": f"{', '.join(gpus) or 'none'} (CUDA {torch.version.cuda})",
+        "GPUs": f"{', '.join(map(torch.cuda.get_device_name, usable)) or 'none that torch can use'} "
+        f"(CUDA {torch.version.cuda})",
     }
     for name in PACKAGES:
         with suppress(PackageNotFoundError):

@@ -70,11 +70,11 @@ def should_compile(pair: HeadPair, options: LinearOptions) -> bool:
 @cache
 def missing_for_compiling(device: str) -> str | None:
     """What torch's compiler needs for this type of device and is missing; None if nothing is."""
-    if device != "cpu":
-        return None
-    compiler = os.environ.get("CXX", "g++")
-    if which(compiler) is None:
-        return f"a C++ compiler, and {compiler} is not there"
+    # Triton, which compiles for GPUs, builds what loads its kernels with a C compiler.
+    language, variable, usual = ("C++", "CXX", ["g++"]) if device == "cpu" else ("C", "CC", ["gcc", "clang"])
+    compilers = [os.environ[variable]] if variable in os.environ else usual
+    if not any(map(which, compilers)):
+        return f"a {language} compiler ({' or '.join(compilers)}), which is not there"
     header = Path(sysconfig.get_path("include")) / "Python.h"
     return None if header.exists() else f"Python's headers, and {header} is not there"
 
