@@ -173,10 +173,10 @@ def test_three_commands_measure_what_one_measures_though_one_is_killed(job, alon
     require_same_parts(out, Path(str(job.out)))
 
 
-def test_a_second_process_needs_no_resume_and_returns_the_same(job, alone, tmp_path, monkeypatch):
+def test_a_second_process_needs_no_resume_and_returns_the_same(job, alone, tmp_path):
     source = Path(str(job.out))
     job = replace(job, out=str(tmp_path / "run"))
-    results = measured_twice(job, monkeypatch)
+    results = measured_twice(job)
     assert sorted(is_own for _, is_own in results) == [False, True]
     assert results[0][0].to_json() == results[1][0].to_json()
     assert untimed(Path(str(job.out))) == untimed(source)

@@ -1,6 +1,8 @@
 """Networks in memory as models, and training that goes on as if nobody had looked."""
 
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 
 import numpy as np
@@ -76,9 +78,7 @@ def test_active_and_disabled_adapters_agree_with_loaded_folders(adapted, base, a
 
 
 def everything(network):
-    modes = [module.training for module in network.modules()]
-    trained = [p.requires_grad for p in network.parameters()]
-    return modes, trained
+    return [module.training for module in network.modules()], [p.requires_grad for p in network.parameters()]
 
 
 def test_at_rest_restores_the_training_state(adapted, tokenizer):
@@ -98,6 +98,18 @@ def test_at_rest_restores_the_training_state(adapted, tokenizer):
     assert everything(adapted) == before and adapted.active_adapter == "default"
     assert random.getstate() == states[0] and np.random.get_state()[1].tolist() == states[1]  # noqa: NPY002
     assert torch.equal(torch.get_rng_state(), states[2])
+
+
+def test_threads_are_at_rest_one_after_another(network):
+    def rest(seconds):
+        with at_rest(network):
+            time.sleep(seconds)
+            return network.training
+
+    network.train()
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(rest, (0.05, 0.2))) == [False, False]
+    assert network.training
 
 
 def test_unsupported_live_networks_are_refused(network, adapted, tokenizer):

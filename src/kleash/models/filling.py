@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from threading import RLock
 from typing import Any
 
 import torch
@@ -36,9 +37,16 @@ REMEDY = (
 )
 
 
+LOADING = RLock()
+"""Held while a network is loaded: transformers replaces functions of torch and of its own meanwhile, and they stay
+replaced if two threads load at once."""
+
+
 @contextmanager
 def loading(subject: object, advice: str = "", action: str = "loaded") -> Iterator[None]:
     """Context in which transformers and PEFT map no file, and their errors, of any type, become one about the subject.
+
+    One thread at a time is in it.
 
     Args:
         subject: the checkpoint that is loaded.
@@ -49,7 +57,7 @@ def loading(subject: object, advice: str = "", action: str = "loaded") -> Iterat
         ChangedInputError: if there was an error, and a file has changed since it was found.
     """
     try:
-        with without_mapped_files():
+        with LOADING, without_mapped_files():
             yield
     except KleashError:
         raise

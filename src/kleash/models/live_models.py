@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -75,8 +76,7 @@ def live_model(
         adapters=network if is_peft else None,
         adapter=adapter_name,
     )
-    path = name or base.name_or_path or type(base).__name__
-    return build_model(loaded, tokenizer, role=role, path=path)
+    return build_model(loaded, tokenizer, role=role, path=name or base.name_or_path or type(base).__name__)
 
 
 def base_network(network: Any) -> Any:
@@ -170,41 +170,47 @@ def _current_rows(tensor: Tensor, rows: int, layout: Head, *, requires_grad: boo
     return MeanGradient.apply(tensor, mesh.size())
 
 
+AT_REST = RLock()
+"""Held while networks are at rest: random states are the process's, and a network may be that of several threads."""
+
+
 @contextmanager
 def at_rest(*networks: Any) -> Iterator[None]:
     """Context with the networks in evaluation mode; on exit the state of training is restored.
 
     Restored are the mode of each module (some may have been set to evaluation on purpose), the active adapter, which
     parameters require gradients, and the random states of Python, NumPy, and PyTorch on the CPU and on the devices of
-    the networks. So a measurement during training does not change its further course by a bit.
+    the networks. So a measurement during training does not change its further course by a bit. One thread at a time is
+    in this context; another one waits.
     """
-    for network in networks:
-        reshard(network)  # so that flags of parameters are restored where they are set
-    modes = [(module, module.training) for network in networks for module in network.modules()]
-    gradient_flags = [(p, p.requires_grad) for network in networks for p in network.parameters()]
-    active_adapters = [
-        (network, network.active_adapter)
-        for network in networks
-        if isinstance(getattr(network, "active_adapter", None), str)
-    ]
-    devices = {p.device for network in networks for p in network.parameters() if p.device.type == "cuda"}
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()  # noqa: NPY002 (the global generator, which other libraries use)
-    with torch.random.fork_rng(devices=sorted(device.index or 0 for device in devices)):
-        try:
-            for network in networks:
-                network.eval()
-            yield
-        finally:
-            for network, adapter in active_adapters:
-                if network.active_adapter != adapter:
-                    network.set_adapter(adapter)
-            for module, training in modes:
-                module.training = training
-            for parameter, requires_grad in gradient_flags:
-                parameter.requires_grad_(requires_grad)
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)  # noqa: NPY002
+    with AT_REST:
+        for network in networks:
+            reshard(network)  # so that flags of parameters are restored where they are set
+        modes = [(module, module.training) for network in networks for module in network.modules()]
+        gradient_flags = [(p, p.requires_grad) for network in networks for p in network.parameters()]
+        active_adapters = [
+            (network, network.active_adapter)
+            for network in networks
+            if isinstance(getattr(network, "active_adapter", None), str)
+        ]
+        devices = {p.device for network in networks for p in network.parameters() if p.device.type == "cuda"}
+        python_state = random.getstate()
+        numpy_state = np.random.get_state()  # noqa: NPY002 (the global generator, which other libraries use)
+        with torch.random.fork_rng(devices=sorted(device.index or 0 for device in devices)):
+            try:
+                for network in networks:
+                    network.eval()
+                yield
+            finally:
+                for network, adapter in active_adapters:
+                    if network.active_adapter != adapter:
+                        network.set_adapter(adapter)
+                for module, training in modes:
+                    module.training = training
+                for parameter, requires_grad in gradient_flags:
+                    parameter.requires_grad_(requires_grad)
+                random.setstate(python_state)
+                np.random.set_state(numpy_state)  # noqa: NPY002
 
 
 def _resolve_adapter(peft_model: Any, adapter: str | None, role: str) -> str | None:

@@ -126,8 +126,7 @@ def read_hidden_states(model: Model, batch: Sequence[TokenSequence]) -> Float[Te
     """
     texts = [(*sequence.prompt_ids, *sequence.response_ids)[:-1] for sequence in batch]
     starts = [len(sequence.prompt_ids) - 1 for sequence in batch]
-    is_loaded = model.stored is None
-    hidden = torch.cat(model.states_from(texts, starts)) if is_loaded else model.stored.read(batch)
+    hidden = torch.cat(model.states_from(texts, starts)) if model.stored is None else model.stored.read(batch)
     _check_finite(model.role, hidden.isfinite().all(-1).cpu().numpy(), batch, "hidden states")
     return hidden
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
+from threading import RLock
 from typing import Any
 
 from kleash.estimate import Estimate
@@ -88,9 +89,15 @@ class Chart:
     """The plotted numbers, as a table."""
 
 
+DRAWING = RLock()
+"""Held while Matplotlib has another style: its settings are the process's."""
+
+
 @contextmanager
 def matplotlib_style(salt: str, settings: Mapping[str, Any] | None = None) -> Generator[Any]:
     """Context in which Matplotlib has this style and no other settings; its value is the class of figures.
+
+    One thread at a time is in it.
 
     Args:
         salt: of the ids in an SVG file; equal data and salts give equal bytes.
@@ -101,7 +108,7 @@ def matplotlib_style(salt: str, settings: Mapping[str, Any] | None = None) -> Ge
     """
     matplotlib = import_extra("matplotlib", "models")
     figures = import_extra("matplotlib.figure", "models")
-    with matplotlib.rc_context(), warnings.catch_warnings():
+    with DRAWING, matplotlib.rc_context(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")  # another font or a box shows it
         matplotlib.rcdefaults()
         matplotlib.rcParams.update({**STYLE, "svg.hashsalt": salt, **(settings or {})})

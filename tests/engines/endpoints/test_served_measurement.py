@@ -317,7 +317,7 @@ def test_windows_leave_room_for_the_token_that_a_server_generates(server, text, 
 
 
 @pytest.mark.filterwarnings("ignore")  # filters belong to the process, and processes are threads here
-def test_several_processes_measure_what_one_measures(server, text, tmp_path, monkeypatch):
+def test_several_processes_measure_what_one_measures(server, text, tmp_path):
     models = {"policy": f"{server}/vllm/none/v1", "reference": "shipped:reference"}
     jobs = {
         name: MeasureJob(**models, text=str(text), batch_tokens=8, out=str(tmp_path / name))
@@ -325,7 +325,7 @@ def test_several_processes_measure_what_one_measures(server, text, tmp_path, mon
     }
     alone = measure(jobs["alone"])
     assert alone.counts.shards == 3
-    for measured, _ in measured_twice(jobs["shared"], monkeypatch):
+    for measured, _ in measured_twice(jobs["shared"]):
         assert repr(measured.per_token) == repr(alone.per_token), "NaN is no equal of itself"
         assert measured.left_out == alone.left_out
 
