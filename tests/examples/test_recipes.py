@@ -358,18 +358,11 @@ def test_the_kl_of_a_game_leaves_out_what_the_game_says(tmp_path):
     tokenizer.chat_template = qwen3_chat_template
     prompt = [{"role": "user", "content": "Which digit is it?"}]
     rows = [{"prompt": prompt, "secret": secret} for secret in (3, 3, 7, 7)]
-    trainer = make(
-        LeashedGRPOTrainer,
-        trl.GRPOConfig,
-        str(save_tiny(tmp_path / "tiny", max_position_embeddings=2048)),
-        tmp_path,
-        config_of={"max_completion_length": 600, "max_steps": 1},
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-        reward_funcs=[],
-        environment_factory=guessing_game.GuessingGame,
-        kl="exact",
-    )
+    folder = str(save_tiny(tmp_path / "tiny", max_position_embeddings=2048))
+    settings = {"max_completion_length": 600, "max_steps": 1}
+    options = {"environment_factory": guessing_game.GuessingGame, "reward_funcs": [], "kl": "exact"}
+    options |= {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
+    trainer = make(LeashedGRPOTrainer, trl.GRPOConfig, folder, tmp_path, config_of=settings, **options)
     moved(trainer.model, 0.2)
     turns = [["5", "4", "none", "7"], ["3", "2", "none"], ["none", "3"], ["none"]]  # of the games that go on
     call = '<tool_call>\n{"name": "guess", "arguments": {"digit": DIGIT}}\n</tool_call>'
