@@ -61,10 +61,12 @@ def test_notes_on_live_models_are_those_of_their_pair(network, base, tokenizer):
     layer.register_buffer("weight", layer._parameters.pop("weight").to(torch.int8))
     layer.forward = lambda hidden: hidden @ layer.weight.to(hidden).T
     network.lm_head.register_forward_hook(lambda module, inputs, logits: logits.tanh())
-    policy = live_model(network.eval(), tokenizer)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        policy = live_model(network.eval(), tokenizer)
     notes = pair_models(policy, live_model(copy.eval(), tokenizer, role="reference"), ()).notes
     assert notes[0].startswith("the policy (LlamaForCausalLM) does not come apart")
-    assert notes[1] == "the reference in memory runs on packed weights, with the kernels of its format"
+    assert notes[1].startswith("torch.autocast is on, so that the policy computes in torch.bfloat16; ")
+    assert notes[2] == "the reference in memory runs on packed weights, with the kernels of its format"
 
 
 def test_active_and_disabled_adapters_agree_with_loaded_folders(adapted, base, adapter, tokenizer):

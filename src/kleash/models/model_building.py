@@ -48,8 +48,8 @@ def build_model(
         known: further fields of the model, which its checkpoint and the options of loading say.
 
     Returns:
-        The model, with notes: those of loading, on end tokens that do not exist, and if no head reproduces the
-        network's logits.
+        The model, with notes: those of loading, on end tokens that do not exist, if no head reproduces the network's
+        logits, and of the caller's autocast.
 
     Raises:
         ModelError: if the network is not causal, cannot be run, or has fewer embeddings or logits than the tokenizer
@@ -84,12 +84,18 @@ def build_model(
             f"the {role} ({type(network).__name__}) is sharded and does not come apart into hidden states and a head, "
             "which is not supported"
         )
+    autocast_note = (
+        f"torch.autocast is on, so that the {role} computes in {torch.get_autocast_dtype(model.device.type)}; measure "
+        "outside of it for the dtype of the weights"
+        if torch.is_autocast_enabled(model.device.type)
+        else ""
+    )
     model = replace(
         model,
         head=extracted.head,
         vocab_size=extracted.vocab_size,
         max_padded_length=extracted.max_padded_length,
-        notes=(*loaded.notes, *filter(None, (eos_note, extracted.note))),
+        notes=(*loaded.notes, *filter(None, (eos_note, extracted.note, autocast_note))),
     )
     check_vocab_size(model, model.vocab_size, "logits")
     return model
