@@ -87,7 +87,7 @@ def build_model(
     autocast_note = (
         f"torch.autocast is on, so that the {role} computes in {torch.get_autocast_dtype(model.device.type)}; measure "
         "outside of it for the dtype of the weights"
-        if torch.is_autocast_enabled(model.device.type)
+        if torch.amp.is_autocast_available(model.device.type) and torch.is_autocast_enabled(model.device.type)
         else ""
     )
     model = replace(
