@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from command_words import words
 from run_files import require_same_parts, untimed
-from single_loads import measured_twice
+from two_threads import measured_twice
 
 from kleash.engines import LocalEngine
 from kleash.errors import CannotRunError, OptionError, RunFolderError

@@ -37,7 +37,7 @@ REMEDY = (
 )
 
 
-LOADING = RLock()
+LOADING_LOCK = RLock()
 """Held while a network is loaded: transformers replaces functions of torch and of its own meanwhile, and they stay
 replaced if two threads load at once."""
 
@@ -49,7 +49,7 @@ def loading(subject: object, advice: str = "", action: str = "loaded") -> Iterat
     One thread at a time is in it.
 
     Args:
-        subject: the checkpoint that is loaded.
+        subject: what is loaded.
         advice: what to do; "" for what follows from the error.
         action: what cannot be done with it, after "cannot be".
 
@@ -57,7 +57,7 @@ def loading(subject: object, advice: str = "", action: str = "loaded") -> Iterat
         ChangedInputError: if there was an error, and a file has changed since it was found.
     """
     try:
-        with LOADING, without_mapped_files():
+        with LOADING_LOCK, without_mapped_files():
             yield
     except KleashError:
         raise

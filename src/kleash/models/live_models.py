@@ -170,7 +170,7 @@ def _current_rows(tensor: Tensor, rows: int, layout: Head, *, requires_grad: boo
     return MeanGradient.apply(tensor, mesh.size())
 
 
-AT_REST = RLock()
+AT_REST_LOCK = RLock()
 """Held while networks are at rest: random states are the process's, and a network may be that of several threads."""
 
 
@@ -183,7 +183,7 @@ def at_rest(*networks: Any) -> Iterator[None]:
     the networks. So a measurement during training does not change its further course by a bit. One thread at a time is
     in this context; another one waits.
     """
-    with AT_REST:
+    with AT_REST_LOCK:
         for network in networks:
             reshard(network)  # so that flags of parameters are restored where they are set
         modes = [(module, module.training) for network in networks for module in network.modules()]

@@ -12,7 +12,7 @@ from kleash.extras import suppress_library_output
 from kleash.jobs.option_groups import Loading
 from kleash.models.cache.stored_reference import StoredReference
 from kleash.models.compat import without_zero3_loading
-from kleash.models.filling import LOADING
+from kleash.models.filling import LOADING_LOCK
 from kleash.models.heads import truncate_head
 from kleash.models.model_building import build_model, describe_weights
 from kleash.models.network_loading import PARALLEL_MAPS, load_networks
@@ -113,7 +113,7 @@ def _load_models(
     """
     device = resolve_device(loading.device, loading.device_map)
     dtype = resolve_dtype(loading.dtype, device)
-    with LOADING, suppress_library_output(), without_zero3_loading():
+    with LOADING_LOCK, suppress_library_output(), without_zero3_loading():
         tokenizers, tokenizer_notes = load_tokenizers(
             checkpoints, loading.trust_remote_code, loading.tokenizer, stored_reference=stored_tokenizer
         )

@@ -12,8 +12,9 @@ from kleash.checkpoints.gguf.vocabulary import (
     read_vocabulary,
 )
 from kleash.checkpoints.resolution import Checkpoint, find_checkpoint, hash_tokenizer_files
-from kleash.errors import ModelError, summarise_error
+from kleash.errors import ModelError
 from kleash.extras import import_extra
+from kleash.models.filling import loading
 from kleash.sources.sequences import text_after
 
 NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -147,33 +148,33 @@ def load_tokenizer(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
 
     Raises:
         ModelError: if there is none, or it cannot be loaded.
+        ChangedInputError: if it cannot, and a file has changed since it was found.
     """
     transformers = import_extra("transformers", "models")
     folder = tokenizer_folder(checkpoint)
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        ids = tokenizer("a", add_special_tokens=True, verbose=False)["input_ids"]
-        # without a file, some classes have an empty vocabulary, and those of bytes need none
-        if not has_tokenizer(folder) and "a" not in tokenizer.decode(ids, skip_special_tokens=True):
-            raise ValueError("it has no vocabulary")
-        return tokenizer
-    except Exception as error:  # tokenizers raise exceptions of every type, Exception itself included
-        if not has_tokenizer(folder):
+    # without that package transformers takes the file for one of tiktoken, and names that package alone
+    advice = (
+        "; a tokenizer.model of SentencePiece needs: pip install sentencepiece"
+        if (folder / "tokenizer.model").is_file() and find_spec("sentencepiece") is None
+        else ""
+    )
+    with loading(f"the tokenizer of {checkpoint}", advice, f"loaded from {folder}"):
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=trust_remote_code
+            )
+            ids = tokenizer("a", add_special_tokens=True, verbose=False)["input_ids"]
+            # without a file, some classes have an empty vocabulary, and those of bytes need none
+            if not has_tokenizer(folder) and "a" not in tokenizer.decode(ids, skip_special_tokens=True):
+                raise ValueError("it has no vocabulary")
+            return tokenizer
+        except Exception as error:  # tokenizers raise exceptions of every type, Exception itself included
+            if has_tokenizer(folder):
+                raise
             raise ModelError(
                 f"{checkpoint} has no tokenizer: there is no tokenizer.json in {folder}; copy the "
                 "tokenizer's files of the model it was made from into that folder"
             ) from error
-        # without that package transformers takes the file for one of tiktoken, and names that package alone
-        lacks_reader = (folder / "tokenizer.model").is_file() and find_spec("sentencepiece") is None
-        raise ModelError(
-            f"the tokenizer of {checkpoint} cannot be loaded from {folder}: {summarise_error(error)}"
-            + (
-                "; a tokenizer.model of SentencePiece needs: pip install sentencepiece"
-                if lacks_reader
-                else ""
-            )
-            + ("; add --trust-remote-code if you trust the code it brings" if "remote" in str(error) else "")
-        ) from error
 
 
 def load_named_tokenizer(name: str, trust_remote_code: bool) -> Any:
@@ -181,6 +182,7 @@ def load_named_tokenizer(name: str, trust_remote_code: bool) -> Any:
 
     Raises:
         ModelError: if there is none, or it cannot be loaded.
+        ChangedInputError: if it cannot, and a file has changed since it was found.
     """
     folder = Path(name).expanduser()
     if folder.is_dir() and has_tokenizer(folder):
@@ -226,6 +228,7 @@ def load_tokenizers(
 
     Raises:
         ModelError: if there is none, or it cannot be loaded.
+        ChangedInputError: if it cannot, and a file has changed since it was found.
         TokenizerMismatchError: if they are not interchangeable, with the first differences.
     """
     loaded_by_files: dict[Any, Any] = {}

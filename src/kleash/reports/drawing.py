@@ -89,7 +89,7 @@ class Chart:
     """The plotted numbers, as a table."""
 
 
-DRAWING = RLock()
+STYLE_LOCK = RLock()
 """Held while Matplotlib has another style: its settings are the process's."""
 
 
@@ -108,7 +108,7 @@ def matplotlib_style(salt: str, settings: Mapping[str, Any] | None = None) -> Ge
     """
     matplotlib = import_extra("matplotlib", "models")
     figures = import_extra("matplotlib.figure", "models")
-    with DRAWING, matplotlib.rc_context(), warnings.catch_warnings():
+    with STYLE_LOCK, matplotlib.rc_context(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")  # another font or a box shows it
         matplotlib.rcdefaults()
         matplotlib.rcParams.update({**STYLE, "svg.hashsalt": salt, **(settings or {})})

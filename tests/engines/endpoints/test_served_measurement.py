@@ -9,8 +9,8 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 from command_words import words
-from single_loads import measured_twice
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from two_threads import measured_twice
 
 from kleash.cli import main
 from kleash.errors import OptionError
