@@ -326,6 +326,7 @@ class Judge(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.filterwarnings("ignore:Exception ignored while calling deallocator")  # HTTPError, Python 3.14
 def test_a_server_rewards_responses_by_a_column(monkeypatch):
     server = HTTPServer(("127.0.0.1", 0), Judge)
     Thread(target=server.serve_forever, daemon=True).start()

@@ -27,7 +27,7 @@ from kleash.extras import hub_errors, import_extra, suppress_library_output
 from kleash.jobs.option_groups import is_endpoint, is_gguf, shown_endpoint
 from kleash.shipped import shipped_folder
 from kleash.store.cache import LABEL
-from kleash.store.checksums import reading
+from kleash.store.checksums import is_there, reading
 from kleash.store.file_hashes import hash_files, watch_files
 from kleash.store.job_folder import KIND_OF_FINGERPRINT
 
@@ -344,10 +344,9 @@ def _find_folder(name: str, revision: str | None) -> tuple[Path, str | None]:
     if name.startswith("shipped:"):
         return shipped_folder(name), None
     path = Path(name).expanduser()
-    # a name may be too long, or a folder without permission
     with reading(Path(name[:60]), "give a folder or a hub id", ModelError):
-        is_folder, exists = path.is_dir(), path.exists()
-    if is_folder:
+        exists = is_there(path)
+    if path.is_dir():
         if revision is not None:
             raise ModelError(
                 f"{name} is a folder, which has no revision {revision!r}; leave the revision out"

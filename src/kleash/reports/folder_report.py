@@ -7,7 +7,7 @@ from kleash.reports.measurement import write_report
 from kleash.reports.sweep import PAGE, write_sweep
 from kleash.reports.training import write_training_report
 from kleash.store.audit import Audit, read_audits
-from kleash.store.checksums import reading
+from kleash.store.checksums import is_there, reading
 from kleash.store.job_folder import HEADER
 from kleash.store.measurement import Measurement
 from kleash.store.run_folder import MEASUREMENT
@@ -22,8 +22,8 @@ def kind_of_folder(folder: Path) -> str:
     Raises:
         RunFolderError: if the folder cannot be read.
     """
-    with reading(folder, "give the folder of a run"):  # a name may be too long
-        there = [name for name in (STEPS, SWEEP, HEADER) if (folder / name).exists()]
+    with reading(folder, "give the folder of a run"):
+        there = [name for name in (STEPS, SWEEP, HEADER) if is_there(folder / name)]
     if STEPS in there or (there == [HEADER] and "algorithm" in TrainingFolder(folder).header().settings):
         return STEPS
     return SWEEP if SWEEP in there else MEASUREMENT

@@ -10,6 +10,7 @@ from kleash.extras import import_extra, is_installed, suppress_library_output
 from kleash.jobs.reading import ReadOptions
 from kleash.registry import grouped
 from kleash.sources.records import first_names, shorten, uncompressed_suffix
+from kleash.store.checksums import is_there
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 """A data set on the hub, as "user/name"."""
@@ -44,7 +45,7 @@ def find_dataset(name: str, reading: ReadOptions) -> tuple[tuple[Path, ...], tup
     """
     path = Path(name).expanduser()
     try:
-        exists, has_splits, has_state = path.exists(), (path / SPLITS).is_file(), (path / STATE).is_file()
+        exists, has_splits, has_state = is_there(path), (path / SPLITS).is_file(), (path / STATE).is_file()
         is_of_another_kind = any((path / file).is_file() for file in NO_DATA_SET)  # a model, or a run
         files = frozenset(_data_files(path) if path.is_dir() and not is_of_another_kind else ())
     except (OSError, ValueError):  # such as a prompt given as a name; opening the file says what is wrong

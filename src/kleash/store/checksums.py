@@ -180,9 +180,9 @@ def read_result(kind: type[T], path: Path, what: str, missing: str, advice: str)
     Raises:
         RunFolderError: if it is missing, damaged, or of another schema.
     """
-    with reading(path, missing):  # a name may be too long
-        is_there = path.exists()
-    if not is_there:
+    with reading(path, missing):
+        is_missing = not is_there(path)
+    if is_missing:
         lacks = f"{path.parent} has no {path.name}; {missing}"
         raise RunFolderError(lacks if path.parent.exists() else f"there is no folder {path.parent}")
     return Checksums.read(path.parent).read_record(kind, path, what, advice)
@@ -302,6 +302,19 @@ def in_threads(function: Callable[[Path], T], paths: Sequence[Path]) -> list[T]:
     """The results of a function that hashes a file, for several files at a time, since hashlib releases the GIL."""
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
         return list(threads.map(function, paths))
+
+
+def is_there(path: Path) -> bool:
+    """Whether a path exists; ``Path.exists`` says no where that is unknown, from Python 3.14 on.
+
+    Raises:
+        OSError: if it is unknown: no permission, or a name that is too long.
+    """
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 from kleash.errors import RunFolderError
 from kleash.store.atomic import TEMPORARY, remove_leftovers, writing
-from kleash.store.checksums import Checksums, begin_checksums, write_checked
+from kleash.store.checksums import Checksums, begin_checksums, is_there, write_checked
 from kleash.store.codec import to_json
 from kleash.store.locks import folder_lock
 from kleash.store.measurement import SCHEMA
@@ -119,8 +119,8 @@ def holds_job(root: Path, what: str, marks: Set[str], leftovers: Iterable[str]) 
     Raises:
         RunFolderError: if it is a file, cannot be read, or holds other files.
     """
-    with writing(root):  # a name that is too long, a folder that may not be read
-        is_file = root.exists() and not root.is_dir()
+    with writing(root):
+        is_file = is_there(root) and not root.is_dir()
         names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
     if is_file:
         raise RunFolderError(f"{root} is a file, and a {what} is a folder; give another name")

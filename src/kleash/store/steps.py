@@ -16,7 +16,7 @@ from typing import TypeVar
 from kleash.errors import RunFolderError
 from kleash.registry import grouped
 from kleash.store.atomic import append_lines, writing
-from kleash.store.checksums import Checksums, reading, record_checksums, write_checked
+from kleash.store.checksums import Checksums, is_there, reading, record_checksums, write_checked
 from kleash.store.codec import decode, encode, parse_json
 
 STEPS, SAMPLES, PROMPTS = "steps.jsonl", "samples.jsonl", "prompts.jsonl"
@@ -209,6 +209,6 @@ def _lines(path: Path) -> list[bytes]:
     """
     checksums = Checksums.read(path.parent)
     with reading(path, BROKEN):
-        content = path.read_bytes() if path.exists() or checksums.expects(path) else b""
+        content = path.read_bytes() if is_there(path) or checksums.expects(path) else b""
     checksums.require_beginning(path, content, BROKEN)
     return [line + b"\n" for line in content.split(b"\n")[:-1]]
