@@ -64,12 +64,11 @@ def value_and_gradient(function, log_probs, *others, **options):
 
 
 ESTIMATORS = [("k2", False), ("k3", False), ("k1", True), ("k2", True), ("k3", True)]
+TOKENS = st.lists(st.tuples(st.floats(-9, -0.1), st.floats(-2.3, 3.0), st.floats(-2.0, 2.0)), min_size=1)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-@given(
-    tokens=st.lists(st.tuples(st.floats(-9, -0.1), st.floats(-2.3, 3.0), st.floats(-2.0, 2.0)), min_size=1)
-)
+@given(tokens=TOKENS)
 def test_estimators_equal_openrlhf_where_it_does_not_clamp(theirs, estimator, tokens):
     log_probs, ahead, moved = torch.tensor(tokens, dtype=torch.float32).T
     given = (log_probs - ahead, log_probs - moved, *estimator)
@@ -196,13 +195,15 @@ def test_masked_tokens_are_not_in_openrlhf_means(theirs, installed, estimator, p
 def test_the_kl_of_a_dynamic_batch_is_its_mean(installed):
     """Of 2 of the 5 tokens of a step, the rest of which are in another batch."""
     mask, kl, trainer = torch.tensor([[1, 1, 0]]), torch.tensor([[1.0, 2.0, 9.0]]), MagicMock()
-    trainer.replay_buffer = SimpleNamespace(dynamic_batch_num_tokens=[5.0], dynamic_global_batch_size=[2.0])
+    sizes = {"dynamic_batch_num_tokens": [9.0, 5.0], "dynamic_global_batch_size": [7.0, 2.0]}
+    trainer.replay_buffer = SimpleNamespace(**sizes)
 
     def step(trainer, experience, kl_ctl, number, info):
+        assert (info["batch_num_tokens"], info["global_batch_size"]) == (5, 2), "those of OpenRLHF's loss"
         part = installed["models.loss"].aggregate_loss(kl, mask, **info)
         return {"metrics": {"kl": part}, "num_action_tokens": 2.0}
 
-    status = _step_with_mean_kl(step, trainer, SimpleNamespace(action_mask=mask), 0.1, 0)
+    status = _step_with_mean_kl(step, trainer, SimpleNamespace(action_mask=mask), 0.1, 1)
     assert status["metrics"]["kl"].item() == pytest.approx(1.5)
 
 

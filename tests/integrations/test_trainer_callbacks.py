@@ -1,6 +1,7 @@
 """Callbacks in a plain transformers ``Trainer``, on a tiny Llama with dropout."""
 
 import logging
+from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
@@ -26,10 +27,8 @@ from kleash.sources.prompts import tokenise_prompts
 PROMPTS = ["the sea was calm", "she counted the birds", "a long road"]
 SHORT = Sampling(max_new_tokens=5, samples_per_prompt=2, temperature=0.8)
 
-pytestmark = [
-    # What TRL and PEFT read that transformers has renamed, and what reentrant checkpointing says.
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
-]
+# What TRL and PEFT read that transformers has renamed, and what reentrant checkpointing says.
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +75,8 @@ def drifts(trainer, name="drift"):
 
 def dense_kl(trainer, folder):
     """(nats per token, mean over responses of their sum) on the monitor's answers, in float64."""
-    network = trainer.model.eval()
-    tokenizer = trainer.processing_class
-    pair = load_pair(str(folder), str(folder))
-    answers = generate(live_model(network, tokenizer), tokenise_prompts(PROMPTS, pair), SHORT)
+    network, pair = trainer.model.eval(), load_pair(str(folder), str(folder))
+    answers = generate(live_model(network, trainer.processing_class), tokenise_prompts(PROMPTS, pair), SHORT)
     sums, tokens = [], 0
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
@@ -108,7 +105,9 @@ def test_monitor_logs_exact_kl_with_standard_error(training, folder):
     assert watch.last.per_token.value == entries[-1]["drift/kl_per_token"]
     error, found = (entries[-1][f"drift/kl_per_sequence{end}"] for end in ("_error", ""))
     assert error > 0 and abs(found - per_sequence) < 5 * error + 0.5 * per_sequence
-    assert watch.last.sequences == 6 and watch.last.per_token.clusters == 3
+    assert watch.last.sequences == 6 and watch.last.per_token.clusters == entries[-1]["drift/prompts"] == 3
+    assert entries[-1]["drift/tokens_per_sequence"] == watch.last.tokens / 6 and watch.last.tokens > 6
+    assert 0 < entries[-1]["drift/seconds"] < 600
     assert any("only 3 clusters" in warning for warning in watch.last.per_token.warnings)
 
 
@@ -118,9 +117,7 @@ def test_monitor_logs_exact_kl_with_standard_error(training, folder):
 def test_monitor_leaves_training_bit_identical(training, folder, tmp_path, adapted, checkpointing):
     weights, logs = [], []
     for watched in (False, True):
-        network = None
-        if adapted:
-            network = lora(folder, tmp_path)
+        network = lora(folder, tmp_path) if adapted else None
         trainer = training(network=network, gradient_checkpointing=checkpointing)
         if watched:
             reference = None if adapted else str(folder)
@@ -149,15 +146,13 @@ def lora(folder, tmp_path):
 
 
 def test_adapter_policy_and_base_reference_are_not_swapped(training, folder, tmp_path):
-    trainer = training(network=lora(folder, tmp_path))
-    watch = monitor(folder, reference=None, sampling=Sampling(max_new_tokens=5)).attach(trainer)
-    by_adapter = watch.measure()
-    other = training(network=lora(folder, tmp_path))
-    by_folder = monitor(folder, sampling=Sampling(max_new_tokens=5)).attach(other).measure()
+    short = {"sampling": Sampling(max_new_tokens=5)}
+    one, other = (training(network=lora(folder, tmp_path)) for _ in range(2))
+    by_adapter = monitor(folder, reference=None, **short).attach(one).measure()
+    by_folder = monitor(folder, **short).attach(other).measure()
     assert by_adapter.per_token.value == pytest.approx(by_folder.per_token.value, rel=1e-5)
-    base = training()
-    adapter = monitor(folder, reference=lora(folder, tmp_path), sampling=Sampling(max_new_tokens=5))
-    assert abs(adapter.attach(base).measure().per_token.value / by_adapter.per_token.value - 1) > 0.01
+    adapter = monitor(folder, reference=lora(folder, tmp_path), **short)
+    assert abs(adapter.attach(training()).measure().per_token.value / by_adapter.per_token.value - 1) > 0.01
 
 
 @pytest.mark.usefixtures("unhooked")
@@ -239,14 +234,6 @@ def test_callback_must_be_attached_exactly_once(training, folder):
         watch.attach(trainer)
 
 
-def after_each(controller, kls, sequences):
-    found = []
-    for kl in kls:
-        controller = controller.after(kl, sequences=sequences)
-        found.append(controller.beta)
-    return found
-
-
 def test_beta_follows_the_metric_and_is_logged(training):
     start = ZieglerBeta(beta=0.7, target_nats=0.2, horizon=20)
     trainer = training(Steered, gradient_accumulation_steps=2)
@@ -254,7 +241,8 @@ def test_beta_follows_the_metric_and_is_logged(training):
     assert trainer.beta == 0.7
     trainer.train()
     seen = [Steered.kls[step - 1] for step in (2, 4, 6)]
-    expected = after_each(start, seen, sequences=2 * 2 * 2)
+    states = accumulate(seen, lambda before, kl: before.after(kl, sequences=2 * 2 * 2), initial=start)
+    expected = [state.beta for state in states][1:]
     assert trainer.beta == controller.controller.beta == pytest.approx(expected[-1])
     assert trainer.betas[:3] == pytest.approx([0.7, *expected[:2]])
     logs = [entry for entry in trainer.state.log_history if "beta" in entry]
@@ -276,8 +264,7 @@ def test_bounded_beta_step_is_logged(training, caplog, is_first):
 def test_resumed_controller_continues(training):
     def run(until, resume, target=0.2):
         trainer = training(Steered, max_steps=until, save_strategy="steps", save_steps=4)
-        start = PIDBeta(beta=0.5, target_nats=target)
-        controller = BetaController(start, metric="kl").attach(trainer)
+        controller = BetaController(PIDBeta(beta=0.5, target_nats=target), metric="kl").attach(trainer)
         trainer.train(resume_from_checkpoint=resume)
         return trainer, controller
 

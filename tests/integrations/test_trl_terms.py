@@ -113,6 +113,8 @@ def test_ratio_attached_k3_reproduces_trl_loss_and_gradient(trl, grpo, loss_type
     found = ours._compute_loss(ours.model, inputs)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     assert_close(gradients(found, ours.model), gradients(expected, theirs.model))
+    found, expected = (one._compute_loss(one.model.eval(), inputs) for one in (ours, theirs))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss_type", TYPES)
@@ -160,6 +162,7 @@ def test_sequence_scope_off_policy_uses_prefix_ratios(grpo, loss_type, kl):
     found, value = both(trainer, inputs)
     assert value == pytest.approx(0.3 * (weights * cost).sum().item(), rel=1e-3)
     assert_close(found, gradients(0.3 * (weights * surrogate).sum(), trainer.model))
+    assert logged(trainer, "kl") == pytest.approx((weights * cost).sum().item() * steps, rel=1e-3)
     share = rho[mask].sum() ** 2 / (rho[mask] ** 2).sum() / mask.sum()
     assert logged(trainer, "kl/effective_share") == pytest.approx(share.item(), rel=1e-4) and share < 0.99
 
@@ -199,7 +202,13 @@ def test_rloo_adds_mean_over_responses_of_summed_kl(rloo, scope):
     trainer = rloo(kl_scope=scope)
     inputs = with_reference(trainer, batch(tools=False))
     kl, logp, _ = dense(trainer, inputs)
-    mask = counted(inputs)
+    mask, run = counted(inputs), trainer._get_per_token_logps_and_entropies
+
+    def with_nan_at_padding(*args, **more):
+        found, *others = run(*args, **more)
+        return found.where(mask, torch.nan), *others
+
+    trainer._get_per_token_logps_and_entropies = with_nan_at_padding
     inputs["old_logps"] = torch.where(mask, logp.detach(), 0.0).sum(-1)
     kl = torch.where(mask, kl, 0.0)
     later = kl.detach().flip(-1).cumsum(-1).flip(-1) - kl.detach()
@@ -268,9 +277,9 @@ def test_settings_that_leave_the_kl_unchanged_are_accepted(grpo, asked, settings
 
 
 def test_sampling_settings_of_the_checkpoint_are_checked(trl, folder, tmp_path):
-    from transformers import AutoModelForCausalLM
-
     network = AutoModelForCausalLM.from_pretrained(folder)
+    network.generation_config.update(do_sample=True, top_p=0.8, top_k=20, repetition_penalty=1.05)
+    make(trl.LeashedGRPOTrainer, trl.GRPOConfig, network, tmp_path, kl="k3")  # which TRL sets itself
     network.generation_config.no_repeat_ngram_size = 2
     with pytest.raises(OptionError, match=r"checkpoint's generation_config\.no_repeat_ngram_size is 2"):
         make(trl.LeashedGRPOTrainer, trl.GRPOConfig, network, tmp_path, kl="k3")

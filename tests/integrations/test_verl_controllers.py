@@ -46,19 +46,15 @@ def test_adaptive_controller_equals_verl_within_bounds(core, kls, batch):
             break
 
 
-@pytest.mark.parametrize(
-    ("in_reward", "in_loss", "coefficient", "is_told"),
-    [
-        (False, False, 0.001, True),
-        (False, True, 0.0, True),
-        (False, True, 0.001, False),
-        (True, False, 0.001, False),
-        (True, True, 0.0, False),
-    ],
-)
-def test_a_configuration_that_trains_no_kl_is_told(core, in_reward, in_loss, coefficient, is_told):
+TRAINED = [(False, True, 0.001), (True, False, 0.001), (True, True, 0.0)]
+UNTRAINED = [(False, False, 0.001), (False, True, 0.0)]
+
+
+@pytest.mark.parametrize("configured", TRAINED + UNTRAINED)
+def test_a_configuration_that_trains_no_kl_is_told(core, configured):
     from omegaconf import OmegaConf
 
+    in_reward, in_loss, coefficient = configured
     with quiet(), stand_ins(("uvicorn", "fastapi")):
         import verl.trainer.ppo.utils as asked
     actor = {"use_kl_loss": in_loss, "kl_loss_coef": coefficient}
@@ -69,7 +65,9 @@ def test_a_configuration_that_trains_no_kl_is_told(core, in_reward, in_loss, coe
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert asked.need_reference_policy(config) is (in_reward or in_loss)
-    assert ["no KL is trained" in str(warning.message) for warning in told] == [True] * is_told
+    assert ["no KL is trained" in str(warning.message) for warning in told] == [True] * (
+        configured in UNTRAINED
+    )
 
 
 def test_a_fixed_coefficient_stays_and_0_is_told(core):
@@ -125,6 +123,8 @@ def test_invalid_options_are_refused(core):
     with pytest.raises(OptionError, match=r"beta is 1e-05, outside 0\.0001 to 100"):
         core.ours.get_kl_controller(configuration(type="adaptive", kl_coef=1e-5))
     assert set(CONTROLLER_TYPES) == {"fixed", "adaptive", "ziegler", "pid", "dual"}
+    with pytest.raises(UnknownNameError, match="no divergence is called 'backward_kl'"):
+        install(top_k_distillation="backward_kl")
 
 
 @pytest.fixture(scope="module")
@@ -152,19 +152,20 @@ def trainer(core, kind, folder, *, resume="auto", resume_from=None, **kl_ctrl):
 
 
 def test_controller_state_survives_resume(core, trainer_class, tmp_path):
-    first = trainer(core, trainer_class, tmp_path, type="pid", beta_max=5.0)
+    run = tmp_path / "project" / "run"
+    first = trainer(core, trainer_class, run, type="pid", beta_max=5.0)
     for kl in (0.2, 0.25):
         first.kl_ctrl_in_reward.update(kl, 8)
     saved = first.kl_ctrl_in_reward.leash
     first.actor_rollout_wg.save_checkpoint.side_effect = lambda *_, **__: read.append(folder.read_text())
-    folder, read = tmp_path / "global_step_2" / CONTROLLER_FILE, []
+    folder, read = run / "global_step_2" / CONTROLLER_FILE, []
     first._save_checkpoint()
     (written,) = [json.loads(text) for text in read]  # before verl calls the checkpoint whole
     assert written == saved.to_dict()
-    second = trainer(core, trainer_class, tmp_path, type="pid", beta_max=5.0)
+    second = trainer(core, trainer_class, run, type="pid", beta_max=5.0)
     second._load_checkpoint()
     assert second.global_steps == 2 and second.kl_ctrl_in_reward.leash == saved
-    named = {"resume": "resume_path", "resume_from": str(tmp_path / "global_step_2")}
+    named = {"resume": "resume_path", "resume_from": str(run / "global_step_2")}
     other = trainer(core, trainer_class, tmp_path / "new", type="dual", target_kl=9.0, **named)
     other._load_checkpoint()
     assert saved.levels

@@ -204,17 +204,13 @@ def distillation_loss_of(parts):
     """verl's loss of a distillation without rewards, as its actor binds it."""
     from verl.workers.config import ActorConfig
 
-    settings = {
-        "loss_mode": "forward_kl_topk",
-        "topk": K,
-        "loss_max_clamp": None,
-        "log_prob_min_clamp": -10.0,
-    }
-    flags = {"use_task_rewards": False, "use_policy_gradient": False, "use_chunked_topk": False}
+    settings = {"loss_mode": "forward_kl_topk", "topk": K, "use_chunked_topk": False}
+    settings |= {"loss_max_clamp": None, "log_prob_min_clamp": -10.0}
+    settings |= {"use_task_rewards": False, "use_policy_gradient": False}
     return partial(
         parts.distillation.distillation_ppo_loss,
         config=ActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=2),
-        distillation_config=SimpleNamespace(distillation_loss=SimpleNamespace(**settings, **flags)),
+        distillation_config=SimpleNamespace(distillation_loss=SimpleNamespace(**settings)),
     )
 
 

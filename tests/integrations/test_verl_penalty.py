@@ -141,9 +141,8 @@ def charged(logprob, ref_logprob, mask, controller, name):
     columns["token_level_scores"] = torch.zeros_like(logprob)
     data = protocol.DataProto.from_dict(tensors={name: values.clone() for name, values in columns.items()})
     data, metrics = ray_trainer.apply_kl_penalty(data, controller, kl_penalty=name)
-    return data.batch["token_level_rewards"], torch.tensor(
-        metrics["actor/reward_kl_penalty"], dtype=torch.float64
-    )
+    kl = torch.tensor(metrics["actor/reward_kl_penalty"], dtype=torch.float64)
+    return data.batch["token_level_rewards"], kl
 
 
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -155,10 +154,9 @@ def masked_batches(draw):
     """Log-probabilities within verl's clamp where the mask is 1, or NaN at one token; anything where it is 0."""
     shape = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     size = shape[0] * shape[1]
-    tokens = draw(
-        st.lists(st.tuples(st.floats(-30, -0.1), st.floats(-2.6, 10.9)), min_size=size, max_size=size)
-    )
-    mask = torch.tensor(draw(st.lists(st.booleans(), min_size=size, max_size=size)))
+    sizes = {"min_size": size, "max_size": size}
+    tokens = draw(st.lists(st.tuples(st.floats(-30, -0.1), st.floats(-2.6, 10.9)), **sizes))
+    mask = torch.tensor(draw(st.lists(st.booleans(), **sizes)))
     logprob, ahead = torch.tensor(tokens, dtype=torch.float64).T
     pair = [logprob, logprob - ahead]
     for column in pair:

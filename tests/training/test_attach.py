@@ -115,6 +115,8 @@ def test_plain_grpo_is_steered_by_k3(trl, folder, tmp_path, caplog):
     assert "no reference and no KL is measured" in caplog.text
     without.train()
     assert len(read_samples(tmp_path / "none")) == 8 and not (tmp_path / "rollouts").exists(), "none attached"
+    unpriced = read_steps(tmp_path / "none")[0].metrics
+    assert unpriced["reward/adjusted"] == pytest.approx(unpriced["reward/score"])
     trainer = grpo(trl, folder, tmp_path, leashed=False)
     moved(trainer.model, 0.1)
     steep = PIDBeta(beta=0.3, target_nats=1e-3, proportional=3.0)
@@ -158,7 +160,7 @@ def test_masked_responses_have_no_kl_and_the_last_step_is_written(trl, folder, t
     (step,), settings = read_steps(tmp_path / "run"), log.folder.header().settings
     assert step.step == log.result_of_run.steps == 2 and step.metrics["response/cut_share"] == 1
     assert step.metrics["kl/target"] == settings["target_nats"] == 1.0, "that of the alerts"
-    assert step.metrics["beta"] == 0.3 and step.metrics["reward/score"]
+    assert step.metrics["beta"] == 0.3 and step.metrics["reward/score"] and step.metrics["trainer/kl"] == 0
     assert not step.metrics.keys() & {"kl/exact_per_sequence", "policy/entropy", "policy/clip_share"}
     assert "mask_truncated_completions leaves nothing" in step.events[0] and step.events[0] in caplog.text
 
@@ -215,11 +217,14 @@ def test_only_scores_have_a_spread(trl, folder, tmp_path, parts, spreads):
     more = {"kl": "k1", "kl_place": "reward", "reward_funcs": of_parts}
     trainer = grpo(trl, folder, tmp_path, scale_rewards="none", more=more)
     moved(trainer.model, 0.1)
+    compute = trainer._compute_loss
+    trainer._compute_loss = lambda model, inputs: compute(model, {**inputs})  # as some subclasses
     kleash.attach(trainer, out=tmp_path / "run")
     trainer.train()
     for metrics in (step.metrics for step in read_steps(tmp_path / "run")):  # the functions have one name
         found = metrics["reward/zero_std_share"], metrics.get("reward/score_std")
         assert (*found, sum("reward/part/" in name for name in metrics)) == spreads
+        assert metrics["kl/exact_per_token"] > 0
 
 
 def test_rewards_of_ones_own_are_those_that_trl_logs(trl, folder, tmp_path):
@@ -229,7 +234,8 @@ def test_rewards_of_ones_own_are_those_that_trl_logs(trl, folder, tmp_path):
         trainer._calculate_rewards = recorded
         return output
 
-    theirs = type("Theirs", (trl.package.GRPOTrainer,), {"_generate_and_score_completions": generate})
+    own = {"_generate_and_score_completions": generate, PASS: as_trl}
+    theirs = type("Theirs", (trl.package.GRPOTrainer,), own)
     trainer = make(theirs, trl.package.GRPOConfig, str(folder), tmp_path / "trl")
     kleash.attach(trainer, out=tmp_path / "run")
     trainer.train()
@@ -381,6 +387,10 @@ def test_dpo_and_kto_are_steered_by_the_monitor_whose_time_is_apart(trl, folder,
 PASS = "_get_per_token_logps_and_entropies"
 
 
+def as_trl(self, *args, **named):
+    return getattr(super(type(self), self), PASS)(*args, **named)
+
+
 def as_ms_swift(self, model, model_inputs, batch, keep, **named):
     return getattr(super(type(self), self), PASS)(model, model_inputs, batch, keep, **named)
 
@@ -393,11 +403,6 @@ def as_unsloth(self, model, input_ids, attention_mask, keep, compute_efficient=F
 def test_grpo_with_passes_of_its_own_is_steered_by_the_monitor(trl, folder, tmp_path, caplog, own):
     kinds = trl.package.GRPOTrainer, trl.LeashedGRPO
     plain, leashed = (type("Own", (kind,), {PASS: own}) for kind in kinds)
-
-    class AtBegin(TrainerCallback):
-        def on_train_begin(self, args, state, control, **_):
-            kleash.attach(trainer, target_nats=0.1, monitor=monitor(folder), out=tmp_path / "run")
-
     settings = {"max_steps": 4, "learning_rate": 1e-2}
     with pytest.raises(CannotRunError, match="Own computes its KL from TRL's passes"):
         make(leashed, trl.package.GRPOConfig, str(folder), tmp_path / "trl", config_of=settings)
@@ -405,7 +410,9 @@ def test_grpo_with_passes_of_its_own_is_steered_by_the_monitor(trl, folder, tmp_
     for more, reason in (({"target_nats": 1.0}, "Own draws no"), ({"rollouts_every": 1}, "Own has")):
         with pytest.raises(OptionError, match=reason):
             kleash.attach(trainer, out=tmp_path / "run", **more)
-    trainer.add_callback(AtBegin())
+    asked = {"target_nats": 0.1, "monitor": monitor(folder), "out": tmp_path / "run"}
+    trainer.add_callback(late := TrainerCallback())
+    late.on_train_begin = lambda *_, **__: kleash.attach(trainer, **asked) and None
     trainer.train()
     *_, (last, alerts) = ((step.metrics, step.alerts) for step in read_steps(tmp_path / "run"))
     assert last["reward/score"] == trainer.state.log_history[-2]["reward"] and "Own passes" in caplog.text
@@ -415,7 +422,7 @@ def test_grpo_with_passes_of_its_own_is_steered_by_the_monitor(trl, folder, tmp_
 
 
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])
-def test_plain_trainer_is_logged_resumed_and_not_overwritten(folder, tmp_path, strategy):
+def test_plain_trainer_is_logged_resumed_and_not_overwritten(folder, tmp_path, caplog, strategy):
     def run(until, out="run", rows=3, accumulated=1, **resume):
         intervals = {"save_strategy": strategy, "save_steps": 3, "eval_strategy": strategy, "eval_steps": 3}
         intervals |= {"logging_steps": 500}  # the default, beside measurements every second step
@@ -423,6 +430,7 @@ def test_plain_trainer_is_logged_resumed_and_not_overwritten(folder, tmp_path, s
         batch = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulated}
         trainer = plain(folder, tmp_path, **batch, **length, **intervals)
         log = kleash.attach(trainer, monitor=monitor(folder), out=tmp_path / out)
+        log.update_ref_model = True  # as a BEMACallback of TRL has
         trainer.train(**resume)
         return log
 
@@ -430,13 +438,14 @@ def test_plain_trainer_is_logged_resumed_and_not_overwritten(folder, tmp_path, s
     steps = read_steps(tmp_path / "run")
     assert [step.step for step in steps] == [2, 3], "a checkpoint is of a step that is written"
     assert steps[1].metrics["loss"] > 0 and steps[1].metrics["kl/exact_per_token"] > 0
+    assert "TRL's checkpoints lack the reference" not in caplog.text
     with pytest.raises(RunFolderError, match=r"a run already; go on with it with trainer\.train\(resume"):
         run(6)
     with pytest.raises(RunFolderError, match="run: global_batch_size was 3 and is now 6"):
         run(6, accumulated=2, resume_from_checkpoint=True)
     log = run(6, rows=1, accumulated=3, resume_from_checkpoint=True)  # as on three times as many processes
     steps = read_steps(tmp_path / "run")
-    assert [step.step for step in steps] == [2, 3, 4, 6]
+    assert [step.step for step in steps] == [2, 3, 4, 6] and "lack the reference" in caplog.text
     assert [step.step for step in steps if "eval/loss" in step.metrics] == [3, 6]
     assert log.result_of_run.policy.endswith("checkpoint-6") and log.result_of_run.algorithm == "trainer"
     run(6, "later", resume_from_checkpoint=str(tmp_path / "hf" / "checkpoint-3"))
@@ -452,9 +461,12 @@ def test_nan_is_not_logged_as_the_mean_of_others(folder, tmp_path, name, scales)
         trainer.train()
     kleash.attach(again := plain(folder, tmp_path), out=tmp_path / "run")
     again.add_callback(early := TrainerCallback())
+    early.on_step_begin = lambda *_, **__: again.evaluate() and None
     early.on_step_end = lambda _, at, to, **__: setattr(to, "should_training_stop", at.global_step == 3)
     again.train()  # in the folder that an error has closed
-    assert [step.step for step in read_steps(tmp_path / "run")] == [2, 3], "also where a callback stops it"
+    steps = read_steps(tmp_path / "run")
+    assert [step.step for step in steps] == [2, 3], "also where a callback stops it"
+    assert not any("eval" in name for step in steps for name in step.metrics), "evaluations of a callback"
 
 
 def test_alert_stops_a_run(trl, folder, tmp_path, caplog):
@@ -564,7 +576,7 @@ TRLS = [type(name, (SFT,), {"__module__": "trl.trainer"}) for name in ("GKDTrain
 @pytest.mark.parametrize("kind", [Trainer, *TRLS, ReadOnly, Mixing, type("UnslothSFTTrainer", (Mixing,), {})])
 def test_controller_of_a_beta_that_prices_no_kl_is_refused(folder, tmp_path, kind):
     trainer = plain(folder, tmp_path, kind)
-    trainer.args.loss_type = ["sft"]  # DPO's
+    trainer.args.loss_type = ["sft"] if kind is TRLS[1] else None  # of DPO
     with pytest.raises(OptionError, match=f"{kind.__name__} has no beta that is the price of a KL"):
         kleash.attach(trainer, target_nats=0.1, out=tmp_path / "run")
     trainer.model = torch.nn.Sequential(trainer.model)  # without a configuration

@@ -261,10 +261,9 @@ def test_what_cannot_teach_is_refused(distill, root, tmp_path):
     stored = StoredReference(copytree(root / "cache-teacher", tmp_path / "cache"))
     (part,) = stored.folder.glob("part-*")
     part.write_bytes(part.read_bytes()[:-4] + bytes(4))
+    pair = load_pair(*2 * [str(root / "policy")])
     with pytest.raises(ChangedInputError, match="was written to while it was in use"):
-        stored.read(
-            list(read_responses(str(root / "responses.jsonl"), load_pair(*2 * [str(root / "policy")])))
-        )
+        stored.read(list(read_responses(str(root / "responses.jsonl"), pair)))
     other = save_tiny(root / "other", seed=1)
     tiny_tokenizer(290).save_pretrained(other)
     with pytest.raises(ModelError, match=r"the tokenizers differ .*; TRL's GOLDTrainer distils between"):

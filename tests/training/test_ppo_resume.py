@@ -200,9 +200,7 @@ def test_checkpoint_with_a_flipped_bit_is_refused(copied, name):
     content = bytearray(state.read_bytes())
     content[-7] ^= 1
     state.write_bytes(content)
-    with pytest.raises(
-        RunFolderError, match=r"delete the checkpoint, and --resume goes on from the one before"
-    ):
+    with pytest.raises(RunFolderError, match="delete the checkpoint, and --resume goes on from the one"):
         train(copied)
 
 

@@ -43,7 +43,7 @@ def started(job):
 
 
 def test_first_importance_ratio_is_exactly_1(folder, tmp_path):
-    """MicroBatch-batches of different widths, values learnt: an update is compared with what it was scored as."""
+    """Micro-batches of different widths, values learnt: an update is compared with what it was scored as."""
     job = tiny_job(folder, "qwen3", epochs=1, minibatches=1, steps=1, out=str(tmp_path), samples_per_prompt=2)
     metrics = train(job).metrics
     assert metrics["policy/ratio_mean"] == metrics["policy/ratio_max"] == 1.0
@@ -75,8 +75,7 @@ def test_adapter_reference_is_its_base_without_adapter(folder, tmp_path):
     run, prompts = ready(job)
     assert run.networks.reference.network is run.networks.network
     before = weights(run.networks)
-    progress = started(job)
-    first = one_step(run, prompts, progress, None)
+    first = one_step(run, prompts, started(job), None)
     assert first.metrics["kl/exact_per_token"] == 0.0, "an adapter that is new changes nothing"
     rollout = rollout_of(run, prompts, 2)
     assert rollout.token_kl[rollout.mask].min() > 0
@@ -114,9 +113,8 @@ def test_step_metrics_match_plain_sums_over_response_tokens(folder):
     metrics = one_step(run, prompts, started(job), None).metrics
     lengths = [len(one.response_ids) for one in rollout.sequences]
     kls = [rollout.token_kl[row, :n].double().numpy() for row, n in enumerate(lengths)]
-    u = np.concatenate(
-        [(rollout.token_logp - rollout.token_logq)[row, :n].double().numpy() for row, n in enumerate(lengths)]
-    )
+    log_ratios = (rollout.token_logp - rollout.token_logq).double().numpy()
+    u = np.concatenate([log_ratios[row, :n] for row, n in enumerate(lengths)])
     sums, flat = np.array([x.sum() for x in kls]), np.concatenate(kls)
     by_prompt = sums.reshape(4, 2).sum(1)
     scores = rollout.scores.double().numpy()
@@ -169,9 +167,8 @@ def test_updates_stop_early_at_kl_limit(folder, tmp_path):
 
 @pytest.mark.parametrize(("per", "target"), [("sequence", 0.5), ("token", 0.1)])
 def test_controller_updates_beta_from_measured_kl(folder, tmp_path, per, target):
-    job = tiny_job(
-        folder, out=str(tmp_path), controller="pid", target_nats=target, target_per=per, beta=0.1, steps=2
-    )
+    steered = {"controller": "pid", "target_nats": target, "target_per": per}
+    job = tiny_job(folder, out=str(tmp_path), beta=0.1, steps=2, **steered)
     result = train(job)
     first, second = read_steps(tmp_path)
     measured, errors = (
@@ -186,7 +183,7 @@ def test_controller_updates_beta_from_measured_kl(folder, tmp_path, per, target)
 
 @pytest.mark.parametrize("controller", ["fixed", "ziegler", "pid", "dual"])
 def test_advice_of_the_hacking_monitor_is_applied(folder, controller):
-    run, _ = ready(tiny_job(folder, controller=controller, target_nats=2.0, beta=0.3, beta_max=0.5))
+    run, _ = ready(tiny_job(folder, controller=controller, target_nats=2.0, beta=0.3, beta_max=0.9))
     alerts = (HackingAlert(kind="runaway", sentence="KL ran away"),)
     progress = replace(started(run.job), step=3)
 
@@ -196,11 +193,8 @@ def test_advice_of_the_hacking_monitor_is_applied(folder, controller):
     assert after(None) == progress and progress.leash["kind"] == controller
     assert after("stop").stopped == "the hacking monitor stopped it after step 3: KL ran away"
     assert after("halve-lr").learning_rate == progress.learning_rate / 2
-    assert (
-        after("tighten").leash["beta"]
-        == 0.5
-        == apply_advice(after("tighten"), Advice(alerts=alerts, act="tighten"), run.job).leash["beta"]
-    )
+    again = apply_advice(after("tighten"), Advice(alerts=alerts, act="tighten"), run.job)
+    assert (after("tighten").leash["beta"], again.leash["beta"]) == (0.6, 0.9)
 
 
 def test_diverged_update_stops_and_keeps_the_checkpoint(folder, tmp_path):
@@ -236,10 +230,11 @@ def test_infinite_kl_of_an_excluded_token_is_reported(folder, monkeypatch):
     assert same(before, weights(run.networks))
 
 
-def test_nan_gradient_changes_no_weight(folder, monkeypatch):
+@pytest.mark.parametrize("norms", [[1.0, torch.inf], [torch.inf, 1.0]], ids=["policy", "critic"])
+def test_infinite_gradient_changes_no_weight(folder, monkeypatch, norms):
     run, prompts = ready(tiny_job(folder))
     before = weights(run.networks)
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *given: torch.tensor(torch.inf))
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *given: torch.tensor(norms.pop()))
     with pytest.raises(NonFiniteError, match=r"the gradient is inf in step 1, epoch 1, minibatch \d"):
         one_step(run, prompts, started(run.job), None)
     assert same(before, weights(run.networks))

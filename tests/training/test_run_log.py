@@ -9,7 +9,7 @@ import pytest
 from histories import bent, healthy
 from tracker_service import Service
 
-from kleash.errors import CannotRunError, MissingExtraError, TrackerWarning, UnknownNameError
+from kleash.errors import CannotRunError, MissingExtraError, RunFolderError, TrackerWarning, UnknownNameError
 from kleash.records import HackingAlert, PPOJob, Sample, StepRecord, read_samples, read_steps
 from kleash.reports.trackers import open_trackers
 from kleash.store.steps import append_step
@@ -94,6 +94,8 @@ def test_monitor_state_survives_resume(tmp_path: Path) -> None:
     play(run_log_of(folders[0], target_nats=6.0), history)
     first = run_log_of(folders[1], target_nats=6.0)
     play(first, history[:47])
+    with pytest.raises(RunFolderError, match="ends at step 47, and the checkpoint is of step 48"):
+        RunLog(folders[1], PPOJob()).begin(48)
     notes = {42: "nothing is left to do after step 42; give more --steps", 60: "going on after step 42"}
     for steps, said in notes.items():
         again = RunLog(folders[1], PPOJob(target_nats=6.0, steps=steps), display=mock.Mock())

@@ -26,6 +26,7 @@ from kleash.store.steps import held_out as held_out_metrics
 from kleash.store.training_folder import last_checkpoint
 from kleash.training import train as train_job
 from kleash.training.hacking_monitor import HackingMonitor
+from kleash.training.header_and_result import header_of
 from kleash.training.run_log import RunLog
 
 pytestmark = TRL_MARKS
@@ -52,6 +53,8 @@ def same(one, other):
 def test_resumed_run_equals_uninterrupted_run(trl, tmp_path):
     pid = {"controller": "pid", "target_nats": 0.2, "reward": (HEROINE,)}
     job = GRPOJob(steps=4, checkpoint_every=2, batch_tokens=64, **pid, **SMALL)
+    named = {"policy", "reference", "policy generation_config.json", f"reward {HEROINE}"}
+    assert header_of(job).fingerprints.keys() == named
     result, whole = go(trl.train_online, job, tmp_path / "whole")
     go(trl.train_online, replace(job, steps=2), tmp_path / "parts")
     again, parts = go(trl.train_online, job, tmp_path / "parts", resume=True)
@@ -126,12 +129,12 @@ def test_dpo_evaluates_held_out_pairs_and_keeps_the_best_checkpoint(trl, tmp_pat
     """Also in two processes, which have no files of TRL's in common."""
     pairs, held_out = tmp_path / "pairs.jsonl", tmp_path / "held_out.jsonl"
     for path, chosen, rejected in ((pairs, " kind", " cold"), (held_out, " cold", " kind")):
-        rows = [
-            {"prompt": f"{who} was", "chosen": chosen, "rejected": rejected} for who in ("She", "He", "Emma")
-        ]
+        answers = {"chosen": chosen, "rejected": rejected}
+        rows = [{"prompt": f"{who} was", **answers} for who in ("She", "He", "Emma")]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = {"limit": 2, "pairs_per_step": 2, "checkpoint_every": 1, "learning_rate": 1e-3}
     job = DPOJob(pairs=str(pairs), eval_pairs=str(held_out), steps=2, **options)
+    assert header_of(job).fingerprints.keys() == {"policy", "reference", "held-out pairs"}
     result, steps = go(trl.train_dpo, job, tmp_path / "run")
     losses = [step.metrics["eval/loss"] for step in steps]
     assert np.log(2) < losses[0] < losses[1], "what is learned is the opposite of what is held out"
@@ -139,9 +142,8 @@ def test_dpo_evaluates_held_out_pairs_and_keeps_the_best_checkpoint(trl, tmp_pat
     assert held_out_metrics(steps)["eval/loss"] == losses[1] and result.best is not None
     assert Path(result.best).name == "checkpoint-1"
     # with two passes over the pairs, that of the reference is made once
-    config = torch.load(
-        tmp_path / "run" / "checkpoints" / "checkpoint-2" / "training_args.bin", weights_only=False
-    )
+    path = tmp_path / "run" / "checkpoints" / "checkpoint-2" / "training_args.bin"
+    config = torch.load(path, weights_only=False)
     assert config.precompute_ref_log_probs and "log probs" not in capfd.readouterr().err
     monkeypatch.setattr("datasets.fingerprint._TEMP_DIR_FOR_TEMP_CACHE_FILES", None)
     assert two_ranks(train_job, replace(job, out=str(tmp_path / "two"))) == [0, 0]
