@@ -74,6 +74,7 @@ def test_log_probabilities_equal_numpy_in_float64(dtype):
     expected = torch.as_tensor(logp_by_numpy(case.hidden_q, case.head_q, 1.3))
     assert actual.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     torch.testing.assert_close(actual.double(), expected, rtol=2e-7, atol=1e-6)
+    assert log_probabilities(case.hidden_q[:, :0], case.head_q).shape == (2, 0, 5001), "of no token"
 
 
 def test_one_float64_tensor_makes_the_result_float64():

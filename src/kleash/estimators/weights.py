@@ -153,7 +153,7 @@ def leave_one_out_weights(
     difference = torch.where(usable, sampled - exact, torch.nan)
     # Of equal numbers the mean may be rounded, but not the median: their variance is exactly 0.
     d = torch.where(usable, difference - difference.nanmedian(), 0.0)
-    mean_u, mean_d = (is_other @ u) / n, (is_other @ d) / n
+    mean_u, mean_d = (is_other * u).sum(-1) / n, (is_other * d).sum(-1) / n
     deviation_u, deviation_d = u - mean_u.unsqueeze(-1), d - mean_d.unsqueeze(-1)
     variance = (is_other * deviation_d.square()).sum(-1)
     covariance = (is_other * deviation_u * deviation_d).sum(-1)

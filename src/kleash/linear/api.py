@@ -442,7 +442,7 @@ def all_logits(hidden: Tensor, head: Head, temperature: float | Tensor) -> Float
     pair = checked_pair((hidden, head), (hidden, head), temperature)
     vocab_shards = pair.vocab_shards
     if not pair.is_sharded:
-        return logits(pair.p).reshape(*hidden.shape[:-1], -1)
+        return logits(pair.p).reshape(*hidden.shape[:-1], vocab_shards.vocab_size)
     if pair.requires_gradient:
         raise CannotRunError(
             "log_probabilities of a head whose rows are on several ranks has no gradient; call it under "

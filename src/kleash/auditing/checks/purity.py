@@ -233,7 +233,7 @@ def restored_process_settings() -> Iterator[None]:
     """Restore the process's random generators and torch settings on exit."""
     states = [(write, read()) for read, write in (*SETTINGS.values(), *GENERATORS.values())]
     try:
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
             seed_generators(SEED)
             yield
     finally:
