@@ -121,7 +121,7 @@ def test_damaged_files_are_named(tmp_path):
     part = tmp_path / "tokens" / "part-00000.parquet"
     part.write_bytes(part.read_bytes()[:100])
     with pytest.raises(RunFolderError, match=r"part-00000.parquet cannot be read .*delete it and run again"):
-        read_columns(part, ["kl_policy_reference"])
+        read_columns(part, ["kl_policy_reference"], lambda path, _: path.read_bytes())
     (tmp_path / "run.json").write_text('{"kleash": ')
     with pytest.raises(RunFolderError, match=r"run.json is damaged"):
         folder.header()

@@ -139,16 +139,13 @@ def encode_table(columns: Mapping[str, Any], kinds: Mapping[str, str]) -> bytes:
         kinds: the columns in their order -> "int32", "float32" or "string".
     """
     arrow, parquet = (import_extra(module, "models") for module in ("pyarrow", "pyarrow.parquet"))
-    types = {"int32": arrow.int32(), "float32": arrow.float32(), "string": arrow.string()}
-    arrays = [arrow.array(columns[name], type=types[kind], from_pandas=False) for name, kind in kinds.items()]
+    arrays = [arrow.array(columns[name], type=kind, from_pandas=False) for name, kind in kinds.items()]
     file = BytesIO()
     parquet.write_table(arrow.Table.from_arrays(arrays, names=list(kinds)), file, compression="zstd")
     return file.getvalue()
 
 
-def read_columns(
-    path: Path, names: list[str], read: Callable[[Path, str], bytes] | None = None
-) -> dict[str, Any]:
+def read_columns(path: Path, names: list[str], read: Callable[[Path, str], bytes]) -> dict[str, Any]:
     """The named columns of a Parquet file: numpy arrays for numbers, with NaN for null, lists for text.
 
     Args:
@@ -159,31 +156,35 @@ def read_columns(
     Raises:
         RunFolderError: if the file is missing or damaged.
     """
-    with _reading_parquet(path) as (arrow, parquet):
-        content = path.read_bytes() if read is None else read(path, REMAKE)
+    with _parquet_file(path, read) as (arrow, file):
         # Not read_table: its threads may end after the interpreter does, which aborts the process (apache/arrow 34314).
-        table = parquet.ParquetFile(arrow.BufferReader(content)).read(columns=names, use_threads=False)
-        columns = {name: table.column(name) for name in names}
-        return {
-            name: column.to_pylist() if column.type == arrow.string() else np.asarray(column.to_numpy())
-            for name, column in columns.items()
+        table = file.read(columns=names, use_threads=False)
+        columns = {name: table.column(name).combine_chunks() for name in names}
+        texts = {
+            name: column.to_pylist() for name, column in columns.items() if column.type == arrow.string()
         }
+        # asarray, which has NaN for null, imports pandas wherever it is installed: half a second.
+        numbers = {
+            name: np.asarray(column) if column.null_count else np.from_dlpack(column)
+            for name, column in columns.items()
+            if name not in texts
+        }
+        return {**columns, **texts, **numbers}
 
 
 def column_names(path: Path, read: Callable[[Path, str], bytes]) -> frozenset[str]:
     """The names of the columns of a Parquet file; arguments and errors as for ``read_columns``."""
-    with _reading_parquet(path) as (arrow, parquet):
-        return frozenset(parquet.read_schema(arrow.BufferReader(read(path, REMAKE))).names)
+    with _parquet_file(path, read) as (_, file):
+        return frozenset(file.schema_arrow.names)
 
 
 @contextmanager
-def _reading_parquet(path: Path) -> Generator[tuple[Any, Any]]:
-    """Context with pyarrow and pyarrow.parquet, in which errors of a damaged file are raised as RunFolderError."""
+def _parquet_file(path: Path, read: Callable[[Path, str], bytes]) -> Generator[tuple[Any, Any]]:
+    """Context with pyarrow and a Parquet file, in which errors of a damaged file are raised as RunFolderError."""
     arrow, parquet = (import_extra(module, "models") for module in ("pyarrow", "pyarrow.parquet"))
+    content = read(path, REMAKE)
     try:
-        yield arrow, parquet
-    except RunFolderError:
-        raise
+        yield arrow, parquet.ParquetFile(arrow.BufferReader(content))
     except (OSError, ValueError, LookupError, MemoryError, arrow.ArrowException) as error:
         reason = getattr(error, "strerror", None) or summarise_error(error)
         raise RunFolderError(f"{path} cannot be read ({reason}); {REMAKE}") from error
