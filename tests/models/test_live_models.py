@@ -75,8 +75,12 @@ def test_active_and_disabled_adapters_agree_with_loaded_folders(adapted, base, a
     with at_rest(adapted):
         policy, base = live_model(adapted, tokenizer), live_model(adapted, tokenizer, adapter=None)
         found = kl(policy, base, tokenizer)
+        adapted.merge_adapter()
+        merged = kl(live_model(adapted, tokenizer), pair.reference, tokenizer)
+        with pytest.raises(ModelError, match=r"an adapter is merged .* call unmerge_adapter\(\) first"):
+            live_model(adapted, tokenizer, adapter=None)
     assert policy.adapter == "default" and base.adapter is None and (expected > 1e-3).all()
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose([found, merged], [expected, expected], rtol=1e-5)
 
 
 def everything(network):

@@ -254,7 +254,7 @@ def test_a_device_map_gives_the_same_numbers(folders):
 def test_different_dtypes_give_a_warning(pair, folders):
     doubles = load_pair(*map(str, folders("llama")), dtype="float64")
     (warning,) = pair_models(pair.policy, doubles.reference, ()).warnings
-    assert warning == "the policy ran in torch.float32 and the reference in torch.float64; give --dtype"
+    assert warning == "the policy ran in torch.float32 and the reference in torch.float64; use one (--dtype)"
     assert pair.warnings == ()
 
 

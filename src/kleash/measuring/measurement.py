@@ -165,7 +165,7 @@ def _rounding_note(dtype_gap: Estimate | None, kl: Estimate | None, dtype: str) 
         return ""
     return (
         f"rounding to {dtype} puts the reference {dtype_gap.rounded} nats from itself in float32, and adds up to about "
-        "twice that to a KL between two models; --dtype float32 leaves it out"
+        "twice that to a KL between two models; in float32 (--dtype float32) it is left out"
     )
 
 

@@ -190,7 +190,7 @@ def _check_finite_logp(token_logp: Float[Tensor, " rows"], responses: list[_Resp
         prompt = response.prompt
         raise NonFiniteError(
             f"the policy gives NaN or infinite logits for prompt {prompt.prompt_id}, sample {response.sample} "
-            f"({prompt.location}), response token {len(response.token_ids)}; in 16 bits try --dtype float32, else "
+            f"({prompt.location}), response token {len(response.token_ids)}; in 16 bits try float32 (--dtype), else "
             "look at the checkpoint"
         )
 

@@ -233,10 +233,7 @@ def _plain_head(network: Any, vocab_size: int) -> Head | None:
 
     Packed weights can have a floating-point dtype, as torchao's class of tensors, which only linear layers multiply.
     """
-    layer = network.get_output_embeddings()
-    if layer is None:
-        return None
-    weight, bias = effective_weight_and_bias(layer)
+    weight, bias = effective_weight_and_bias(network.get_output_embeddings())
     is_matrix = (
         (type(weight) in (Tensor, torch.nn.Parameter) or hasattr(weight, "device_mesh"))
         and weight.ndim == 2

@@ -240,12 +240,23 @@ def _resolve_adapter(peft_model: Any, adapter: str | None, role: str) -> str | N
 def _check_adapters(peft_model: Any, adapter_name: str | None, role: str) -> None:
     """Check that the adapters leave the base unchanged, if it is measured, or that the adapter is of a known kind.
 
+    PEFT switches from a merged adapter by subtracting its change from the weights, for good.
+
     Args:
         peft_model: the PEFT model around the network.
         adapter_name: the adapter to measure; None for the base.
         role: "policy" or "reference", for errors.
     """
     instead = "name a reference that is loaded by itself"
+    if any(
+        name != adapter_name or name != peft_model.active_adapter
+        for layer in peft_model.modules()
+        for name in getattr(layer, "merged_adapters", ())
+    ):
+        raise ModelError(
+            f"an adapter is merged into the network of the {role}, and PEFT would unmerge it in place, which rounds "
+            f"the weights; call unmerge_adapter() first, or {instead}"
+        )
     if adapter_name is None:
         require_unchanged_base(peft_model, role, instead=instead)
         return

@@ -159,7 +159,7 @@ def pair_models(policy: Model, reference: Model, notes: Iterable[str]) -> Pair:
     doubts = (
         (
             policy.dtype != reference.dtype,
-            f"the policy ran in {policy.dtype} and the reference in {reference.dtype}; give --dtype",
+            f"the policy ran in {policy.dtype} and the reference in {reference.dtype}; use one (--dtype)",
         ),
         (
             policy.is_in_memory and policy.is_same_as(reference),

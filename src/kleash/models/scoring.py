@@ -282,7 +282,7 @@ def _check_finite(
         if position < len(sequence.response_ids):
             raise NonFiniteError(
                 f"the {role} gives NaN or infinite {quantity} for {sequence.name}, response token {position}; "
-                "in 16 bits try --dtype float32, else look at the checkpoint"
+                "in 16 bits try float32 (--dtype), else look at the checkpoint"
             )
         position -= len(sequence.response_ids)
 
