@@ -137,7 +137,7 @@ def test_one_of_several_cases_that_cannot_be_called_is_a_finding(project):
     with pytest.raises(CannotRunError, match="no reference model"):
         list(audits_of(cases[:1]))
     first, second = audits_of(cases)
-    assert [finding.kind for finding in first.faults] == ["cannot_be_called"]
+    assert [(each.kind, each.severity) for each in first.faults] == [("cannot_be_called", "wrong")]
     assert "no reference model is loaded" in first.verdict[0]
     assert second.value == "KL(p ‖ q)"
     with pytest.raises(OptionError, match="give --convention"):

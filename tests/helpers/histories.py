@@ -26,6 +26,7 @@ def healthy(steps: int = 60, *, seed: int = 0, target: float | None = 6.0) -> li
             "kl/exact_per_token_error": 0.05 * kl / 64,
             "kl/k1": kl / 64 * (1 + 0.3 * z[2]),
             "kl/k3": kl / 64 * (1 + 0.1 * z[3]),
+            "kl/k3_error": 0.05 * kl / 64,
             "kl/top_percent_share": 0.12 + 0.02 * abs(z[4]),
             "kl/max_token": 1.5 + 0.3 * abs(z[5]),
             "beta": 0.3 - 0.2 * done,

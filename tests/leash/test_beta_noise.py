@@ -111,6 +111,7 @@ def test_an_infinite_error_is_ignored_and_nan_is_not_known(kind):
     ("kls", "reason"),
     [
         ([8.0, 12.0], "KL 12 is above its target of 8, 1.5 times, and rises"),
+        ([8.0, INF], "KL inf (filtered 160) is above its target of 8, 20 times, and rises"),
         ([8.0, 9.52], "KL 9.52 is above its target of 8, and rises"),
         ([12.0, 9.0], "KL 9 is above its target of 8, and comes down"),
         ([4.0, 4.0], "KL 4 is below its target of 8"),

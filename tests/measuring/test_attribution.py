@@ -149,7 +149,8 @@ def test_planted_damage_is_attributed_to_its_layer_and_all_else_is_exactly_0(res
         if not is_planted:
             assert (group.change.value, group.change.ci95) == (0, (0, 0))
     assert (attribution.interaction.value, attribution.interaction.ci95) == (0, (0, 0))
-    assert describe_attribution(attribution, "it").startswith("Swapping layer 1 back")
+    swapped = "Swapping layer 1 back to the reference's weights removes all of the KL("
+    assert describe_attribution(attribution, "it").startswith(swapped)
     html, groups = result._repr_html_(), [group for each in result.attributions for group in each.groups]
     assert html.count("identical weights") == sum(group.is_identical for group in groups)
 

@@ -7,12 +7,13 @@ import pytest
 from drawn_charts import dots, drawn, legend, ticks
 from histories import healthy
 from synthetic_run import synthetic_comparison, synthetic_sweep
+from synthetic_sweep import attribution
 
 from kleash.records import Number
 from kleash.reports.comparison import comparison_charts
 from kleash.reports.drawing import format_tick, log_ticks
 from kleash.reports.measurement import charts, describe_sample_size, source_nouns
-from kleash.reports.sweep import pairs_in_order, sweep_charts
+from kleash.reports.sweep import attribution_chart, pairs_in_order, sweep_charts
 from kleash.reports.training_charts import run_charts
 from kleash.store.measurement_summary import all_warnings
 
@@ -41,7 +42,8 @@ def test_numbers_at_ticks_are_short():
 def all_charts(run, sweep):
     of_training = run_charts(healthy(20), target=3.0).values()
     of_comparison = comparison_charts(synthetic_comparison()).values()
-    return [*charts(run[1]).values(), *of_comparison, *of_training, *sweep_charts(sweep)]
+    by_group = (attribution_chart(sweep, attribution(grouping), "q8") for grouping in ("layers", "modules"))
+    return [*charts(run[1]).values(), *of_comparison, *of_training, *sweep_charts(sweep), *by_group]
 
 
 def test_every_axis_of_every_chart_has_a_title(run):
@@ -132,6 +134,9 @@ def test_axes_of_a_sweep_have_ticks_for_any_candidates():
     assert low < 4_130_000 < high < 2 * low and ticks(drawn(size)[0].xaxis) == ["3.5 MB", "4 MB", "4.5 MB"]
     (rows,) = drawn(ranking)
     assert [text.get_text() for text in rows.texts] == ["0"]
+    (layers,) = drawn(attribution_chart(sweep, attribution("layers"), ""))
+    assert ticks(layers.xaxis) == [*map(str, range(0, 40, 4)), "\nembeddings and head"]
+    assert [list(line.get_ydata()) for line in layers.lines if line.get_linestyle() == "-"] == [[0, 0]]
 
 
 def test_the_zero_of_all_candidates_leaves_a_linear_axis():

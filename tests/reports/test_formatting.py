@@ -121,3 +121,4 @@ def test_names_with_one_end_are_shown_without_it():
     steps = [f"/runs/a-long-name-{run}/checkpoints/step-1000/model" for run in (17, 18)]
     assert short_names(steps, 24) == [f"/runs/a-long-name-{run}…" for run in (17, 18)]
     assert short_names(["a" * 30, "b" * 30], 24) == [keep_end("a" * 30), keep_end("b" * 30)]
+    assert short_names([*steps, "x" + steps[0]], 16) == [*steps, "x" + steps[0]], "two would look alike"

@@ -9,6 +9,7 @@ from synthetic_run import synthetic_comparison
 
 from kleash.records import Measurement, Number
 from kleash.reports.comparison import comparison_charts
+from kleash.reports.formatting import format_with_interval
 from kleash.reports.measurement import noise_floor_note
 from kleash.reports.measurement_charts import bin_chart, convergence_chart, means_chart, quantiles_chart
 from kleash.store.measurement import Bin, ConvergencePoint, EstimatorRecord
@@ -103,8 +104,7 @@ def test_the_band_is_the_interval_and_early_ones_do_not_squash_the_rest():
     ((tokens, means),) = curves(axes).values()
     assert (tokens, means) == ([10 * at for at in range(1, 9)], [1.0] + [1.1] * 7)
     assert axes.get_ylim() == pytest.approx((0.985, 1.315))
-    assert len(chart.rows) == 8
-    assert convergence_chart([]) is None
+    assert len(chart.rows) == 8 and convergence_chart([]) is None
 
 
 def test_the_chart_of_means_has_the_estimators_below_what_they_estimate(run):
@@ -158,18 +158,17 @@ def test_the_noise_floor_note_compares_it_with_the_kl(run, floor, said):
 
 def test_only_the_chart_of_differences_has_a_line_at_zero():
     comparison = synthetic_comparison()
-    (differences,), (runs,) = (
-        drawn(comparison_charts(comparison)["differences"]),
-        drawn(comparison_charts(comparison)["runs"]),
-    )
+    charts_of = comparison_charts(comparison)
+    (differences,), (runs,) = (drawn(charts_of[name]) for name in ("differences", "runs"))
     lines = [
         [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == "-"]
         for axes in (differences, runs)
     ]
     assert lines == [[0], []]
     assert runs.get_xlim()[0] <= 0 < differences.get_xlim()[1]
-    kls = [run.numbers["kl_reference_policy"].value for run in comparison.runs]
-    assert [x for x, _ in dots(runs)[1]] == kls
+    kls = [run.numbers["kl_reference_policy"] for run in comparison.runs]
+    assert [x for x, _ in dots(runs)[1]] == [kl.value for kl in kls]
+    assert [row[2] for row in charts_of["runs"].rows] == list(map(format_with_interval, kls))
     assert ticks(runs.yaxis)[2] == "…t>alert('run')</script>"
 
 

@@ -93,15 +93,13 @@ def test_the_page_is_accessible_to_screen_readers(request, name):
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
     levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch("h[1-6]", tag)]
-    assert levels[0] == 1
-    assert levels.count(1) == 1
+    assert levels[0] == levels.count(1) == 1
     assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
     assert {"header", "nav", "main", "footer"} <= set(page.names)
     assert len(page.all("table")) == len(page.all("caption"))
     for attributes in page.all("div"):
         if attributes.get("class") == "plot":
-            assert attributes["role"] == "img"
-            assert len(attributes["aria-label"]) > 40
+            assert attributes["role"] == "img" and len(attributes["aria-label"]) > 40
     for attributes in page.all("section"):
         assert attributes.get("aria-labelledby") in ids or attributes.get("aria-label")
     links = {attributes["href"] for attributes in page.all("a")}
@@ -209,14 +207,12 @@ def test_a_token_row_has_its_context_and_probabilities(run):
         tokens = read_sequences(RunFolder(run[0]), [key])
         row = token_row(drift, tokens, {(*key, drift.position - 1)})
         before = [rows[(*key, at)][0] for at in range(max(0, drift.position - 10), drift.position)]
-        assert row["before"] == join_tokens(before)
+        after = [rows[place][0] for at in range(1, 5) if (place := (*key, drift.position + at)) in rows]
+        assert (row["before"], row["after"]) == (join_tokens(before), join_tokens(after))
         assert bool(row["before"]) is any(before)
-        text, p, q, rank = rows[(*key, drift.position)]
-        assert text == drift.text
-        assert row["p"] == pytest.approx(math.exp(p), rel=1e-12)
-        assert row["q"] == pytest.approx(math.exp(q), rel=1e-12)
-        assert row["rank"] == rank
-        assert row["is_shown"] is False
+        _, p, q, rank = rows[(*key, drift.position)]
+        assert (row["p"], row["q"]) == pytest.approx((math.exp(p), math.exp(q)), rel=1e-12)
+        assert row["rank"] == rank and row["is_shown"] is False
         assert token_row(drift, tokens, {(*key, drift.position)})["is_shown"] is True
 
 

@@ -21,17 +21,15 @@ from kleash.uncertainty import (
 )
 
 
-def jackknife_error(sums: np.ndarray, counts: np.ndarray) -> float:
-    """Standard error from leaving out one cluster at a time."""
-    size = len(sums)
-    without = np.array([np.delete(sums, c).sum() / np.delete(counts, c).sum() for c in range(size)])
+def jackknife_error(estimated, size: int) -> float:
+    """Standard error of ``estimated`` of some clusters, from leaving out one of them at a time."""
+    without = np.array([estimated(np.arange(size) != c) for c in range(size)])
     return math.sqrt((size - 1) / size * ((without - without.mean()) ** 2).sum())
 
 
 def test_the_value_is_the_mean_per_token_and_not_the_mean_of_means():
     estimate = ratio_of_sums(np.array([1.0, 30.0]), np.array([1, 10]))
     assert estimate.value == pytest.approx(31 / 11)
-    assert estimate.value != pytest.approx(2.0)
     assert (estimate.unit, estimate.clusters) == ("nats", 2)
 
 
@@ -39,7 +37,8 @@ def test_the_value_is_the_mean_per_token_and_not_the_mean_of_means():
 def test_unequal_counts_agree_with_the_jackknife(seed):
     sums, counts = lognormal_prompts(400, seed=seed, spread=0.5)
     estimate = ratio_of_sums(sums, counts)
-    assert estimate.standard_error == pytest.approx(jackknife_error(sums, counts), rel=0.01)
+    expected = jackknife_error(lambda kept: sums[kept].sum() / counts[kept].sum(), 400)
+    assert estimate.standard_error == pytest.approx(expected, rel=0.01)
 
 
 @settings(max_examples=30)
@@ -108,14 +107,11 @@ def test_ratio_of_many_equals_ratio_of_sums_per_column(counts_per_column):
         counts[:30, 1] = 0
         sums[:30, 1] = 0
     shared = counts if counts_per_column else counts[:, 0]
-    columns = ratio_of_many(sums, shared, unit=list("abcde"), lower=[0.0, 0.0, 0.0, 0.0, 9.0])
-    for k, column in enumerate(columns):
+    options = {"unit": list("abcde"), "lower": [*[0.0] * 4, 9.0], "upper": [0.5, *[None] * 4]}
+    for k, column in enumerate(ratio_of_many(sums, shared, **options)):
         count_columns = counts[:, k] if counts_per_column else counts[:, 0]
-        single = ratio_of_sums(sums[:, k], count_columns, unit="abcde"[k], lower=9.0 if k == 4 else 0.0)
-        found, expected = ((one.value, one.standard_error, one.unit) for one in (column, single))
-        assert found == expected
-        assert column.ci95 == pytest.approx(single.ci95, rel=1e-9)
-        assert column.warnings == single.warnings
+        options_of_column = {name: each[k] for name, each in options.items()}
+        assert column == ratio_of_sums(sums[:, k], count_columns, **options_of_column)
 
 
 def test_a_constant_has_no_error_despite_rounding():
@@ -158,8 +154,7 @@ def test_the_mean_of_no_clusters_is_nan():
 
 def test_clusters_without_tokens_are_left_out():
     sums, counts = lognormal_prompts(40, seed=6)
-    with_empty = ratio_of_sums(np.append(sums, [0.0, 0.0]), np.append(counts, [0, 0]))
-    assert with_empty == ratio_of_sums(sums, counts)
+    assert ratio_of_sums(np.append(sums, [0.0, 0]), np.append(counts, [0, 0])) == ratio_of_sums(sums, counts)
 
 
 def test_the_interval_is_clipped_to_the_bounds():
@@ -171,6 +166,9 @@ def test_the_interval_is_clipped_to_the_bounds():
     assert bounded.ci95[0] == max(0.0, unbounded.ci95[0])
     outside = ratio_of_sums(agreements, counts, lower=0.95, upper=0.96)
     assert outside.ci95 == (outside.value, 0.96), "the value itself is never clipped"
+    assert ratio_of_sums(counts, counts, lower=0.5, upper=0.6).ci95[1] == 1, (
+        "nor where all clusters are equal"
+    )
     assert ratio_of_sums(agreements, counts, upper=0.9).ci95 == (unbounded.ci95[0], outside.value)
 
 
@@ -204,8 +202,6 @@ def test_a_paired_difference_has_the_error_of_a_paired_test():
     estimate = paired_difference(10 * a, np.full(60, 10), 10 * b, np.full(60, 10))
     assert estimate.value == pytest.approx(a.mean() - b.mean(), abs=1e-12)
     assert estimate.standard_error == pytest.approx(float(stats.sem(a - b)), rel=1e-9)
-    unpaired_error = math.hypot(float(stats.sem(a)), float(stats.sem(b)))
-    assert estimate.standard_error < 0.3 * unpaired_error
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -215,15 +211,10 @@ def test_a_paired_difference_of_unequal_counts_agrees_with_the_jackknife(seed):
     sums_b = 0.8 * sums_a / counts_a * counts_b + np.random.default_rng(seed).standard_normal(300)
     estimate = paired_difference(sums_a, counts_a, sums_b, counts_b)
 
-    def without(c: int) -> float:
-        remaining = np.arange(300) != c
-        sides = (sums_a, counts_a), (sums_b, counts_b)
-        a, b = (sums[remaining].sum() / counts[remaining].sum() for sums, counts in sides)
-        return a - b
+    def difference(kept: np.ndarray) -> float:
+        return sums_a[kept].sum() / counts_a[kept].sum() - sums_b[kept].sum() / counts_b[kept].sum()
 
-    leave_one_out = np.array([without(c) for c in range(300)])
-    expected = math.sqrt(299 / 300 * ((leave_one_out - leave_one_out.mean()) ** 2).sum())
-    assert estimate.standard_error == pytest.approx(expected, rel=0.02)
+    assert estimate.standard_error == pytest.approx(jackknife_error(difference, 300), rel=0.02)
 
 
 def test_a_prompt_in_only_one_measurement_counts_in_that_measurement():
@@ -237,8 +228,11 @@ def test_a_prompt_in_only_one_measurement_counts_in_that_measurement():
 def test_inputs_of_different_shapes_raise(unhooked):
     with pytest.raises(ShapeError, match=r"sums \(3,\), counts \(2,\); give one of each per cluster"):
         ratio_of_sums(np.ones(3), np.ones(2))
-    with pytest.raises(ShapeError, match=r"sums are \(3, 2\) and counts \(3, 1\); give \[cluster, column\]"):
-        ratio_of_many(np.ones((3, 2)), np.ones((3, 1)))
+    for shape in ((3, 2), (3,)):
+        with pytest.raises(
+            ShapeError, match=r"sums are \(3,.* and counts \(3, 1\); give \[cluster, column\]"
+        ):
+            ratio_of_many(np.ones(shape), np.ones((3, 1)))
     with pytest.raises(ShapeError, match=r"values \(3,\), clusters \(4,\); give one of each per value"):
         clustered_mean(np.ones(3), np.ones(4))
     with pytest.raises(

@@ -156,7 +156,7 @@ def beta_reason(before: Leash, after: Leash, measured_nats: SupportsFloat) -> st
     kl_nats, target = float(measured_nats), before.target_nats
     assert target is not None, "a beta without a target does not change"
     newest, earlier = _filtered_nats(after), _filtered_nats(before)
-    filtered = kl_nats if newest is None or not math.isfinite(kl_nats) else newest
+    filtered = kl_nats if newest is None else newest
     note = (
         "" if math.isclose(filtered, kl_nats, rel_tol=0.005, abs_tol=1e-6) else f" (filtered {filtered:.3g})"
     )

@@ -148,7 +148,7 @@ def extreme_tokens(
         ShapeError: if the tensors differ in shape.
     """
     is_counted = as_mask(mask)
-    log_ratio = at_least_float32(token_logp.detach()) - at_least_float32(token_logq.detach())
+    log_ratio = at_least_float32(token_logp) - at_least_float32(token_logq)
     return ExtremeTokens(
         continued=(is_counted & (log_ratio < -largest_log_ratio(log_ratio.dtype))).sum(),
         ruled_out=(is_counted & (log_ratio == torch.inf)).sum(),

@@ -154,4 +154,4 @@ def constant_interval(linearised: LinearisedEstimate, bounds: Interval) -> Inter
 def clip_interval(interval: Interval, value: float, bounds: Interval) -> Interval:
     """Clip an interval to the bounds of the quantity; the estimate itself always stays inside."""
     low, high = interval
-    return min(max(low, bounds[0]), max(value, low)), max(min(high, bounds[1]), min(value, high))
+    return min(max(low, bounds[0]), value), max(min(high, bounds[1]), value)

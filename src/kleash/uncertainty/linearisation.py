@@ -47,12 +47,9 @@ class LinearisedEstimate(NamedTuple):
     def skewness(self) -> float:
         """Skewness of the estimate's error: sum u^3 / (sum u^2)^(3/2) over the influences u, between -1 and 1.
 
-        This is the skewness of the clusters divided by the square root of their number; 0 if all are equal.
+        This is the skewness of the clusters, which are not all equal, divided by the square root of their number.
         """
-        largest = float(np.abs(self.influence).max(initial=0.0))
-        if largest == 0:
-            return 0.0
-        u = self.influence / largest
+        u = self.influence / np.abs(self.influence).max()
         squares = u * u
         return float(squares @ u) / float(squares.sum()) ** 1.5
 
