@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
 
 from kleash.errors import OptionError, UnknownNameError
 from kleash.leash import (
@@ -245,7 +246,8 @@ def test_stateful_controller_replaces_its_controller_and_restores_a_saved_state(
     assert stateful.leash == first.after(4.0, sequences=50, standard_error=0.5)
     assert stateful.value == stateful.leash.beta != 0.1
     resumed = StatefulController(replace(first, beta_max=0.5))
-    resumed.load_state(json.loads(json.dumps(stateful.leash.to_dict())))
+    assert isinstance(stateful, Stateful), "so that checkpoints of PyTorch can hold it"
+    resumed.load_state_dict(json.loads(json.dumps(stateful.state_dict())))
     assert resumed.leash == replace(first, beta_max=0.5, beta=stateful.value, event=None)
     saved = PIDBeta(**PID).after(5.0).after(6.0).to_dict()
     for other, beta in (

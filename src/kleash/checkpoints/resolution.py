@@ -345,15 +345,14 @@ def _find_folder(name: str, revision: str | None) -> tuple[Path, str | None]:
         return shipped_folder(name), None
     path = Path(name).expanduser()
     with reading(Path(name[:60]), "give a folder or a hub id", ModelError):
-        exists = is_there(path)
+        if is_there(path) and not path.is_dir():
+            raise ModelError(f"{name} is a file; give the folder that holds config.json and the safetensors")
     if path.is_dir():
         if revision is not None:
             raise ModelError(
                 f"{name} is a folder, which has no revision {revision!r}; leave the revision out"
             )
         return path, None
-    if exists:
-        raise ModelError(f"{name} is a file; give the folder that holds config.json and the safetensors")
     if HUB_ID.fullmatch(name) is None:
         raise ModelError(
             f"there is no folder {name}, and it cannot be a hub id either; give one of the two"

@@ -198,7 +198,7 @@ def _save_with_controller(
 
     It is added to ``client_states`` itself, from which OpenRLHF then saves its best checkpoint.
     """
-    client_states[STATE] = trainer.kl_ctl.leash.to_dict()
+    client_states[STATE] = trainer.kl_ctl.state_dict()
     save(trainer, global_step, logs_dict, client_states)
 
 
@@ -206,7 +206,7 @@ def _restore_with_controller(restore: Callable[..., None], trainer: Any, checkpo
     """Restore as OpenRLHF, and the controller from its state; a warning if the checkpoint has none."""
     restore(trainer, checkpoint_states)
     if checkpoint_states["global_step"] > 0:
-        trainer.kl_ctl.load_state(checkpoint_states.get(STATE, {}))
+        trainer.kl_ctl.load_state_dict(checkpoint_states.get(STATE, {}))
 
 
 def _step_with_mean_kl(

@@ -100,7 +100,8 @@ def with_state(leash: Leash, saved: Mapping[str, Any]) -> Leash:
 class StatefulController:
     """A mutable wrapper around a beta controller, for frameworks that keep one object and update it in place.
 
-    The controllers of kleash are immutable: ``after`` returns the next one. ``leash`` is the current one.
+    The controllers of kleash are immutable: ``after`` returns the next one. ``leash`` is the current one. By PyTorch's
+    names of the state, checkpoints can hold it: ``accelerator.register_for_checkpointing(controller)``.
     """
 
     def __init__(self, leash: Leash) -> None:
@@ -124,18 +125,22 @@ class StatefulController:
         """
         self.leash = self.leash.after(current_kl, sequences=n_steps, standard_error=standard_error)
 
-    def load_state(self, saved: Mapping[str, Any]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """The settings and state of ``leash``, as its ``to_dict``."""
+        return self.leash.to_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore beta and the measured levels, as ``with_state``; warn if nothing was saved of what moves.
 
         Args:
-            saved: the result of ``leash.to_dict()``, or an empty mapping.
+            state_dict: the result of ``state_dict()``, or an empty mapping.
         """
-        if not saved and not isinstance(self.leash, FixedBeta):
+        if not state_dict and not isinstance(self.leash, FixedBeta):
             warnings.warn(
                 f"the checkpoint has no state of a KL controller, so it begins anew at {self.value}",
                 stacklevel=2,
             )
-        self.leash = with_state(self.leash, saved)
+        self.leash = with_state(self.leash, state_dict)
 
 
 def beta_reason(before: Leash, after: Leash, measured_nats: SupportsFloat) -> str | None:

@@ -181,11 +181,10 @@ def read_result(kind: type[T], path: Path, what: str, missing: str, advice: str)
         RunFolderError: if it is missing, damaged, or of another schema.
     """
     with reading(path, missing):
-        is_missing = not is_there(path)
-    if is_missing:
-        lacks = f"{path.parent} has no {path.name}; {missing}"
-        raise RunFolderError(lacks if path.parent.exists() else f"there is no folder {path.parent}")
-    return Checksums.read(path.parent).read_record(kind, path, what, advice)
+        if is_there(path):
+            return Checksums.read(path.parent).read_record(kind, path, what, advice)
+    lacks = f"{path.parent} has no {path.name}; {missing}"
+    raise RunFolderError(lacks if path.parent.exists() else f"there is no folder {path.parent}")
 
 
 def write_checked(

@@ -120,10 +120,9 @@ def holds_job(root: Path, what: str, marks: Set[str], leftovers: Iterable[str]) 
         RunFolderError: if it is a file, cannot be read, or holds other files.
     """
     with writing(root):
-        is_file = is_there(root) and not root.is_dir()
+        if is_there(root) and not root.is_dir():
+            raise RunFolderError(f"{root} is a file, and a {what} is a folder; give another name")
         names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
-    if is_file:
-        raise RunFolderError(f"{root} is a file, and a {what} is a folder; give another name")
     if not marks.isdisjoint(names):
         return True
     known = (f"{TEMPORARY}*", *leftovers)

@@ -65,7 +65,7 @@ def save_checkpoint(original: Callable[..., Any], trainer: Any, *args: Any, **kw
     if isinstance(controller, KLController):
         folder = Path(trainer.config.trainer.default_local_dir) / f"global_step_{trainer.global_steps}"
         folder.mkdir(parents=True, exist_ok=True)
-        write_checked(folder, folder / CONTROLLER_FILE, to_json(controller.leash.to_dict()))
+        write_checked(folder, folder / CONTROLLER_FILE, to_json(controller.state_dict()))
     return original(trainer, *args, **kwargs)
 
 
@@ -88,5 +88,5 @@ def load_checkpoint(original: Callable[..., Any], trainer: Any, *args: Any, **kw
         path, saved = folder / CONTROLLER_FILE, b"{}"
         if path.exists():
             saved = Checksums.read(folder).read_bytes(path, "remove it to start the controller anew")
-        controller.load_state(parse_json(saved))
+        controller.load_state_dict(parse_json(saved))
     return result
