@@ -56,10 +56,8 @@ def training(folder, tmp_path):
         settings |= {"per_device_train_batch_size": 2, "output_dir": str(tmp_path / "run")}
         ids = torch.randint(3, 300, (8, 12), generator=torch.Generator().manual_seed(0)).tolist()
         rows = [{"input_ids": row, "labels": row} for row in ids]
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        return kind(
-            model=network, args=TrainingArguments(**settings), train_dataset=rows, processing_class=tokenizer
-        )
+        args, tokenizer = TrainingArguments(**settings), AutoTokenizer.from_pretrained(folder)
+        return kind(model=network, args=args, train_dataset=rows, processing_class=tokenizer)
 
     return build
 

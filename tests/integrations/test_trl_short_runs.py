@@ -69,7 +69,6 @@ def test_a_run_logs_kl(made, kind, asked, settings):
 @pytest.mark.parametrize(("kind", "loss_type"), [("GRPO", "grpo"), ("GRPO", "dapo"), ("RLOO", None)])
 def test_gradient_accumulation_gives_the_same_update(made, folder, kind, loss_type):
     """Rewards are all alike, so that the KL is all there is to the update; its size shows in the gradient's norm."""
-
     norms, weights = [], []
     for parts in (1, 2):
         settings = {"gradient_accumulation_steps": parts, "max_steps": 1}

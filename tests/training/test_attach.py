@@ -40,13 +40,9 @@ def plain(folder, tmp_path, kind=Trainer, **settings):
     ids = torch.randint(3, 300, (8, 12), generator=torch.Generator().manual_seed(0)).tolist()
     given = {**QUIET, "max_steps": 4, "logging_steps": 2, "seed": 3, **settings}
     rows = [{"input_ids": row, "labels": row} for row in ids]
-    return kind(
-        model=AutoModelForCausalLM.from_pretrained(folder),
-        args=TrainingArguments(output_dir=str(tmp_path / "hf"), **given),
-        train_dataset=rows,
-        eval_dataset=rows,
-        processing_class=AutoTokenizer.from_pretrained(folder),
-    )
+    args = TrainingArguments(output_dir=str(tmp_path / "hf"), **given)
+    network, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    return kind(model=network, args=args, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer)
 
 
 def monitor(folder, **more):
@@ -336,8 +332,11 @@ def test_kl_to_the_start_is_beside_that_to_a_reference_that_moves(trl, folder, t
     moves |= {"learning_rate": 1e-2, "chat_template_kwargs": {"mood": "calm"}}
     trainer = grpo(trl, folder, tmp_path, leashed=leashed, **moves)
     data = prompts and type(trainer.train_dataset).from_dict({"prompt": prompts})
+    trainer.tools = [torch.initial_seed]
     log = kleash.attach(trainer, monitor=data, out=tmp_path / "run")
-    assert prompts or "{'mood': 'calm'}" in str(next(log._callbacks(DriftMonitor)).prompts[0])
+    shown = str(next(log._callbacks(DriftMonitor)).prompts[0])
+    assert prompts or ("{'mood': 'calm'}" in shown and "'name': 'initial_seed'" in shown)
+    trainer.tools = None
     trainer.train()
     first, last = (step.metrics for step in read_steps(tmp_path / "run"))
     assert first["kl/k3"] == last["kl/k3"] == first["drift/kl_per_sequence"] == 0
@@ -345,6 +344,10 @@ def test_kl_to_the_start_is_beside_that_to_a_reference_that_moves(trl, folder, t
     of_start = DriftMonitor(prompts=prompts or trainer.train_dataset["prompt"][:32], reference=start)
     drift = of_start.attach(trainer).measure()
     assert last["drift/kl_per_sequence"] == pytest.approx(drift.per_sequence.value, rel=1e-5) != 0
+    other = grpo(trl, folder, tmp_path, leashed=leashed, **moves)
+    other.environment_factories = {None: object}
+    log = kleash.attach(other, monitor=data, out=tmp_path / "other")
+    assert len([*log._callbacks(DriftMonitor)]) == (prompts is not None), "an environment makes the prompts"
 
 
 @pytest.mark.parametrize("kind", ["DPO", "KTO"])

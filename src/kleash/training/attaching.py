@@ -86,7 +86,7 @@ def attach(
         out: the folder of the run, which is made when training begins.
         monitor: prompts, as those of ``DriftMonitor``, whose KL is measured every 100 steps; or a ``DriftMonitor``. In
             GRPO and RLOO whose reference TRL moves (``sync_ref_model``, BEMACallback), None stands for the first 32
-            prompts of the training, and the reference as it was.
+            prompts of the training, unless an environment makes them, and the reference as it was.
         on_hacking: the response to alerts, which are logged: "warn", "stop", "halve-lr" or "tighten".
         report_to: trackers of the steps by kleash's names, beside those of the trainer.
         rollouts_every: steps between the batches of GRPO and RLOO that are written to ``out/rollouts`` with the columns
@@ -99,6 +99,8 @@ def attach(
         OptionError, UnknownNameError: if an option is invalid, the trainer's beta is no price of a KL, its teacher is
             the policy itself, or a monitor has no reference.
     """
+    from transformers.utils import get_json_schema
+
     from kleash.integrations.trainer.compat import makes_trl_passes, moves_reference
     from kleash.training.step_logger import FolderLog
 
@@ -112,9 +114,18 @@ def attach(
             "%s passes over responses in its own way, not TRL's, so they are not measured: the KL is that of monitor=",
             type(trainer).__name__,
         )
-    if monitor is None and algorithm in GENERATING and moves_reference(trainer):
-        monitor = [  # messages with the variables with which TRL renders them
-            row | {"chat_template_kwargs": getattr(trainer, "chat_template_kwargs", None)}
+    if (
+        monitor is None
+        and algorithm in GENERATING
+        and moves_reference(trainer)
+        and not getattr(trainer, "environment_factories", None)  # its prompts are no rows
+    ):
+        monitor = [  # messages with the tools and variables with which TRL renders them
+            row
+            | {
+                "tools": [get_json_schema(tool) for tool in getattr(trainer, "tools", None) or ()],
+                "chat_template_kwargs": getattr(trainer, "chat_template_kwargs", None),
+            }
             for row in islice(trainer.train_dataset, PROMPTS_OF_START)
         ]
     drift_monitor = _drift_monitor(monitor, reference)
