@@ -141,12 +141,10 @@ def test_until_relative_error_is_decided_seldom_in_a_run_of_many_shards(job, mod
     monkeypatch.setattr(shard_scoring, "mean_of_sequences", counted)
     with RunFolder(tmp_path).writing(HEADER, resume=False) as folder:
         running = RunningKL(run=opened(replace(job, until_relative_error=1e-9), models, folder))
+        monkeypatch.setattr(shard_scoring, "Checksums", None)  # those of all shards are of order n², too
         for index in range(1000):
-            sums = SequenceSums(
-                *(np.array([index]), np.array([0]), np.array([index])),
-                *(np.array([index % 7 + 1.0]), np.array([5.0])),
-            )
-            running.add(index, sums)
+            columns = [index], [0], [index], [index % 7 + 1.0], [5.0]
+            running.add(index, SequenceSums(*map(np.array, columns)))
     assert len(running._sums) == 1000 and running.stop is None
     assert decisions[:100] == list(range(1, 101)) and len(decisions) < 350
     assert all(later <= 1.01 * earlier + 1 for earlier, later in pairwise(decisions))

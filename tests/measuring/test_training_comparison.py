@@ -186,6 +186,6 @@ def test_means_leave_out_what_has_no_number_and_go_with_their_steps(tmp_path):
         for step in (1, 2, 3):
             append_step(tmp_path, StepRecord(step=step, metrics={}), [], means_by_prompt(drawn, drawn))
         keep_steps(tmp_path, 2)
-    kept = (read_prompt_means(tmp_path), read_steps(tmp_path))
+    kept = ([*read_prompt_means(tmp_path)], read_steps(tmp_path))
     assert [[record.step for record in each] for each in kept] == [[1, 2], [1, 2]]
-    assert read_prompt_means(tmp_path)[0].means.keys() == {"reward/score", "eval/reward"}
+    assert next(read_prompt_means(tmp_path)).means.keys() == {"reward/score", "eval/reward"}

@@ -10,7 +10,7 @@ from page_text import Page
 from synthetic_training import EVIL, header_of, write_hostile_run, write_pairs_run, write_run
 
 from kleash.errors import RunFolderError
-from kleash.records import GRPOJob, PPOJob, StepRecord, TrainingFolder
+from kleash.records import GRPOJob, HackingAlert, PPOJob, StepRecord, TrainingFolder
 from kleash.reports import write_training_report
 from kleash.reports.folder_report import write_report_of
 from kleash.reports.training import format_metric, metrics_table, run_warnings, summary_cards
@@ -62,19 +62,15 @@ def test_a_number_of_every_other_step_is_a_line_through_them():
     begun = [StepRecord(step=0, metrics={"eval/reward": 0.5}), *history[1:8]]
     cards = summary_cards(header_of(GRPOJob()), begun, None)
     assert ("Held-out reward", "8.00", "0.500 in step 0") in cards
-    assert ("KL per sequence", "8.00 nats", "2.00 in step 2") in cards, (
-        "where training begins with an evaluation"
-    )
+    assert ("KL per sequence", "8.00 nats", "2.00 in step 2") in cards, "begun with an evaluation"
     for chart in map(run_charts(history).__getitem__, ("held-out", "kl-sequence")):
         assert list(curves(drawn(chart)[0]).values()) == [([2, 4, 6, 8], [2.0, 4.0, 6.0, 8.0])]
         assert chart.rows[:2] == (("1", "–"), ("2", "2.00")), "which is no NaN"
 
 
 def test_the_command_repeats_the_run(hostile):
-    assert (
-        f"kleash train ppo --policy '{EVIL}' --prompts x --reward 'a:b{EVIL}' '0.5*c:d' --steps 60 "
-        "--controller pid --target-nats 6.0"
-    ) in hostile.words
+    command = f"kleash train ppo --policy '{EVIL}' --prompts x --reward 'a:b{EVIL}' '0.5*c:d' --steps 60"
+    assert f"{command} --controller pid --target-nats 6.0" in hostile.words
 
 
 def test_the_curves_hold_the_numbers_with_their_errors_and_the_target():
@@ -137,11 +133,17 @@ def test_beta_over_decades_is_drawn_on_a_logarithmic_axis():
 @pytest.mark.usefixtures("undrawn")
 def test_a_stopped_run_shows_the_reason_and_its_command_with_disabled_switches(tmp_path):
     job = PPOJob(whiten=False, trust_remote_code=True, clip_range_value=None)
-    files = TrainingFolder(write_run(tmp_path / "run", healthy(3), job))
-    files.write_result(replace(files.result(), stopped="the hacking monitor stopped it"))
+    alerts = tuple(HackingAlert(kind="runaway", sentence=f"alert {at}") for at in range(25))
+    history = [replace(record, alerts=alerts * (record.step == 2)) for record in healthy(3)]
+    files = TrainingFolder(write_run(tmp_path / "run", history, job))
+    ended = {"stopped": "the hacking monitor stopped it", "alerts": tuple(each.sentence for each in alerts)}
+    result = replace(files.result(), **ended)
+    files.write_result(result)
     text = Page(write_training_report(files.root)).words
     command = "kleash train ppo --steps 3 --no-whiten --clip-range-value None --trust-remote-code"
     assert command in text and "Steps 3 the hacking monitor stopped it" in text
+    assert "The last 20; 5 earlier ones are in steps.jsonl . Step 2: alert 5. Step 2: alert 6." in text
+    assert "in steps.jsonl: 5\nwarning: alert 5\n" in result.summary()
 
 
 @pytest.mark.usefixtures("undrawn")

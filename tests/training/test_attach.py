@@ -374,7 +374,7 @@ def test_dpo_and_kto_are_steered_by_the_monitor_whose_time_is_apart(trl, folder,
     assert ["kl/exact_per_sequence" in step.metrics for step in steps] == [True, True, False, True]
     assert [step.metrics.get("time/drift", 0.0) > 0 for step in steps] == [True, True, False, True]
     assert steps[0].metrics["kl/exact_per_sequence"] == 0 < steps[3].metrics["kl/exact_per_sequence"]
-    by_prompt = read_prompt_means(tmp_path / "run")[-1].means["kl/exact_per_sequence"].values()
+    by_prompt = [*read_prompt_means(tmp_path / "run")][-1].means["kl/exact_per_sequence"].values()
     assert fmean(by_prompt) == pytest.approx(steps[3].metrics["kl/exact_per_sequence"])
     comparison = kleash.compare([tmp_path / "run"] * 2)
     assert comparison.differences[0].shared_prompts == 3 and "only 3 clusters" in comparison.summary()
@@ -535,7 +535,7 @@ def test_evaluation_is_the_headline_and_the_best_checkpoint_is_named(trl, folder
     longer.add_callback(predicting)
     longer.train(resume_from_checkpoint=True)
     last = read_steps(tmp_path / "run")[-1].metrics
-    means = read_prompt_means(tmp_path / "run")[-1].means
+    means = [*read_prompt_means(tmp_path / "run")][-1].means
     assert len(means["eval/reward"]) == 2 and "reward/score" in means, "none that were predicted"
     best_before = max(one["eval/reward"] for one in evaluated)
     assert last["eval/reward_change"] == pytest.approx(last["eval/reward"] - best_before), "resumed"

@@ -28,7 +28,7 @@ def play(run_log: RunLog, history: list[StepRecord]) -> list[Advice]:
     return [run_log.step(record.step, record.metrics) for record in history]
 
 
-def test_logged_step_is_on_disk(tmp_path: Path) -> None:
+def test_logged_step_is_on_disk_and_the_next_one_hides_no_damage_to_it(tmp_path: Path) -> None:
     run_log = run_log_of(tmp_path)
     with pytest.raises(UnknownNameError, match=r"no metric is called 'kl/k4'; did you mean 'kl/k"):
         run_log.step(1, {"kl/k4": 1.0})
@@ -39,6 +39,10 @@ def test_logged_step_is_on_disk(tmp_path: Path) -> None:
     assert record.events == ("beta was bounded",)
     assert [one.sample for one in read_samples(tmp_path)] == [SAMPLES[at] for at in (0, 1, 3, 4)]
     run_log.display.stepped.assert_called_once_with(record)  # type: ignore[attr-defined]
+    (tmp_path / "steps.jsonl").write_text('{"step": 1, "metrics": {}}\n')
+    run_log.step(2, {"beta": 0.1})  # to read and hash all lines at each of n steps takes a time of order n²
+    with pytest.raises(RunFolderError, match=r"steps\.jsonl is damaged"):
+        read_steps(tmp_path)
 
 
 def test_errors_over_few_prompts_warn_once(tmp_path: Path) -> None:
@@ -151,8 +155,7 @@ def test_trackers_log_through_accelerate(name: str, tmp_path: Path, monkeypatch:
     run_log.step(1, {"beta": 0.5, "kl/exact_per_token": 0.25})
     run_log.close()
     run_log.close()
-    assert service.logged == [(1, {"beta": 0.5, "kl": 0.25})]
-    assert service.finished == 1
+    assert (service.logged, service.finished) == ([(1, {"beta": 0.5, "kl": 0.25})], 1)
     assert "my-run" in service.began.values() and "kleash" in service.began.values()
     assert service.settings["reward"] == "a:b c:d" and service.settings["algorithm"] == "ppo"
 
@@ -192,14 +195,11 @@ def test_a_tracker_that_fails_ends_no_training(
     run_log = run_log_of(tmp_path, report_to=("wandb", "trackio"))
     run_log.step(1, {"beta": 0.5})
     monkeypatch.setattr(broken, part, fail)
-    with pytest.warns(
-        TrackerWarning, match=rf"the tracker wandb {words}.* \(no network\); all steps are in"
-    ) as caught:
+    warning = rf"the tracker wandb {words}.* \(no network\); all steps are in"
+    with pytest.warns(TrackerWarning, match=warning) as caught:
         run_log.step(2, {"beta": 0.25})
         run_log.step(3, {"beta": 0.125})
         run_log.close()
     assert len(caught) == 1 and "\n" not in str(caught[0].message)
-    assert (
-        [step for step, _ in working.logged] == [record.step for record in read_steps(tmp_path)] == [1, 2, 3]
-    )
-    assert working.finished == 1
+    on_disk = [record.step for record in read_steps(tmp_path)]
+    assert [step for step, _ in working.logged] == on_disk == [1, 2, 3] and working.finished == 1

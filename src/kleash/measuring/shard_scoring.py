@@ -93,6 +93,9 @@ class RunningKL:
     def _of_others(self) -> Iterator[SequenceSums]:
         """Iterate over the sums of the next shards that other processes, or earlier ones, have written."""
         folder, column = self.run.folder, self.run.job.headline
+        # A process alone would otherwise read all names and checksums after each shard.
+        if not folder.has(len(self._sums)):
+            return
         on_disk = folder.on_disk()
         # read after the names: each file has its checksum before it has its name
         checksums = Checksums.read(folder.root)

@@ -96,7 +96,7 @@ def _read(folder: Path, name: str) -> _TrainingRun:
         name=name,
         header=header,
         history=history,
-        prompts=read_prompt_means(folder),
+        prompts=tuple(read_prompt_means(folder)),
         result=files.result(),
     )
 

@@ -14,13 +14,12 @@ from kleash.store import StepRecord, TrainingFolder, TrainingResult, read_sample
 from kleash.store.job_folder import RunHeader
 from kleash.store.metrics import METRICS, metric_of, number_of, per_what
 from kleash.store.steps import STEPS
-from kleash.store.training_folder import last_checkpoint
+from kleash.store.training_folder import MAX_ALERTS, last_checkpoint
 from kleash.uncertainty.diagnostics import few_clusters
 
 MAX_SAMPLE_STEPS = 6
 """Steps whose responses are shown: the first, the last and evenly chosen ones between."""
 MAX_SAMPLES = 3
-MAX_EVENTS = 50
 HELD_OUT = "eval/"
 """Prefix of the metrics of evaluations, which not every step has."""
 
@@ -46,7 +45,6 @@ def write_training_report(folder: Path) -> Path:
             if last_checkpoint(folder) is not None
             else f"{folder} holds a training run without a step; the report needs at least one"
         )
-    events = [(record.step, event) for record in history for event in record.events]
     sampled = read_samples(folder)
     per = str(header.settings.get("target_per", TrainingResult.target_per))
     return write_page(
@@ -60,8 +58,8 @@ def write_training_report(folder: Path) -> Path:
         steps=history[-1].step,
         cards=summary_cards(header, history, result),
         alerts=[(record.step, alert) for record in history for alert in record.alerts],
-        events=events[-MAX_EVENTS:],
-        events_left_out=max(0, len(events) - MAX_EVENTS),
+        events=[(record.step, event) for record in history for event in record.events],
+        most=MAX_ALERTS,
         charts=run_charts(history, target=target_nats(header), per=per),
         samples=[
             (step, [each.sample for each in sampled if each.step == step][:MAX_SAMPLES])

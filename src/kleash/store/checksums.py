@@ -10,14 +10,15 @@ take the lines of all.
 
 import json
 import os
-from collections.abc import Callable, Generator, Iterable, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from kleash.errors import KleashError, RunFolderError
 from kleash.store.atomic import append_lines, remove_file, sync_folder, write_atomically, writing
@@ -39,6 +40,14 @@ class FileChecksum:
 
     size: int
     sha256: str
+
+
+@dataclass
+class HashSoFar:
+    """The SHA-256 of the beginning of a file to which lines are appended, so that none is read twice."""
+
+    size: int = 0
+    digest: Any = field(default_factory=sha256)
 
 
 ChecksumLine = tuple[str, FileChecksum | None]
@@ -208,9 +217,17 @@ def write_checked(
     )
 
 
-def record_checksums(root: Path, *paths: Path) -> None:
-    """Record the checksums of files of the folder ``root`` as they are now."""
-    _append(root, *(_line(root, path, file_checksum(path)) for path in paths))
+def record_checksums(
+    root: Path, *paths: Path, hashes: Mapping[str, HashSoFar] = MappingProxyType({})
+) -> None:
+    """Record the checksums of files of the folder ``root`` as they are now.
+
+    Args:
+        root: the folder.
+        paths: the files.
+        hashes: by a file's name; updated. What they hold is not read again, so that damage to it stays damage.
+    """
+    _append(root, *(_line(root, path, file_checksum(path, hashes.get(path.name))) for path in paths))
 
 
 def begin_checksums(root: Path) -> None:
@@ -222,10 +239,9 @@ def begin_checksums(root: Path) -> None:
 
 def _lines_of(path: Path) -> list[ChecksumLine]:
     """The lines of a file of checksums; none if there is no such file."""
-    content = b""
     with reading(path, COPY), suppress(FileNotFoundError):
-        content = path.read_bytes()
-    return _parsed_lines(path, content)
+        return _parsed_lines(path, path.read_bytes())
+    return []
 
 
 @lru_cache(maxsize=64)
@@ -286,15 +302,16 @@ def seal_folder(root: Path) -> None:
     write_atomically(root / CHECKSUMS, "".join(lines))
 
 
-def file_checksum(path: Path) -> FileChecksum:
-    """Size and SHA-256 of a file."""
-    digest, size = sha256(), 0
+def file_checksum(path: Path, begun: HashSoFar | None = None) -> FileChecksum:
+    """Size and SHA-256 of a file, of which only what ``begun`` does not hold is read, and added to it."""
+    so_far = begun or HashSoFar()
     block = memoryview(bytearray(BLOCK))
     with path.open("rb", buffering=0) as file:
+        file.seek(so_far.size)
         while count := file.readinto(block):
-            digest.update(block[:count])
-            size += count
-    return FileChecksum(size, digest.hexdigest())
+            so_far.digest.update(block[:count])
+            so_far.size += count
+    return FileChecksum(so_far.size, so_far.digest.hexdigest())
 
 
 def in_threads(function: Callable[[Path], T], paths: Sequence[Path]) -> list[T]:

@@ -48,7 +48,7 @@ from kleash.store.summary import (
     with_interval,
 )
 from kleash.store.sweep import QUANTILE, Attribution, Sweep, SweepCandidate
-from kleash.store.training_folder import TrainingResult
+from kleash.store.training_folder import MAX_ALERTS, TrainingResult
 
 EXTREMES = (
     ("effective_sample_size", "effective sample size", "{:,.0f} tokens"),
@@ -522,7 +522,14 @@ def _(training: TrainingResult) -> Summary:
                 ),
             ),
         ),
-        warnings=training.alerts,
+        warnings=(
+            *(
+                (f"earlier alerts, which are in steps.jsonl: {len(training.alerts) - MAX_ALERTS}",)
+                if len(training.alerts) > MAX_ALERTS
+                else ()
+            ),
+            *training.alerts[-MAX_ALERTS:],
+        ),
     )
 
 

@@ -6,20 +6,21 @@ files must begin with what the last total says; lines after it are those of a st
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import TypeVar
 
 from kleash.errors import RunFolderError
 from kleash.registry import grouped
 from kleash.store.atomic import append_lines, writing
-from kleash.store.checksums import Checksums, is_there, reading, record_checksums, write_checked
+from kleash.store.checksums import Checksums, HashSoFar, is_there, reading, record_checksums, write_checked
 from kleash.store.codec import decode, encode, parse_json
 
-STEPS, SAMPLES, PROMPTS = "steps.jsonl", "samples.jsonl", "prompts.jsonl"
+FILES = STEPS, SAMPLES, PROMPTS = "steps.jsonl", "samples.jsonl", "prompts.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +37,17 @@ class HackingAlert:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRecord:
-    """A line of ``steps.jsonl``."""
+class LineRecord:
+    """A line of a file."""
 
     step: int
     """From 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord(LineRecord):
+    """A line of ``steps.jsonl``."""
+
     metrics: Mapping[str, float]
     """By kleash's names; ``METRICS`` says what they are."""
     events: tuple[str, ...] = ()
@@ -64,25 +71,20 @@ class Sample:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleRecord:
+class SampleRecord(LineRecord):
     """A line of ``samples.jsonl``: a response of a step."""
 
-    step: int
     sample: Sample
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptRecord:
+class PromptRecord(LineRecord):
     """A line of ``prompts.jsonl``: what a step measured on each prompt, by which runs are compared in pairs."""
 
-    step: int
     means: Mapping[str, Mapping[str, float]]
     """Metric -> hash of a prompt's text -> mean over the responses to it that have the number."""
 
 
-LineRecord = StepRecord | SampleRecord | PromptRecord
-KINDS: Mapping[str, type[LineRecord]] = {STEPS: StepRecord, SAMPLES: SampleRecord, PROMPTS: PromptRecord}
-"""File -> the kind of its lines."""
 T = TypeVar("T", bound=LineRecord)
 
 BROKEN = "go on from a copy of the folder, or begin again in another one"
@@ -106,13 +108,13 @@ def read_samples(folder: Path | str) -> tuple[SampleRecord, ...]:
     return tuple(_decoded(Path(folder) / SAMPLES, SampleRecord))
 
 
-def read_prompt_means(folder: Path | str) -> tuple[PromptRecord, ...]:
-    """The means by prompt that a run's folder holds.
+def read_prompt_means(folder: Path | str) -> Iterator[PromptRecord]:
+    """Iterate over the means by prompt that a run's folder holds, which are many numbers in a long run.
 
     Raises:
         RunFolderError: if a line but the last is damaged, or one is missing.
     """
-    return tuple(_decoded(Path(folder) / PROMPTS, PromptRecord))
+    return _decoded(Path(folder) / PROMPTS, PromptRecord)
 
 
 def means_by_prompt(samples: Sequence[Sample], held_out: Sequence[Sample]) -> dict[str, dict[str, float]]:
@@ -155,8 +157,16 @@ def append_step(
     record: StepRecord,
     samples: Sequence[Sample],
     means: Mapping[str, Mapping[str, float]] | None = None,
+    hashes: Mapping[str, HashSoFar] = MappingProxyType({}),
 ) -> None:
     """Add a step, some of its responses and its means by prompt; when this returns they are on the disk.
+
+    Args:
+        folder: of the run.
+        record: the step.
+        samples: the responses.
+        means: metric -> hash of a prompt's text -> mean.
+        hashes: as in ``record_checksums``; without them the files are read again.
 
     Raises:
         RunFolderError: if they cannot be written.
@@ -172,7 +182,7 @@ def append_step(
             append_lines(
                 path, [json.dumps(encode(each), allow_nan=False, ensure_ascii=False) for each in lines]
             )
-        record_checksums(folder, *files)
+        record_checksums(folder, *files, hashes=hashes)
 
 
 def keep_steps(folder: Path, last: int) -> None:
@@ -183,22 +193,19 @@ def keep_steps(folder: Path, last: int) -> None:
     Raises:
         RunFolderError: if a line but the last is damaged, or the files cannot be written.
     """
-    for name, kind in KINDS.items():
-        path = folder / name
+    for path in (folder / name for name in FILES):
         if path.exists():
-            lines = zip(_lines(path), _decoded(path, kind), strict=True)
+            lines = zip(_lines(path), _decoded(path, LineRecord), strict=True)
             write_checked(folder, path, b"".join(line for line, record in lines if record.step <= last > 0))
 
 
-def _decoded(path: Path, kind: type[T]) -> list[T]:
-    """The records in a file."""
-    records: list[T] = []
+def _decoded(path: Path, kind: type[T]) -> Iterator[T]:
+    """Iterate over the records in a file."""
     for number, line in enumerate(_lines(path.expanduser()), 1):
         try:
-            records.append(decode(kind, parse_json(line)))
+            yield decode(kind, parse_json(line))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise RunFolderError(f"{path}, line {number}, cannot be read: {error}; {BROKEN}") from error
-    return records
 
 
 def _lines(path: Path) -> list[bytes]:

@@ -18,9 +18,10 @@ from kleash.registry import options_given
 from kleash.reports.trackers import Tracker, open_trackers
 from kleash.reports.training import step_warnings
 from kleash.store import HackingAlert, Sample, StepRecord, TrainingFolder, TrainingResult, read_steps
+from kleash.store.checksums import HashSoFar
 from kleash.store.file_hashes import require_unchanged_files
 from kleash.store.metrics import spelt, with_errors
-from kleash.store.steps import STEPS, append_step, keep_steps, means_by_prompt, read_prompt_means
+from kleash.store.steps import FILES, STEPS, append_step, keep_steps, means_by_prompt, read_prompt_means
 from kleash.training.hacking_monitor import HackingMonitor, distinct, repetition
 from kleash.uncertainty import clustered_mean
 
@@ -131,6 +132,8 @@ class RunLog:
         """The steps so far."""
         self._best: Mapping[str, float] = {}
         """Held-out prompt -> mean reward in the best evaluation so far."""
+        self._hashes: Mapping[str, HashSoFar] = {}
+        """File -> hash of its lines so far."""
         self._trackers: list[Tracker] = []
 
     def begin(self, step: int, notes: Sequence[str] = ()) -> None:
@@ -147,6 +150,7 @@ class RunLog:
         """
         require_unchanged_files()
         keep_steps(self.folder, step)
+        self._hashes = {name: HashSoFar() for name in FILES}
         self.history = list(read_steps(self.folder))
         for evaluation in read_prompt_means(self.folder):
             self._change_from_best(evaluation.means)
@@ -210,7 +214,7 @@ class RunLog:
         advice = self.advice(alerts)
         record = replace(record, alerts=alerts, events=(*events, *RESPONSE_EVENTS.get(advice.act, ())))
         TrainingFolder(self.folder).unlink_result()
-        append_step(self.folder, record, spread_sample(samples), means)
+        append_step(self.folder, record, spread_sample(samples), means, self._hashes)
         warnings = step_warnings(values)
         if warnings and not any(step_warnings(earlier.metrics) for earlier in self.history):
             for warning in warnings:
