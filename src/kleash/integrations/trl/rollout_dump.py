@@ -138,7 +138,7 @@ def _engine_column(
     if not 0 < len(steps) <= time or len(steps[-1]) != batch:
         raise CannotRunError(
             f"RolloutDump found {len(generations)} calls of generate for a batch of {batch} responses, and reads the "
-            "log-probabilities of one; generate with vLLM in GRPO, which returns them"
+            'log-probabilities of one; in GRPO, generate with vLLM, or return "logprobs" from rollout_func'
         )
     column = torch.full(completion_ids.shape, torch.nan, device=completion_ids.device)
     last = steps[-1].gather(-1, completion_ids[:, len(steps) - 1 : len(steps)])
