@@ -85,11 +85,11 @@ def test_a_run_of_another_schema_is_refused(models, tmp_path, capsys):
     text.write_text(SOURCE)
     assert main(command(models, "text", text, run)) == 0
     changed_json(run, "run.json", schema=1)
-    record_checksums(run, run / "run.json")
+    record_checksums(run, run / "run.json", hashes={})
     assert main(command(models, "text", text, run, "--resume")) == 2
     assert "has schema 1" in capsys.readouterr().err
     changed_json(run, "measurement.json", schema=1)
-    record_checksums(run, run / "measurement.json")
+    record_checksums(run, run / "measurement.json", hashes={})
     for words in (["report", str(run)], ["compare", str(run), str(run)]):
         assert main(words) == 2
         assert "has schema 1" in capsys.readouterr().err

@@ -123,7 +123,7 @@ def test_a_line_that_is_none_is_named_and_a_folder_that_cannot_be_written(tmp_pa
     (tmp_path / "steps.jsonl").write_text('{"step": 1, "metrics": {}}\n{"step": \n')
     with pytest.raises(RunFolderError, match=r"checksums\.jsonl is missing"):
         read_steps(tmp_path)
-    record_checksums(tmp_path, tmp_path / "steps.jsonl")
+    record_checksums(tmp_path, tmp_path / "steps.jsonl", hashes={})
     with pytest.raises(RunFolderError, match=r"steps\.jsonl, line 2, cannot be read"):
         read_steps(tmp_path)
     with pytest.raises(RunFolderError, match="cannot be written"):

@@ -14,7 +14,7 @@ from kleash.store import StepRecord, TrainingFolder, TrainingResult, read_sample
 from kleash.store.job_folder import RunHeader
 from kleash.store.metrics import METRICS, metric_of, number_of, per_what
 from kleash.store.steps import STEPS
-from kleash.store.training_folder import MAX_ALERTS, last_checkpoint
+from kleash.store.training_folder import MAX_LISTED, last_checkpoint
 from kleash.uncertainty.diagnostics import few_clusters
 
 MAX_SAMPLE_STEPS = 6
@@ -59,7 +59,7 @@ def write_training_report(folder: Path) -> Path:
         cards=summary_cards(header, history, result),
         alerts=[(record.step, alert) for record in history for alert in record.alerts],
         events=[(record.step, event) for record in history for event in record.events],
-        most=MAX_ALERTS,
+        most=MAX_LISTED,
         charts=run_charts(history, target=target_nats(header), per=per),
         samples=[
             (step, [each.sample for each in sampled if each.step == step][:MAX_SAMPLES])

@@ -10,14 +10,13 @@ take the lines of all.
 
 import json
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from kleash.errors import KleashError, RunFolderError
@@ -217,9 +216,7 @@ def write_checked(
     )
 
 
-def record_checksums(
-    root: Path, *paths: Path, hashes: Mapping[str, HashSoFar] = MappingProxyType({})
-) -> None:
+def record_checksums(root: Path, *paths: Path, hashes: dict[str, HashSoFar]) -> None:
     """Record the checksums of files of the folder ``root`` as they are now.
 
     Args:
@@ -227,7 +224,13 @@ def record_checksums(
         paths: the files.
         hashes: by a file's name; updated. What they hold is not read again, so that damage to it stays damage.
     """
-    _append(root, *(_line(root, path, file_checksum(path, hashes.get(path.name))) for path in paths))
+    _append(
+        root,
+        *(
+            _line(root, path, file_checksum(path, hashes.setdefault(path.name, HashSoFar())))
+            for path in paths
+        ),
+    )
 
 
 def begin_checksums(root: Path) -> None:

@@ -48,7 +48,7 @@ from kleash.store.summary import (
     with_interval,
 )
 from kleash.store.sweep import QUANTILE, Attribution, Sweep, SweepCandidate
-from kleash.store.training_folder import MAX_ALERTS, TrainingResult
+from kleash.store.training_folder import MAX_LISTED, TrainingResult
 
 EXTREMES = (
     ("effective_sample_size", "effective sample size", "{:,.0f} tokens"),
@@ -524,11 +524,11 @@ def _(training: TrainingResult) -> Summary:
         ),
         warnings=(
             *(
-                (f"earlier alerts, which are in steps.jsonl: {len(training.alerts) - MAX_ALERTS}",)
-                if len(training.alerts) > MAX_ALERTS
+                (f"earlier alerts, which are in steps.jsonl: {len(training.alerts) - MAX_LISTED}",)
+                if len(training.alerts) > MAX_LISTED
                 else ()
             ),
-            *training.alerts[-MAX_ALERTS:],
+            *training.alerts[-MAX_LISTED:],
         ),
     )
 

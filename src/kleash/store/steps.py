@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
-from types import MappingProxyType
 from typing import TypeVar
 
 from kleash.errors import RunFolderError
@@ -20,7 +19,7 @@ from kleash.store.atomic import append_lines, writing
 from kleash.store.checksums import Checksums, HashSoFar, is_there, reading, record_checksums, write_checked
 from kleash.store.codec import decode, encode, parse_json
 
-FILES = STEPS, SAMPLES, PROMPTS = "steps.jsonl", "samples.jsonl", "prompts.jsonl"
+STEPS, SAMPLES, PROMPTS = "steps.jsonl", "samples.jsonl", "prompts.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +156,7 @@ def append_step(
     record: StepRecord,
     samples: Sequence[Sample],
     means: Mapping[str, Mapping[str, float]] | None = None,
-    hashes: Mapping[str, HashSoFar] = MappingProxyType({}),
+    hashes: dict[str, HashSoFar] | None = None,
 ) -> None:
     """Add a step, some of its responses and its means by prompt; when this returns they are on the disk.
 
@@ -166,7 +165,7 @@ def append_step(
         record: the step.
         samples: the responses.
         means: metric -> hash of a prompt's text -> mean.
-        hashes: as in ``record_checksums``; without them the files are read again.
+        hashes: as in ``record_checksums``; None to read the files again.
 
     Raises:
         RunFolderError: if they cannot be written.
@@ -182,7 +181,7 @@ def append_step(
             append_lines(
                 path, [json.dumps(encode(each), allow_nan=False, ensure_ascii=False) for each in lines]
             )
-        record_checksums(folder, *files, hashes=hashes)
+        record_checksums(folder, *files, hashes={} if hashes is None else hashes)
 
 
 def keep_steps(folder: Path, last: int) -> None:
@@ -193,7 +192,7 @@ def keep_steps(folder: Path, last: int) -> None:
     Raises:
         RunFolderError: if a line but the last is damaged, or the files cannot be written.
     """
-    for path in (folder / name for name in FILES):
+    for path in (folder / STEPS, folder / SAMPLES, folder / PROMPTS):
         if path.exists():
             lines = zip(_lines(path), _decoded(path, LineRecord), strict=True)
             write_checked(folder, path, b"".join(line for line, record in lines if record.step <= last > 0))

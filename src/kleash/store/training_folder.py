@@ -17,8 +17,8 @@ RESULT = "training.json"
 CHECKPOINTS = "checkpoints"
 POLICY = "policy"
 """The folder of the trained model or adapter, in that of the run and in PPO's checkpoints."""
-MAX_ALERTS = 20
-"""Alerts of a run, and its events, that a summary or a page has: the last ones; ``steps.jsonl`` has all."""
+MAX_LISTED = 20
+"""Alerts of a run, or events, that a page or a summary lists: the last ones; ``steps.jsonl`` has all."""
 CHECKPOINT_NAME = re.compile("checkpoint-([0-9]+)", re.ASCII)
 DAMAGED = (
     "delete the checkpoint, and --resume goes on from the one before it, or begins again if none is kept"

@@ -21,7 +21,7 @@ from kleash.store import HackingAlert, Sample, StepRecord, TrainingFolder, Train
 from kleash.store.checksums import HashSoFar
 from kleash.store.file_hashes import require_unchanged_files
 from kleash.store.metrics import spelt, with_errors
-from kleash.store.steps import FILES, STEPS, append_step, keep_steps, means_by_prompt, read_prompt_means
+from kleash.store.steps import STEPS, append_step, keep_steps, means_by_prompt, read_prompt_means
 from kleash.training.hacking_monitor import HackingMonitor, distinct, repetition
 from kleash.uncertainty import clustered_mean
 
@@ -132,7 +132,7 @@ class RunLog:
         """The steps so far."""
         self._best: Mapping[str, float] = {}
         """Held-out prompt -> mean reward in the best evaluation so far."""
-        self._hashes: Mapping[str, HashSoFar] = {}
+        self._hashes: dict[str, HashSoFar] = {}
         """File -> hash of its lines so far."""
         self._trackers: list[Tracker] = []
 
@@ -150,7 +150,7 @@ class RunLog:
         """
         require_unchanged_files()
         keep_steps(self.folder, step)
-        self._hashes = {name: HashSoFar() for name in FILES}
+        self._hashes = {}
         self.history = list(read_steps(self.folder))
         for evaluation in read_prompt_means(self.folder):
             self._change_from_best(evaluation.means)
