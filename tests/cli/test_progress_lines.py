@@ -67,6 +67,7 @@ def test_a_second_part_of_the_work_is_counted_from_0():
             for _ in range(sequences):
                 clock.now += 5.0
                 progress.add_scored(1, 50)
+            progress.update_kl(number())  # of the first part alone
     assert "measuring: 10 of 10 sequences (100 %), 10 tokens/s\n" in file.getvalue()
 
 

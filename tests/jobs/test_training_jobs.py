@@ -31,7 +31,7 @@ def test_what_is_asked_by_default_means_something(kind):
         ({"beta": 0.0, "on_hacking": "tighten"}, "doubles beta up to --beta-max 10, and --beta is 0;"),
         ({"beta": 10, "on_hacking": "tighten"}, "doubles beta up to --beta-max 10, and --beta is 10;"),
         ({"controller": "pid"}, "the controller pid steers to a target; give --target-nats"),
-        ({"controller": "pid", "target_nats": 1.0, "beta": 20.0}, "--beta 20.0 does not lie between"),
+        ({"controller": "pid", "target_nats": 1.0, "beta": 20.0}, "controller pid begins with it"),
         ({"gamma": 1.5}, "--gamma must be from 0 to 1; it is 1.5"),
         ({"minibatches": 17}, "--minibatches 17 cannot be made of 16 responses"),
     ],

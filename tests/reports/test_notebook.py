@@ -53,7 +53,8 @@ def test_every_result_is_shown_with_its_numbers_and_no_foreign_markup(results):
     for result in results:
         html = result._repr_html_()
         assert shown(html).texts and len(html) < 60_000, type(result)
-        assert repr(result).count("\n") < 6 and "; see ." in repr(result), type(result)
+        assert repr(result).count("\n") < 6 and "see ." in repr(result), type(result)
+        assert "0 warnings" not in repr(result) and "0 notes" not in repr(result)
     (measurement, comparison, sweep, mismatch, *_) = (shown(result._repr_html_()) for result in results)
     kl = next(row for row in measurement.cells if row[0] == "KL(policy ‖ reference)")
     assert kl == ["KL(policy ‖ reference)", "0.235", "0.207 to 0.264", "0.014", "nats"]

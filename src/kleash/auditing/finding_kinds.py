@@ -11,9 +11,14 @@ FINDINGS: Mapping[str, str] = MappingProxyType(
     {
         # Of the value:
         # its value is the claimed divergence, or k3 of it, with its arguments exchanged
-        "wrong_direction": "exchange the two arguments",
+        "wrong_direction": (
+            "exchange the two arguments; a function that should give KL(q ‖ p) takes the convention "
+            "'f(…) -> {gives} {place} reverse_kl'"
+        ),
         # its value has the other sign
-        "wrong_sign": "negate it, or set sign=-1 in the convention",
+        "wrong_sign": (
+            "negate it; if the sign is intended, write the call as the convention: 'f(…) -> minus {gives} {place}'"
+        ),
         # its value is a multiple of the claimed divergence, or of k2, over one token or over several
         "wrong_scale": (
             "remove the factor, or move it into the coefficient; where a sum and a mean are exchanged, "
@@ -28,7 +33,10 @@ FINDINGS: Mapping[str, str] = MappingProxyType(
         # its value is a cross-entropy or an entropy, which is not 0 where p = q
         "cross_entropy": "subtract the entropy, or use {value}",
         # its value is another quantity than the convention claims
-        "other_divergence": "use {value}, or set the convention's claims to the intended divergence",
+        "other_divergence": (
+            "use {value}; if another divergence is intended, write the call as the convention, with its name: "
+            "'f(…) -> {gives} {place} jensen_shannon'"
+        ),
         # its value is a multiple of a KL of distributions at another temperature
         "other_temperature": (
             "audit f(T * logits_p, T * logits_q) / T**2 if the temperature T is intended; a loss is multiplied by T**2 "
@@ -146,7 +154,7 @@ def remedy_of(kind: str, convention: Convention) -> str:
         case _:
             calls = {"kl": "kleash.kl(logp, logq)", "reverse_kl": "kleash.kl(logq, logp)"}
             value = calls.get(claims, f"kleash.divergences.divergence({claims!r}, logp, logq)")
-    return FINDINGS[kind].format(value=value)
+    return FINDINGS[kind].format(value=value, gives=convention.gives, place=convention.place)
 
 
 def kinds_of(texts: Iterable[str]) -> tuple[str, ...]:

@@ -63,7 +63,6 @@ class Progress(ProgressReporter):
         self._start_time = self._last_line_time = clock()
         self._total: int | None = None
         self._begin_counts()
-        self._kl = ""
 
     def __enter__(self) -> "Progress":
         """Start drawing."""
@@ -109,8 +108,9 @@ class Progress(ProgressReporter):
         self._kl = f"KL so far {with_error(kl)}"
 
     def _begin_counts(self) -> None:
-        """Count from 0."""
+        """Count from 0, and forget the KL of what was measured before."""
         self._tokens, self._last_line_share = 0, 0.0
+        self._kl = ""
         self._done: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
         self._last_count_time = self._clock()

@@ -150,7 +150,8 @@ class RewardJob(OnlineJob):
     controller: Annotated[str, one_of(("fixed", "ziegler", "pid", "dual"))] = "fixed"
     """What moves beta: fixed (nothing), ziegler, pid, or dual."""
     target_nats: Positive | None = None
-    """The KL that a controller steers to; with a fixed beta, the hacking monitor compares with it."""
+    """The KL in nats that a controller steers to, per sequence (per token with --target-per token); with a fixed beta,
+    the hacking monitor compares with it."""
     target_per: Annotated[str, one_of(("sequence", "token"))] = "sequence"
     """Whether the target is per sequence or per token."""
     horizon: Count | None = None
@@ -188,7 +189,8 @@ class RewardJob(OnlineJob):
             ),
             Refusal(
                 steers and not self.beta_min <= self.beta <= self.beta_max,
-                f"--beta {self.beta} does not lie between --beta-min {self.beta_min} and --beta-max {self.beta_max}",
+                f"--beta {self.beta} does not lie between --beta-min {self.beta_min} and --beta-max {self.beta_max}, "
+                f"and the controller {self.controller} begins with it; give one that does",
             ),
             Refusal(
                 not self.reward and self.policy != SHIPPED_REFERENCE,

@@ -191,7 +191,7 @@ class Audit(Result):
     """The result in sentences."""
     findings: tuple[Finding, ...]
     value: str = ""
-    """The quantity that its expected value is: "KL(p || q)", "2 x KL(p || q)", … or "none of the table"."""
+    """The quantity that its expected value is: "KL(p ‖ q)", "2 x KL(p ‖ q)", … or "none of the table"."""
     gradient: str = ""
     """The quantity whose gradient its expected gradient is on-policy, or "zero"; "none" if it is detached, "" for a
     metric."""

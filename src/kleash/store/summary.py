@@ -152,9 +152,12 @@ class Result(JSONRecord):
         """The first lines of the summary, and what says more."""
         summary = summarize(self)
         lines = to_text(summary).split("\n")[: REPR_LINES - 1]
-        notes = sum(label == "note" for label, _ in summary.facts)
-        more = f"{counted(len(summary.warnings), 'warning')}, {counted(notes, 'note')}"
-        return "\n".join([*lines, f"{more}; see {self.views}"])
+        numbers = {
+            "warning": len(summary.warnings),
+            "note": sum(label == "note" for label, _ in summary.facts),
+        }
+        more = ", ".join(counted(number, noun) for noun, number in numbers.items() if number)
+        return "\n".join([*lines, "; ".join(filter(None, (more, f"see {self.views}")))])
 
     def _repr_html_(self) -> str:
         """The summary as HTML, which a notebook shows."""
