@@ -133,6 +133,7 @@ PROCESSES: Mapping[str, Callable[[Random, tuple[int, ...]], Sample]] = {
     "longer drift more": longer_drift_more,
     "documents, AR(1)": documents,
     "one text in blocks": blocks,
+    "lognormal 2": skewed(2.0),
 }
 
 

@@ -175,7 +175,7 @@ def test_a_constant_is_exact_only_if_it_is_the_known_value():
         assert numbers == (0, 0, (0, 0), ())
         assert estimate.is_exact and estimate.relative_error == 0
         assert str(estimate).startswith("0 nats exactly, over ")
-    assert (means.half_width == 0).all() and np.isnan(running_mean(zeros, counts).half_width).all()
+    assert (means.ci95 == 0).all() and np.isinf(running_mean(zeros, counts).ci95).all()
     assert ratio_of_sums(zeros + 1, counts, lower=0.0, known_value=0.0).warnings
     assert ratio_of_sums(np.eye(5)[0], counts, lower=0.0, known_value=0.0).standard_error > 0
     assert not ratio_of_sums(zeros[:1] + 1, counts[:1], lower=0.0, known_value=0.0).is_exact

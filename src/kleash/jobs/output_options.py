@@ -68,7 +68,7 @@ class GateOptions(Options):
 
     at_most: Limit | None = None
     """A limit in nats for the KL per token. Exit code 0 if the upper end of its interval plus the noise floor is not
-    above the limit, 1 if the lower end minus the noise floor is above it, otherwise 3, and how many more tokens would
+    above the limit, 1 if the lower end minus the noise floor is above it, otherwise 3, and how many more tokens may
     decide. Never 0 below 30 clusters."""
     direction: Direction | None = None
     """The KL that --at-most limits: policy-reference averages over the policy's next tokens, reference-policy over the

@@ -68,7 +68,7 @@ class MismatchJob(FormatOption):
     """Print the metrics under the names and definitions of a framework instead: verl."""
     at_most: Limit | None = None
     """A limit in nats for KL(engine ‖ trainer) per token. Exit code 0 if the upper end of its interval is not above
-    the limit, 1 if the lower end is, otherwise 3, and how many more tokens would decide. Never 0 below 30 prompts."""
+    the limit, 1 if the lower end is, otherwise 3, and how many more tokens may decide. Never 0 below 30 prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,12 +139,12 @@ def sequence_total(terms: SequenceTerms, clusters: Clusters, *, is_one_model: bo
 
 def convergence(sums: ClusterSums, statistic: str) -> tuple[ConvergencePoint, ...]:
     """The running mean of a KL with its interval, at up to a hundred points of the run."""
-    tokens, means, half_widths = running_mean(
-        sums[SumKey(statistic)], sums[TOKENS], known_value=0.0 if sums.is_one_model else None
+    running = running_mean(
+        sums[SumKey(statistic)], sums[TOKENS], lower=0.0, known_value=0.0 if sums.is_one_model else None
     )
     return tuple(
-        ConvergencePoint(tokens=int(count), mean=float(mean), ci95=(float(mean - half), float(mean + half)))
-        for count, mean, half in zip(tokens, means, half_widths, strict=True)
+        ConvergencePoint(tokens=tokens, mean=mean, ci95=(low, high))
+        for tokens, mean, (low, high) in zip(*(column.tolist() for column in running), strict=True)
     )
 
 

@@ -203,7 +203,7 @@ def _end(gate: Gate, end: Literal["lower", "upper"]) -> str:
 
 
 def _remedy(gate: Gate) -> str:
-    """What would decide an undecided gate."""
+    """What may decide an undecided gate."""
     if gate.more_tokens is not None:
         return f"about {format_count(max(1, gate.more_tokens))} more tokens, of other prompts or documents, may decide"
     if gate.noise_floor is not None and abs(gate.value - gate.at_most) <= gate.noise_floor:

@@ -71,7 +71,7 @@ class Gate(Verdict):
     clusters: int
     tokens: int
     more_tokens: int | None = None
-    """Of an undecided gate, about how many more tokens would decide it; None if no number of tokens is known to."""
+    """Of an undecided gate, about how many more tokens may decide it; None if no number of tokens is known to."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,8 +144,8 @@ def _(comparison: Comparison) -> Summary:
     )
     has_perplexity = any(name in run.numbers for run in comparison.runs for name in PERPLEXITIES)
     return Summary(
-        headline=f"{len(comparison.runs)} runs compared, paired by {comparison.paired_noun.removesuffix('s')}; a "
-        "difference whose interval contains 0 is not significant",
+        headline=f"{len(comparison.runs)} runs compared, paired by {comparison.paired_noun.removesuffix('s')}; each "
+        "interval is of one difference alone, which is not significant if the interval contains 0",
         facts=(
             ("reference", Name(first.reference)),
             ("estimand", f"of {first.name}, the first: {first.estimand}"),
@@ -203,8 +203,8 @@ def _(comparison: TrainingComparison) -> Summary:
         headline=f"{len(comparison.runs)} training runs compared over steps {comparison.first_step} to "
         f"{comparison.last_step}, "
         + (
-            "paired by prompt; a difference whose interval contains 0 is not significant, and by another seed alone "
-            "runs may differ by more"
+            "paired by prompt; each interval is of one difference alone, which is not significant if the interval "
+            "contains 0, and by another seed alone runs may differ by more"
             if comparison.is_paired
             else "not paired: none of their numbers is known by prompt for both"
         ),

@@ -1,4 +1,4 @@
-"""The decision whether an estimated quantity is at most a limit, and how many more tokens would decide it."""
+"""The decision whether an estimated quantity is at most a limit, and how many more tokens may decide it."""
 
 import math
 from typing import Literal, NamedTuple
@@ -14,7 +14,7 @@ class GateDecision(NamedTuple):
 
     verdict: Literal["passed", "failed", "undecided"]
     more_tokens: int | None
-    """Of an undecided one, the approximate number of further tokens that would decide it; None if it is decided, or if
+    """Of an undecided one, the approximate number of further tokens that may decide it; None if it is decided, or if
     no number of tokens is known to decide it."""
 
 

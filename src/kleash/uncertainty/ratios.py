@@ -1,6 +1,5 @@
 """Means per token with cluster-robust standard errors: ratios of sums over prompts, and differences of two."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,8 +10,7 @@ from kleash.errors import ShapeError
 from kleash.estimate import Estimate
 from kleash.uncertainty.clusters import one_each, sums_by_cluster
 from kleash.uncertainty.intervals import estimate_of
-from kleash.uncertainty.linearisation import ROUNDING_TOLERANCE, RatioTerm, linearise
-from kleash.uncertainty.student_t import student_t_quantile
+from kleash.uncertainty.linearisation import RatioTerm, linearise
 
 Bound = float | Sequence[float] | None
 
@@ -204,8 +202,8 @@ class RunningMean(NamedTuple):
 
     tokens: Int64[np.ndarray, "points"]
     mean: Float64[np.ndarray, "points"]
-    half_width: Float64[np.ndarray, "points"]
-    """Half of the 95 % interval by Student's t; NaN for fewer than two clusters, and if all clusters are equal."""
+    ci95: Float64[np.ndarray, "points 2"]
+    """The 95 % interval of each mean, by ``ratio_of_sums``."""
 
 
 def running_mean(
@@ -213,6 +211,7 @@ def running_mean(
     counts: Real[np.ndarray, "clusters_n"] | Sequence[float],
     points: int = 100,
     *,
+    lower: float | None = None,
     known_value: float | None = None,
 ) -> RunningMean:
     """The mean per token over the first clusters, at evenly spaced numbers of clusters up to all of them.
@@ -221,35 +220,21 @@ def running_mean(
         sums: per cluster, the sum over its tokens, in the order of measurement.
         counts: per cluster, the number of its tokens.
         points: number of points to return; fewer if there are fewer clusters.
-        known_value: the mean that every cluster has by construction: 0 for the KL of a model against itself. The half
-            width is 0 as long as the running mean equals it.
+        lower: the smallest possible mean (0 for a KL).
+        known_value: the mean that every cluster has by construction: 0 for the KL of a model against itself.
 
     Raises:
         ShapeError: if sums and counts differ in length.
     """
     sums, counts = one_each("cluster", sums=sums, counts=counts)
     active = counts > 0
-    sums, counts = np.asarray(sums, np.float64)[active], np.asarray(counts, np.float64)[active]
+    sums, counts = sums[active], counts[active]
     ends = np.unique(np.rint(np.linspace(len(sums), 1, min(points, len(sums)))).astype(np.int64))
-    finite = np.isfinite(sums)
-    centre = sums[finite].sum() / max(counts[finite].sum(), 1.0)
-    # the deviations from the running mean, centre + shift, are residual - shift counts; their squares, expanded:
-    residual = sums - centre * counts
-    with np.errstate(invalid="ignore", divide="ignore"):
-        tokens, residual_sums, residual_squares, residual_products, count_squares = (
-            np.cumsum(column)[ends - 1]
-            for column in (counts, residual, residual**2, residual * counts, counts**2)
-        )
-        shift = residual_sums / tokens
-        squares = residual_squares - 2 * shift * residual_products + shift**2 * count_squares
-        variance = squares * ends / (ends - 1)
-        quantiles = [
-            student_t_quantile(0.975, max(1.0, effective_clusters - 1))
-            for effective_clusters in (tokens**2 / count_squares).tolist()
-        ]
-        half_width = np.array(quantiles) * np.sqrt(variance) / tokens
-    mean = centre + shift
-    # of one cluster, rounding may leave a square above or below 0, divided by 0
-    constant = (ends < 2) | ~(half_width > ROUNDING_TOLERANCE * np.abs(mean))
-    half_width[constant] = np.where(mean[constant] == known_value, 0.0, math.nan)
-    return RunningMean(tokens.astype(np.int64), mean, half_width)
+    estimates = [
+        ratio_of_sums(sums[:end], counts[:end], lower=lower, known_value=known_value) for end in ends
+    ]
+    return RunningMean(
+        np.cumsum(counts)[ends - 1].astype(np.int64),
+        np.array([estimate.value for estimate in estimates]),
+        np.array([estimate.ci95 for estimate in estimates]).reshape(-1, 2),
+    )
