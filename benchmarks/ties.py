@@ -6,6 +6,7 @@ Six candidates, of which the first four are equally far from the reference. A cl
 all candidates share and noise of each candidate, so that differences are paired as in real sweeps. The noise is normal
 or lognormal and added, or multiplies the effect, and then it is long-tailed for two of the four alone, so that a sample
 without the tail ranks them before the others.
+Writes benchmarks/results/ties.json.
 """
 
 from collections.abc import Callable
