@@ -115,6 +115,18 @@ def summarise_error(error: BaseException) -> str:
     return " ".join(lines[: last + 1])[:MAX_REASON_CHARACTERS].rstrip(". ")
 
 
+def lacking_memory(error: BaseException) -> str:
+    """What could not be allocated, in the words of Python, NumPy or torch; empty if the error is another one.
+
+    On a CPU, torch's is a RuntimeError.
+    """
+    kinds = {kind.__name__ for kind in type(error).__mro__}  # torch's, without importing it
+    text = str(error).rpartition("DefaultCPUAllocator: ")
+    if not text[1] and kinds.isdisjoint({"MemoryError", "OutOfMemoryError"}):
+        return ""
+    return text[2].partition(". GPU")[0].partition("\n")[0] or "no more memory can be allocated"
+
+
 def printable(text: str) -> str:
     """``text`` with control characters as JSON escapes such as ``\\u001b``, except line breaks and tabs."""
     return CONTROLS.sub(lambda match: json_escape(match.group()), text)

@@ -4,6 +4,7 @@ import signal
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from command_words import words
@@ -263,6 +264,13 @@ def test_a_lack_of_memory_or_of_a_process_is_a_line(monkeypatch, capsys):
     monkeypatch.setattr(entry, "_run", Mock(side_effect=[memory, process]))
     assert "Tried to allocate 2.00 GiB; give a smaller --batch-tokens, " in failing(capsys, "measure")
     assert "gone (Connection closed by peer [127.0.0.1]:9), and its own " in failing(capsys, "measure")
+    for allocate, lack in (
+        (torch.empty, "can't allocate memory: you tried to allocate 4000000000000000 bytes"),
+        (np.empty, "Unable to allocate 7.11 PiB for an array with shape"),
+        (bytearray, "kleash: no more memory can be allocated"),
+    ):
+        monkeypatch.setattr(entry, "_run", lambda _, allocate=allocate: allocate(10**15))
+        assert lack in (line := failing(capsys, "measure")) and "or more memory" in line
 
 
 READING = ("report A", "compare A B", "mismatch A", "doctor A", "audit A:b")

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 from kleash.cli.streams import command_streams
-from kleash.errors import KleashError, RankError, json_escape
+from kleash.errors import KleashError, RankError, json_escape, lacking_memory
 from kleash.launch_environment import launched_rank, launched_world_size
 
 EXIT_SUCCESS, EXIT_ERROR, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 0, 2, 130, 141
@@ -148,10 +148,9 @@ def _exit_code(arguments: list[str], termination: Termination) -> int:
             return EXIT_BROKEN_PIPE
         return stop.code if isinstance(stop.code, int) else EXIT_SUCCESS
     except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError":  # torch's, without importing it
+        if lack := lacking_memory(error):
             _print_error(
-                f"{str(error).partition('. GPU')[0]}; give a smaller --batch-tokens, which a training takes with "
-                "--resume, too"
+                f"{lack}; give a smaller --batch-tokens, which a training takes with --resume, too, or more memory"
             )
         elif lost := LOST_PROCESS.search(str(error)):
             _print_error(

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from kleash.checkpoints.resolution import find_checkpoint, repository_of
-from kleash.errors import KleashError, ModelError, RunFolderError, TrackerWarning
+from kleash.errors import KleashError, ModelError, RunFolderError, TrackerWarning, lacking_memory
 from kleash.jobs import MeasureJob, SweepJob
 from kleash.measuring.attribution import attribute
 from kleash.measuring.keywords import job_of_keywords
@@ -278,9 +278,10 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, str]:
         if is_disk_full(error.__cause__):
             raise
         return None, str(error)
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        lines = str(error).splitlines() or ["no more can be allocated"]
-        return None, f"it does not fit into memory: {lines[0]}"
+    except Exception as error:
+        if lack := lacking_memory(error):
+            return None, f"it does not fit into memory: {lack}"
+        raise
 
 
 def _finished_run(job: MeasureJob, digest: str) -> Measurement | None:
