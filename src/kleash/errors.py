@@ -109,7 +109,8 @@ def joined_names(names: Sequence[str]) -> str:
 
 def summarise_error(error: BaseException) -> str:
     """The first informative line of an error's message, at most 300 characters and without a full stop."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    text = f"KeyError: {error}" if isinstance(error, KeyError) else str(error)  # whose text is the key alone
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
     # A line such as "Error(s) in loading state_dict for Model:" is completed by the next one.
     last = next((index for index, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1)
     return " ".join(lines[: last + 1])[:MAX_REASON_CHARACTERS].rstrip(". ")

@@ -116,7 +116,7 @@ def test_an_adapter_with_unexpected_tensors_is_an_error(base, adapter, tmp_path,
     tensors = load_file(adapter / "adapter_model.safetensors")
     renamed = {name.replace("layers.1", "layers.9"): values for name, values in tensors.items()}
     save_file(renamed, stray / "adapter_model.safetensors")
-    with pytest.raises(ModelError, match="4 of its 8 tensors have no place there and 4"):
+    with pytest.raises(ModelError, match=r"4 of its 8 tensors .* and 4 .*layers\.9.* and .*layers\.1"):
         load_pair(str(stray), str(base))
 
 
@@ -135,6 +135,7 @@ def test_settings_that_peft_does_not_know_give_a_note(base, adapter, tmp_path):
         ({"base_model_name_or_path": "/nowhere/base"}, "lies over the base /nowhere/base, but there"),
         ({"base_model_name_or_path": None}, "does not name its base"),
         ({"r": 7}, r"cannot be put on .* state_dict for .*: size"),
+        ({"modules_to_save": ["lm_head"]}, "KeyError: 'base_model.model.lm_head.weight'"),
     ],
 )
 def test_an_adapter_that_does_not_fit_its_base_is_an_error(base, adapter, tmp_path, change, words, unhooked):

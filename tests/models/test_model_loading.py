@@ -97,7 +97,7 @@ def test_padded_heads_of_different_sizes_are_truncated_to_the_tokens(folders, tm
 
 def test_fewer_embeddings_or_logits_than_tokens_are_an_error(tmp_path, pair, unhooked):
     folder = save_tiny(tmp_path / "model", vocab_size=290)
-    refuse(folder, "the policy .* has 290 embeddings for a tokenizer of 300 tokens")
+    refuse(folder, "the policy .* has 290 embeddings for a tokenizer of 300 tokens, and none for 'at'; use")
     network = AutoModelForCausalLM.from_pretrained(pair.policy.path).eval()
     network.lm_head = torch.nn.Linear(network.config.hidden_size, 299, bias=False)
     with pytest.raises(ModelError, match=r"the policy .* has 299 logits"):
@@ -155,9 +155,10 @@ def test_damaged_files_are_errors(copied, unhooked):
 
 def test_missing_weights_are_an_error(copied, unhooked):
     stored = load_file(copied / "model.safetensors")
-    del stored["model.layers.1.mlp.up_proj.weight"], stored["model.norm.weight"]
+    stored["_orig_mod.norm"] = stored.pop("model.norm.weight")
+    del stored["model.layers.1.mlp.up_proj.weight"]
     save_file(stored, copied / "model.safetensors", metadata={"format": "pt"})
-    refuse(copied, "lacks 2 of its weights, .*: model.layers.1.mlp.up_proj.weight, model.norm")
+    refuse(copied, "lacks 2 of its weights, .*: model.*up_proj.weight, model.norm.*: _orig_mod.norm")
 
 
 def shard(folder, stored):
@@ -213,7 +214,7 @@ def test_mismatched_shapes_and_architectures_that_do_not_fit_are_errors(copied, 
     edit_json(copied / "config.json", vocab_size=310)
     refuse(copied, "has 2 weights of other shapes than its configuration says, .*lm_head.weight.*; correct")
     edit_json(copied / "config.json", model_type="never-heard-of")
-    refuse(copied, "cannot be loaded: .*never-heard-of")
+    refuse(copied, "the config.json of the policy .* cannot be loaded: .*never-heard-of")
     config = T5Config(vocab_size=320, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
     T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
     tiny_tokenizer().save_pretrained(tmp_path / "t5")
@@ -261,6 +262,8 @@ def test_different_dtypes_give_a_warning(pair, folders):
 def test_eos_token_ids_come_from_the_generation_config(copied):
     edit_json(copied / "generation_config.json", eos_token_id=[1, 7])
     assert load_pair(str(copied), str(copied)).policy.eos_token_ids == (1, 7)
+    edit_json(copied / "tokenizer_config.json", eos_token="<pad>")
+    assert "end tokens [1, 7], and its tokenizer 2: " in load_pair(str(copied), str(copied)).policy.notes[0]
 
 
 def test_the_fingerprint_changes_with_any_tensor_only(folders, copied, tmp_path):

@@ -101,21 +101,24 @@ def test_different_special_tokens_merges_and_another_tokenisation_of_a_probe_are
         compare_tokenizers(tiny_tokenizer(), wrapped(lower))
 
 
-def test_a_normaliser_without_effect_gives_a_note():
-    idle = deepcopy(tiny_tokenizer().backend_tokenizer)
-    idle.normalizer = normalizers.Replace("never seen in any text", "x")
-    notes = compare_tokenizers(tiny_tokenizer(), wrapped(idle))
-    assert notes == ("the tokenizers' normalizer are written differently, but cut 6 awkward texts alike",)
-
-
-def test_different_chat_templates_and_end_tokens_give_notes():
-    other = wrapped(deepcopy(tiny_tokenizer(bos=False).backend_tokenizer), eos_token="<pad>")
+def test_differences_that_do_not_matter_give_notes():
+    backend = deepcopy(tiny_tokenizer(bos=False).backend_tokenizer)
+    backend.normalizer = normalizers.Replace("never seen in any text", "x")
+    other = wrapped(backend, eos_token="<pad>")
     other.chat_template = "{{ messages }}"
-    notes = compare_tokenizers(tiny_tokenizer(), other)
-    end, around, template = notes
+    idle, end, around, template = compare_tokenizers(tiny_tokenizer(), other)
+    assert idle == "the tokenizers' normalizer are written differently, but cut 6 awkward texts alike"
     assert end == "the policy's eos_token is '</s>' and the reference's '<pad>'; the policy's is used"
     assert "special tokens around a text: 'a' is [0, 67] in the policy's and [67] in the" in around
     assert template == "the chat templates differ; messages are written with the policy's for both"
+
+
+def test_a_class_that_cuts_texts_otherwise_than_the_file_gives_a_note(tmp_path):
+    changed(pre_tokenizer=lambda part: {**part, "add_prefix_space": True}).save_pretrained(tmp_path)
+    for kind, count in (("llama", 0), ("qwen2", 1)):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        _, notes = load_tokenizers({"policy": Checkpoint(name=kind, folder=tmp_path)}, False)
+        assert ["its class Qwen2Tokenizer, which cuts texts" in note for note in notes] == [True] * count
 
 
 def test_token_texts_decode_single_tokens():

@@ -196,14 +196,11 @@ def test_a_context_length_of_minus_1_is_no_limit(model):
     assert load_pair(str(model), str(model)).policy.context_length is None
 
 
-NO_TOKEN = "is no token id; correct eos_token_id|cannot be loaded"
-
-
 @pytest.mark.parametrize(
     ("name", "settings", "reason"),
     [
         *(
-            ("generation_config.json", {"eos_token_id": end}, NO_TOKEN)
+            ("generation_config.json", {"eos_token_id": end}, "is no token id; correct|cannot be loaded")
             for end in ("x", 1.5, [[1]], True, [1, None])
         ),
         *(("tokenizer_config.json", {"model_max_length": n}, "cannot be loaded") for n in ("x", [1])),
@@ -226,19 +223,13 @@ def test_an_end_token_that_does_not_exist_is_a_note(model, name, end, kept, name
     assert AutoModelForCausalLM.from_pretrained(model).generation_config.eos_token_id == end
     pair = load_pair(str(model), str(model))
     assert pair.policy.eos_token_ids == kept
-    (note,) = (note for note in pair.notes if "end token" in note)
+    (note,) = (note for note in pair.notes if "no response ends" in note)
     assert f"token {named}, and has the token ids 0 to 319" in note
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"train_flops": 1e24, "training": {"tokens_seen": 1e15, "hidden_size": 10**12}},
-        {"num_hidden_layers_of_teacher": 10**9, "bos_token_id": 10**9, "loss": float("nan")},
-    ],
-    ids=str,
-)
-def test_numbers_that_size_nothing_are_not_judged(model, over, settings):
+def test_numbers_that_size_nothing_are_not_judged(model, over):
+    settings = {"train_flops": 1e24, "training": {"tokens_seen": 1e15, "hidden_size": 10**12}}
+    settings |= {"num_hidden_layers_of_teacher": 10**9, "bos_token_id": 10**9, "loss": float("nan")}
     before = load_pair(str(over), str(model))
     edit_json(model / "config.json", **settings)
     edit_json(over / "adapter_config.json", **settings)

@@ -313,6 +313,9 @@ def test_unsupported_options_are_refused_before_training(trl, folder, tmp_path, 
         ModelError, match=r"the teacher .* is an adapter; .* dpo and kleash cache take adapters"
     ):
         go(trl.train_distill, DistillJob(teacher=str(adapter), **SMALL), tmp_path / "t")
+    on_head = tiny_adapter(tmp_path / "head", folder, target_modules=["lm_head"])
+    with pytest.raises(ModelError, match="head is on the head, whose weight alone TRL reads"):
+        go(trl.train_online, replace(job, policy=str(on_head), prompts="shipped:prompts"), tmp_path / "h")
     path = adapter / "adapter_model.safetensors"
     save_file(dict(list(load_file(path).items())[1:]), path)
     with pytest.raises(ModelError, match=r"does not fit .* 1 places no tensor"):

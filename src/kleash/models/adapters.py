@@ -258,7 +258,8 @@ def _check_fits(wrapper: Any, checkpoint: Checkpoint, name: str) -> None:
         raise ModelError(
             f"{checkpoint.adapter_subject} does not fit {checkpoint.base}: {len(unexpected_names)} of its "
             f"{len(stored_names)} tensors have no place there and {len(missing_names)} places no tensor, such as "
-            f"{(unexpected_names + missing_names)[0]}; give it the base it was trained on"
+            f"{' and '.join(unexpected_names[:1] + missing_names[:1])}; give it the base it was trained on, and "
+            "settings and names as PEFT saved them"
         )
 
 

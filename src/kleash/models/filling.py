@@ -142,7 +142,7 @@ def check_complete(report: Any, subject: str, advice: str = "") -> None:
         advice: what to do about missing weights; "" for ``REMEDY``.
 
     Raises:
-        ModelError: naming the first weights.
+        ModelError: naming the first weights, and the first tensors that are none.
     """
     mismatches = sorted(report.get("mismatched_keys", ()), key=str)
     if mismatches:
@@ -150,11 +150,12 @@ def check_complete(report: Any, subject: str, advice: str = "") -> None:
             f"{subject} has {len(mismatches)} weights of other shapes than its configuration says, such as "
             f"{str(mismatches[0])[:200]}; correct it, or fetch or convert the model again"
         )
-    missing = sorted(report["missing_keys"])
+    missing, unused = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
     if missing:
         raise ModelError(
             f"{subject} lacks {len(missing)} of its weights, which would be random: "
-            f"{', '.join(missing[:MAX_SHOWN_NAMES])}{advice or REMEDY}"
+            f"{', '.join(missing[:MAX_SHOWN_NAMES])} (unused in its files: "
+            f"{', '.join(unused[:MAX_SHOWN_NAMES]) or 'none'}){advice or REMEDY}"
         )
 
 

@@ -56,7 +56,7 @@ def build_model(
             has tokens; if it is sharded and only its logits are available, for which the head would be gathered.
     """
     network, storage = loaded.network, loaded.storage
-    eos_token_ids, eos_note = read_eos_token_ids(network, tokenizer)
+    eos_token_ids, eos_notes = read_eos_token_ids(network, tokenizer)
     model = Model(
         role=role,
         path=path,
@@ -95,7 +95,7 @@ def build_model(
         head=extracted.head,
         vocab_size=extracted.vocab_size,
         max_padded_length=extracted.max_padded_length,
-        notes=(*loaded.notes, *filter(None, (eos_note, extracted.note, autocast_note))),
+        notes=(*loaded.notes, *eos_notes, *filter(None, (extracted.note, autocast_note))),
     )
     check_vocab_size(model, model.vocab_size, "logits")
     return model
@@ -133,16 +133,17 @@ def check_vocab_size(model: Model, rows: int, what: str) -> None:
     tokens = token_count(model.tokenizer)
     if rows < tokens:
         raise ModelError(
-            f"the {model.role} {model.path} has {rows} {what} for a tokenizer of {tokens} tokens; use the "
-            "tokenizer it was trained with"
+            f"the {model.role} {model.path} has {rows} {what} for a tokenizer of {tokens} tokens, and none for "
+            f"{model.tokenizer.convert_ids_to_tokens(rows)!r}; use the tokenizer it was trained with"
         )
 
 
-def read_eos_token_ids(network: Any, tokenizer: Any) -> tuple[tuple[int, ...], str | None]:
+def read_eos_token_ids(network: Any, tokenizer: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The end tokens of a network: from its generation config, its config, or the tokenizer.
 
     Returns:
-        Their ids, and a note on ids that the network has no embedding of, so that they never occur.
+        Their ids, and notes on ids that the network has no embedding of, so that they never occur, and on an end token
+        of the tokenizer that is not among them.
 
     Raises:
         ModelError: if one of them is not an integer.
@@ -161,11 +162,26 @@ def read_eos_token_ids(network: Any, tokenizer: Any) -> tuple[tuple[int, ...], s
                 "generation_config.json or config.json"
             )
     outside = [token_id for token_id in token_ids if not 0 <= token_id < rows]
-    if not outside:
-        return token_ids, None
     named = f"{'s' if len(outside) > 1 else ''} {', '.join(str(token_id)[:40] for token_id in outside[:3])}"
-    note = f"{subject} names the end token{named}, and has the token ids 0 to {rows - 1}: no response ends with it"
-    return tuple(token_id for token_id in token_ids if token_id not in outside), note
+    tokenizer_end = getattr(tokenizer, "eos_token_id", None)
+    notes = (
+        (
+            bool(outside),
+            f"{subject} names the end token{named}, and has the token ids 0 to {rows - 1}: no response ends with it",
+        ),
+        (
+            tokenizer_end not in (None, *token_ids),
+            (
+                f"{subject} names the end tokens {list(token_ids)[:3]}, and its tokenizer {tokenizer_end}: responses "
+                "end with the former in kleash measure and transformers, with either in TRL and vLLM; set eos_token_id "
+                "in generation_config.json as meant"
+            ),
+        ),
+    )
+    return (
+        tuple(token_id for token_id in token_ids if token_id not in outside),
+        tuple(note for applies, note in notes if applies),
+    )
 
 
 GENERATION_SETTINGS = re.compile(

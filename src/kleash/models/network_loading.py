@@ -219,9 +219,7 @@ def load_as(
         skeleton = check_network_size(
             checkpoint, candidate.config, candidate.build, is_quantised=packed is not None
         )
-        load = type(skeleton).from_pretrained
-        if candidate.names:
-            load = partial(load, key_mapping=dict(candidate.names))
+        load = partial(type(skeleton).from_pretrained, key_mapping=dict(candidate.names) or None)
         if packed is not None:
             network, report = load_unpacked_network(
                 packed, load, skeleton, dtype=dtype, device_map=device_map

@@ -62,17 +62,18 @@ def compare_tokenizers(policy: Any, reference: Any) -> tuple[str, ...]:
                 f"{other_ids} in the reference's; compare models of one tokenizer"
             )
     notes = [
-        f"the tokenizers' {part} are written differently, but cut {len(PROBES)} awkward texts alike"
-        for part in ("normalizer", "pre_tokenizer")
-        if policy_backend.get(part) != reference_backend.get(part)
+        *(
+            f"the tokenizers' {part} are written differently, but cut {len(PROBES)} awkward texts alike"
+            for part in ("normalizer", "pre_tokenizer")
+            if policy_backend.get(part) != reference_backend.get(part)
+        ),
+        *(
+            f"the policy's {kind} is {getattr(policy, kind, None)!r} and the reference's "
+            f"{getattr(reference, kind, None)!r}; the policy's is used"
+            for kind in NAMED_TOKENS
+            if getattr(policy, kind, None) != getattr(reference, kind, None)
+        ),
     ]
-    for kind in NAMED_TOKENS:
-        policy_token, reference_token = getattr(policy, kind, None), getattr(reference, kind, None)
-        if policy_token != reference_token:
-            notes.append(
-                f"the policy's {kind} is {policy_token!r} and the reference's {reference_token!r}; the policy's is "
-                "used"
-            )
     around = [list(tokenizer("a", verbose=False)["input_ids"]) for tokenizer in (policy, reference)]
     if around[0] != around[1]:
         notes.append(
@@ -233,14 +234,20 @@ def load_tokenizers(
     """
     loaded_by_files: dict[Any, Any] = {}
     tokenizers: dict[str, Any] = {}
+    notes: list[str] = []
     for role, checkpoint in checkpoints.items():
         if not checkpoint.gguf:
+            with loading(f"the config.json of {checkpoint}"):  # which the tokenizer's class is chosen by, too
+                import_extra("transformers", "models").AutoConfig.from_pretrained(
+                    checkpoint.folder, trust_remote_code=trust_remote_code
+                )
             files = (
                 str(checkpoint.config.get("model_type")),
                 *hash_tokenizer_files(tokenizer_folder(checkpoint)),
             )
             if files not in loaded_by_files:
                 loaded_by_files[files] = load_tokenizer(checkpoint, trust_remote_code)
+                notes += _describe_other_tokens(loaded_by_files[files], checkpoint)
             tokenizers[role] = loaded_by_files[files]
     if stored_reference is not None:
         tokenizers["reference"] = stored_reference
@@ -248,7 +255,6 @@ def load_tokenizers(
     readers = {f"the {role}'s tokenizer": loaded for role, loaded in tokenizers.items()}
     if gguf and tokenizer is not None:
         readers = {f"the tokenizer {tokenizer}": load_named_tokenizer(tokenizer, trust_remote_code)}
-    notes: list[str] = []
     for role, checkpoint in gguf.items():
         if not readers and not has_tokenizer(checkpoint.folder):
             raise ModelError(
@@ -260,19 +266,35 @@ def load_tokenizers(
             if readers
             else ("the tokenizer beside it", load_tokenizer(checkpoint, trust_remote_code))
         )
-        notes += _compare_gguf(checkpoint, loaded, owner)
+        vocabulary = read_vocabulary(checkpoint.gguf_files.settings, str(checkpoint))
+        difference = find_difference(vocabulary, loaded, owner)
+        if difference is not None:
+            raise TokenizerMismatchError(
+                f"{difference}; give --tokenizer or a reference with the tokens of the file"
+            )
+        notes += describe_differences(vocabulary, loaded, owner)
         tokenizers[role] = loaded
     if len(tokenizers) == 2 and tokenizers["policy"] is not tokenizers["reference"]:
         notes += compare_tokenizers(tokenizers["policy"], tokenizers["reference"])
     return tokenizers, tuple(notes)
 
 
-def _compare_gguf(checkpoint: Checkpoint, tokenizer: Any, owner: str) -> list[str]:
-    """Check a tokenizer against the vocabulary of a GGUF file; returns notes."""
-    vocabulary = read_vocabulary(checkpoint.gguf_files.settings, str(checkpoint))
-    difference = find_difference(vocabulary, tokenizer, owner)
-    if difference is not None:
-        raise TokenizerMismatchError(
-            f"{difference}; give --tokenizer or a reference with the tokens of the file"
-        )
-    return describe_differences(vocabulary, tokenizer, owner)
+def _describe_other_tokens(tokenizer: Any, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """A note on a class of transformers that cuts texts otherwise than tokenizer.json in its folder says.
+
+    Some classes keep the vocabulary of the file alone, and cut texts as the models that they were written for.
+    """
+    path = tokenizer_folder(checkpoint) / "tokenizer.json"
+    if not path.is_file():
+        return ()
+    with loading(path):
+        stored = import_extra("tokenizers", "models").Tokenizer.from_file(str(path))
+        stored.no_padding()
+    return tuple(
+        f"transformers reads the tokenizer of {checkpoint} as its class {type(tokenizer).__name__}, which cuts texts "
+        f"otherwise than {path} says, as {text!r}; compare with the tokens of its training, or give --responses as ids"
+        # versions of transformers put a space or none before a text that begins with one, and beside special tokens
+        for text in map(str.strip, PROBES[:-1])
+        if list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        != stored.encode(text, add_special_tokens=False).ids
+    )[:1]

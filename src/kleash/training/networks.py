@@ -106,6 +106,11 @@ def load_networks(
     shares_network = is_same and role == "reference" and has_whole_base and not has_adapters
     policy = skip_padding_in_positions(pair.policy.network.requires_grad_(True))
     policy = disable_dropout(with_adapter(policy, checkpoints["policy"], is_trainable=True))
+    if has_adapters and hasattr(policy.get_output_embeddings(), "base_layer"):
+        raise ModelError(
+            f"the adapter {job.policy} is on the head, whose weight alone TRL reads; train one without it, or merge it "
+            "and give that folder"
+        )
     if not job.lora_rank and not has_adapters:
         policy = policy.to(torch.promote_types(policy.dtype, torch.float32))
     frozen_dtype = None if frozen is None and stored is None else pair.reference.dtype
