@@ -169,7 +169,7 @@ def exact_loss(ranks, make, kind, inputs, rows, sharding=None):
             kl_scope="sequence",
         )
         mine = {name: x[rows] if x.dim() else x for name, x in inputs.items()}
-        mine["kleash_reference_hidden"] = trainer._forward_pass(mine, reference=True, hidden=True).hidden
+        mine["kleash_reference_hidden"] = trainer._forward_pass(mine, reference=True).hidden
         for step in range(2):
             loss = trainer._compute_loss(model, mine)
             total += loss.detach()

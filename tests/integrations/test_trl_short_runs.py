@@ -1,6 +1,7 @@
 """Short real runs of TRL's trainers with the KL taken over."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -71,12 +72,11 @@ def test_gradient_accumulation_gives_the_same_update(made, folder, kind, loss_ty
     """Rewards are all alike, so that the KL is all there is to the update; its size shows in the gradient's norm."""
     norms, weights = [], []
     for parts in (1, 2):
-        settings = {"gradient_accumulation_steps": parts, "max_steps": 1}
-        settings |= {"loss_type": loss_type} if loss_type else {}
-        settings["per_device_train_batch_size"] = 4 // parts
+        settings = {"loss_type": loss_type} if loss_type else {}
+        settings |= {"gradient_accumulation_steps": parts, "per_device_train_batch_size": 4 // parts}
         reference = moved(AutoModelForCausalLM.from_pretrained(folder), 0.2)
         rewards = [lambda completions, **_: [0.0] * len(completions)]
-        trainer = made(kind, settings, reference=reference, reward_funcs=rewards)
+        trainer = made(kind, {**settings, "max_steps": 1}, reference=reference, reward_funcs=rewards)
         trainer.train()
         (only,) = steps(trainer)
         norms.append((only["grad_norm"], only["kl"], only["loss"]))
@@ -88,13 +88,7 @@ def test_gradient_accumulation_gives_the_same_update(made, folder, kind, loss_ty
 
 
 @pytest.mark.parametrize(
-    ("kind", "asked"),
-    [
-        *(("GRPO", {"kl": kl}) for kl in ("exact", "k3")),
-        ("GRPO", {"kl": "k1", "kl_place": "reward"}),
-        ("RLOO", {"kl": "exact"}),
-        ("RLOO", K1_REWARD),
-    ],
+    ("kind", "asked"), [*product(("GRPO", "RLOO"), ({}, K1_REWARD)), ("GRPO", {"kl": "k3"})]
 )
 def test_kl_of_beta_0_is_logged_and_not_trained(made, kind, asked):
     """Two runs from one seed: TRL's own trainer ends at the same weights, and a copy with a beta logs the same KL."""
@@ -165,16 +159,22 @@ def test_given_reference_replaces_trl_reference(made, folder, kind, monkeypatch)
     assert not any(weight.requires_grad for weight in own.parameters())
 
 
-def test_exact_kl_under_autocast_is_that_in_float32_to_rounding(made, folder):
-    """``bf16=True`` is TRL's default: Accelerate puts autocast around the forward of both models."""
+@pytest.mark.filterwarnings("ignore")  # of torch, in what it compiles
+def test_exact_kl_under_autocast_or_compiled_is_that_of_float32(made, folder):
+    """``bf16=True`` is TRL's default. What is compiled in place runs the old policy's pass in evaluations, too."""
     kls = []
-    for bf16 in (False, True):
-        reference = moved(AutoModelForCausalLM.from_pretrained(folder), 0.5)
-        settings = {"bf16": bf16, "max_steps": 1}
-        trainer = made("GRPO", settings, reference=reference, rollout_func=rollout)
+    for bf16, is_compiled in ((False, False), (True, False), (False, True)):
+        network, reference = (moved(AutoModelForCausalLM.from_pretrained(folder), by) for by in (0, 0.5))
+        if is_compiled:
+            network.compile(backend="eager")
+            reference = torch.compile(reference, backend=lambda *_: 1 / 0)  # which may round otherwise
+        settings = {"bf16": bf16, "num_iterations": 2, "eval_strategy": "steps", "eval_steps": 1}
+        more = {"rollout_func": rollout, "eval_dataset": [{"prompt": "the sea was"}] * 2}
+        trainer = made("GRPO", settings, network, reference=reference, **more)
         trainer.train()
-        kls.append(steps(trainer)[0]["kl/per_token"])
-    assert kls[0] > 0.01 and kls[1] == pytest.approx(kls[0], rel=0.02)
+        kls.append([entry["kl/per_token"] for entry in steps(trainer)])
+    assert min(kls[0]) > 0.01 and kls[1] == pytest.approx(kls[0], rel=0.02)
+    assert kls[2] == pytest.approx(kls[0], rel=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "by_trl"), [("GRPO", True), ("RLOO", True), ("GRPO", False)])
@@ -224,7 +224,7 @@ def test_reference_of_a_new_adapter_is_its_base(made):
             if "lora" in name:
                 weight.add_(0.3 * torch.randn(weight.shape, generator=draw))
     inputs = batch()
-    reference = trainer._forward_pass(inputs, reference=True, hidden=True)
+    reference = trainer._forward_pass(inputs, reference=True)
     inputs |= {"ref_per_token_logps": reference.logp, "kleash_reference_hidden": reference.hidden}
     trainer._compute_loss(trainer.model, inputs)
     logp = whole_logp(trainer.model, inputs, 0.7)
@@ -265,7 +265,7 @@ def test_base_changing_adapter_requires_another_reference(made, folder, settings
     base = AutoModelForCausalLM.from_pretrained(folder)
     trainer = made("GRPO", peft_config=lora, reference=base)
     inputs = batch()
-    reference = trainer._forward_pass(inputs, reference=True, hidden=True)
+    reference = trainer._forward_pass(inputs, reference=True)
     fresh = whole_logp(AutoModelForCausalLM.from_pretrained(folder), inputs, 1.0)
     logp = fresh.gather(-1, inputs["completion_ids"].unsqueeze(-1))[..., 0]
     counts = counted(inputs)

@@ -76,7 +76,7 @@ def dense(trainer, inputs):
 
 def with_reference(trainer, inputs):
     """The batch, with what the trainer keeps of the reference's pass."""
-    reference = trainer._forward_pass(inputs, reference=True, hidden=True)
+    reference = trainer._forward_pass(inputs, reference=True)
     return {**inputs, "ref_per_token_logps": reference.logp, "kleash_reference_hidden": reference.hidden}
 
 

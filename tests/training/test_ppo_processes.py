@@ -46,9 +46,9 @@ def test_metrics_and_weights_agree_for_any_number_of_processes(runs, name):
         for key in names:
             expected = pytest.approx(one.metrics[key], rel=1e-5, abs=1e-5, nan_ok=True)
             assert other.metrics[key] == expected, key
-    one, other = (
-        load_file(runs / run / "checkpoints/checkpoint-2/model.safetensors") for run in ("one", name)
-    )
+    one, other = (runs / run / "checkpoints/checkpoint-2" for run in ("one", name))
+    assert (other / "random_states_1.pkl").is_file(), "both ranks write under the name of the first"
+    one, other = (load_file(each / "model.safetensors") for each in (one, other))
     assert one.keys() == other.keys() and len(one) > 20
     first, left = (load_file(runs / at / "model.safetensors") for at in ("llama-policy", f"{name}/policy"))
     moved = max((left[key] - x).abs().max().item() for key, x in first.items())

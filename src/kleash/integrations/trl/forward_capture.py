@@ -67,7 +67,8 @@ def recorded_passes(trainer: Any, *, hidden: bool = False) -> Iterator[list[Forw
 
     Args:
         trainer: TRL's GRPO or RLOO.
-        hidden: whether the final hidden states are kept, too.
+        hidden: whether the final hidden states are kept, too; in all passes or in none, since what ``model.compile()``
+            made of a pass without a hook is run in the next ones, too.
     """
     run, passes = trainer._get_per_token_logps_and_entropies, list[ForwardPass]()
 
@@ -180,7 +181,7 @@ class ForwardCapture(MIXIN):
                 network, "reference", instead="give reference=, a separate model in memory"
             )
 
-    def _forward_pass(self, output: dict[str, Any], *, reference: bool, hidden: bool) -> ForwardPass:
+    def _forward_pass(self, output: dict[str, Any], *, reference: bool) -> ForwardPass:
         """A pass of the policy or the reference over a generated batch, without gradient."""
         batch_size = getattr(self.args, f"per_device_{mode_of(self)}_batch_size")
         model, adapter = self.model, nullcontext()
@@ -193,7 +194,7 @@ class ForwardCapture(MIXIN):
             torch.no_grad(),
             disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
             adapter,
-            recorded_passes(self, hidden=hidden) as passes,
+            recorded_passes(self, hidden=bool(self._head_layouts)) as passes,
         ):
             run_pass(self, model, output, batch_size=batch_size)
         return passes[-1]
@@ -207,9 +208,13 @@ class ForwardCapture(MIXIN):
             CannotRunError: if a model does not come apart into hidden states and a head.
             ModelError: if a head is sharded in a way that is not supported.
         """
-        networks = {"policy": self.accelerator.unwrap_model(self.model), "reference": self._reference_network}
+        networks = {"policy": self.model, "reference": self._reference_network}
         self._head_layouts = tuple(
-            read_head_layout(network, tokenizer_of(self), role) for role, network in networks.items()
+            # what torch.compile makes rounds otherwise, and would not come apart
+            read_head_layout(
+                self.accelerator.unwrap_model(network, keep_torch_compile=False), tokenizer_of(self), role
+            )
+            for role, network in networks.items()
         )
 
     def _heads(self) -> tuple[Head, Head]:
@@ -242,7 +247,7 @@ def warn_of_dropout(trainer: Any) -> None:
         warnings.warn(
             f"the policy is trained with dropout ({type(module).__name__}.{name} is {getattr(module, name)}), and "
             "generates without: its KL is measured too large, and above 0 for the reference itself; give the "
-            "configuration disable_dropout=True, or the model or adapter a dropout of 0",
+            "model or adapter a dropout of 0, or, for modules of the type Dropout, disable_dropout=True",
             stacklevel=4,
         )
 

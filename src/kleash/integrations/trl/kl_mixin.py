@@ -146,14 +146,14 @@ class KLMixin(ForwardCapture):
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """TRL's generated batch with what the KL needs; logs the mismatch of trainer and engine."""
         # TRL's code reads the beta
-        with replaced(self, "beta", 0.0), recorded_passes(self) as passes:
+        with replaced(self, "beta", 0.0), recorded_passes(self, hidden=bool(self._head_layouts)) as passes:
             output = super()._generate_and_score_completions(inputs)
         self._keep_reference(output)
         if self._term.place == "reward" or self._reuses_responses or ENGINE_LOGP in output:
             policy_logp = output.get(OLD_LOGP)
             if policy_logp is None:
                 own_pass = find_policy_pass(passes, self.model, output)
-                policy_logp = (own_pass or self._forward_pass(output, reference=False, hidden=False)).logp
+                policy_logp = (own_pass or self._forward_pass(output, reference=False)).logp
             if self._reuses_responses:
                 output[OLD_LOGP] = policy_logp  # of which RLOO keeps sums
             if ENGINE_LOGP in output:
@@ -173,7 +173,7 @@ class KLMixin(ForwardCapture):
         """
         is_exact = self._term.estimator == "exact"
         with without_head(base_network(self._reference_network)) if is_exact else nullcontext():
-            reference = self._forward_pass(output, reference=True, hidden=bool(self._head_layouts))
+            reference = self._forward_pass(output, reference=True)
         if not is_exact:
             output[REFERENCE_LOGP] = reference.logp
         if reference.hidden is not None:

@@ -89,7 +89,7 @@ class RolloutDump(AttachedCallback):
                     trainer, trainer.model, batch, batch_size=trainer.args.per_device_train_batch_size
                 )
             if REFERENCE_LOGP not in batch and isinstance(trainer, KLMixin):
-                batch[REFERENCE_LOGP] = trainer._forward_pass(batch, reference=True, hidden=False).logp
+                batch[REFERENCE_LOGP] = trainer._forward_pass(batch, reference=True).logp
         batch["completion_mask"] = (
             batch["completion_mask"] * ~batch[ENGINE_LOGP].isnan()
         )  # vLLM leaves some out

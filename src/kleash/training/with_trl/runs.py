@@ -133,7 +133,7 @@ def shared_arguments(job: TrainJob, *, rows: int, row_tokens: int, updates: int 
         "use_cpu": device.type == "cpu",
         "gradient_checkpointing": device.type != "cpu",
         "save_total_limit": 2,
-        "lr_scheduler_type": "constant",
+        "lr_scheduler_type": "constant_with_warmup",
         "report_to": "none",
         "disable_tqdm": True,
     }
