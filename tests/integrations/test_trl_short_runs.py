@@ -162,17 +162,18 @@ def test_given_reference_replaces_trl_reference(made, folder, kind, monkeypatch)
 @pytest.mark.filterwarnings("ignore")  # of torch, in what it compiles
 def test_exact_kl_under_autocast_or_compiled_is_that_of_float32(made, folder):
     """``bf16=True`` is TRL's default. What is compiled in place runs the old policy's pass in evaluations, too."""
-    kls = []
+    kls, trainers = [], []
     for bf16, is_compiled in ((False, False), (True, False), (False, True)):
         network, reference = (moved(AutoModelForCausalLM.from_pretrained(folder), by) for by in (0, 0.5))
         if is_compiled:
             network.compile(backend="eager")
-            reference = torch.compile(reference, backend=lambda *_: 1 / 0)  # which may round otherwise
+            # it may round otherwise, so that its head is not read from what is compiled
+            reference = torch.compile(reference, backend=lambda graph, _: trainers[2] and graph.forward)
         settings = {"bf16": bf16, "num_iterations": 2, "eval_strategy": "steps", "eval_steps": 1}
         more = {"rollout_func": rollout, "eval_dataset": [{"prompt": "the sea was"}] * 2}
-        trainer = made("GRPO", settings, network, reference=reference, **more)
-        trainer.train()
-        kls.append([entry["kl/per_token"] for entry in steps(trainer)])
+        trainers.append(made("GRPO", settings, network, reference=reference, **more))
+        trainers[-1].train()
+        kls.append([entry["kl/per_token"] for entry in steps(trainers[-1])])
     assert min(kls[0]) > 0.01 and kls[1] == pytest.approx(kls[0], rel=0.02)
     assert kls[2] == pytest.approx(kls[0], rel=1e-5)
 
