@@ -3,6 +3,8 @@
 import json
 import shutil
 from dataclasses import replace
+from inspect import signature
+from typing import Any, get_args
 
 import pyarrow.parquet as pq
 import pytest
@@ -96,6 +98,9 @@ def test_any_result_is_read_back(run, tmp_path):
     assert kleash.open(audits) == (plain_audit(), plain_audit())
     audits.write_text(plain_audit().to_json())
     assert kleash.open(audits) == (plain_audit(),)
+    kinds = set(get_args(signature(kleash.open).return_annotation)) - {Any}  # a type checker asks all of them
+    assert kinds >= {type(measurement), type(sweep)} and all(hasattr(kind, "to_json") for kind in kinds)
+    assert "Measurement" in str(signature(kleash.compare).parameters["folders"].annotation)
 
 
 def test_what_is_no_result_is_refused(run, tmp_path):

@@ -46,7 +46,10 @@ SETTINGS = {
 
 
 def compare(
-    folders: Sequence[Path | str], *, at_most: float | None = None, direction: str | None = None
+    folders: Sequence[Path | str | Measurement],
+    *,
+    at_most: float | None = None,
+    direction: str | None = None,
 ) -> Comparison | TrainingComparison:
     """The differences of measurements, or of training runs, from the first one, paired by prompt.
 
@@ -58,7 +61,7 @@ def compare(
     (``compare_training``).
 
     Args:
-        folders: two or more folders of finished measurements, or of training runs.
+        folders: two or more finished measurements, or their folders, or the folders of training runs.
         at_most: a limit in nats for the KL of every run but the first, which then has a ``gate``.
         direction: of that KL, "policy-reference" or "reference-policy"; None for that of the first run's headline.
 

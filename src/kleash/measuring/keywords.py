@@ -97,12 +97,15 @@ def pair_in_memory(options: Mapping[str, Any]) -> Generator[tuple[dict[str, Any]
                 f"{name} is for models that are loaded from files; leave it out, one is in memory"
             )
     tokenizer = options.get("tokenizer")
-    if tokenizer is None:
-        raise OptionError("a model in memory needs its tokenizer: give tokenizer=…, an object or a name")
-    if _is_name(tokenizer):
+    if isinstance(tokenizer, str | PurePath):
         tokenizer = load_named_tokenizer(str(tokenizer), trust_remote_code=False)
     if not hasattr(tokenizer, "get_vocab"):
-        raise OptionError(f"tokenizer is a name or a tokenizer; it is of type {type(tokenizer).__name__}")
+        tokenizer = getattr(tokenizer, "tokenizer", None)  # of a processor
+    if tokenizer is None:
+        raise OptionError(
+            "a model in memory needs its tokenizer: give tokenizer=…, an object or a name; it is of type "
+            f"{type(options.get('tokenizer')).__name__}"
+        )
     (other,) = [role for role in ROLES if role not in networks] or [None]
     name = options.get(str(other)) or (SHIPPED_POLICY if other == "policy" else None)
 

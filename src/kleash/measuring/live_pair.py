@@ -38,8 +38,8 @@ def live_pair(networks: Mapping[str, Any], tokenizer: Any, load: Callable[[Model
 
     Raises:
         ModelError: if a network cannot be measured, or the two cannot be compared.
-        OptionError: if the policy has no adapter and no other reference is given, or the reference is the network
-            into which PEFT has put the policy's adapter.
+        OptionError: if the policy has no adapter and no other reference is given, or the reference is the policy's
+            network in another wrapper, such as that into which PEFT has put the policy's adapter.
     """
     models = {role: _named(live_model(network, tokenizer, role=role)) for role, network in networks.items()}
     if load is not None:
@@ -51,7 +51,7 @@ def live_pair(networks: Mapping[str, Any], tokenizer: Any, load: Callable[[Model
         require_adapter(networks["policy"])
         adapter = REFERENCE_ADAPTER if REFERENCE_ADAPTER in policy.adapters.peft_config else None
         reference = _named(live_model(networks["policy"], tokenizer, role="reference", adapter=adapter))
-    elif policy.adapters is not reference.adapters:
+    elif not policy.is_same_as(reference):
         require_two_networks(networks["policy"], networks["reference"])
     return pair_models(policy, reference, ())
 

@@ -116,12 +116,12 @@ def dropouts_of(network: Any) -> list[tuple[torch.nn.Module, str]]:
 
 
 def require_two_networks(policy: Any, reference: Any) -> None:
-    """Check that policy and reference, or teacher, are not one network in memory.
+    """Check that policy and reference, or teacher, are not one network in memory: the same tensors, in any wrapper.
 
     Raises:
         OptionError: if they are: their KL would be 0.
     """
-    if base_network(policy) is base_network(reference):
+    if len({frozenset(map(id, (*x.parameters(), *x.buffers()))) for x in (policy, reference)}) == 1:
         raise OptionError(
             "the policy and its reference or teacher are one network in memory, so that what changes it is in both: "
             "training, or PEFT, which puts an adapter into the model that it is given. Load the other anew, or leave a "

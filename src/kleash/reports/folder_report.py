@@ -1,12 +1,13 @@
 """The report of any folder: of a measurement, a sweep or a training run."""
 
 from pathlib import Path
+from typing import Any
 
 from kleash.errors import OptionError, RunFolderError
 from kleash.reports.measurement import write_report
 from kleash.reports.sweep import PAGE, write_sweep
 from kleash.reports.training import write_training_report
-from kleash.store.audit import Audit, read_audits
+from kleash.store.audit import read_audits
 from kleash.store.checksums import is_there, reading
 from kleash.store.job_folder import HEADER
 from kleash.store.measurement import Measurement
@@ -45,8 +46,8 @@ def read_result(folder: Path) -> Measurement | Sweep:
     return Sweep.read(folder) if kind == SWEEP else Measurement.read(folder)
 
 
-def open(path: Path | str) -> Measurement | Sweep | TrainingResult | tuple[Audit, ...]:
-    """The result in a folder: of a measurement, a sweep or a finished training run; or in the file of audits.
+def open(path: Path | str) -> Measurement | Sweep | TrainingResult | Any:
+    """The result in a folder: of a measurement, a sweep or a finished training run; or a tuple of audits in a file.
 
     >>> measurement = kleash.measure(text=["The sea was calm."], out="opened")
     >>> kleash.open("opened") == measurement
