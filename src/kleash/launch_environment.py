@@ -1,6 +1,7 @@
-"""The place of this process among those that torchrun, ``accelerate launch`` or srun started; no torch.
+"""The place of this process among those that torchrun or ``accelerate launch`` started; no torch.
 
-The launchers describe it by the environment variables of torch.distributed.
+The launchers describe it by the environment variables of torch.distributed. srun sets none of them: each of its tasks
+is a process that was started alone, unless the job's script sets them.
 """
 
 import os

@@ -82,15 +82,18 @@ def test_processes_write_the_shards_of_one(job, alone, models, tmp_path):
     assert not (tmp_path / ".claims").exists()
 
 
-def test_what_is_missing_is_scored_and_nothing_else(job, alone, models, tmp_path):
-    draw, source = random.Random(0), Path(str(job.out))
+def test_what_is_missing_is_scored_and_nothing_else(job, alone, models, tmp_path, monkeypatch):
+    draw, source, totals = random.Random(0), Path(str(job.out)), list[int]()
+    monkeypatch.setattr(ProgressReporter, "set_total", lambda _, sequences: totals.append(sequences))
     on_disk = draw.sample(range(alone.counts.shards), draw.randint(1, alone.counts.shards - 1))
     with RunFolder(tmp_path).writing(HEADER, resume=False) as folder:
         copy_shards(source, folder, on_disk)
+        kept = sum(len(set(part["prompt_id"])) for part in folder.parts("tokens", ["prompt_id"]))
     scored = []
     futures = score_together(job, models, tmp_path, 2, lambda _, shard: scored.append(shard.index))
     assert [future.exception() for future in futures] == [None, None]
     assert sorted([*scored, *on_disk]) == list(range(alone.counts.shards))
+    assert max(totals) == alone.counts.sequences - kept < alone.counts.sequences, "what is left to do"
     require_same_parts(tmp_path, source)
 
 

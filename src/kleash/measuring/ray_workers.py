@@ -350,7 +350,6 @@ def start_actors(ray: ModuleType, job: WorkerOptions, actor: Any, arguments: tup
         "num_cpus": amounts.get("CPU", 0),
         "num_gpus": amounts.get("GPU", 0),
         "resources": custom_resources,
+        "memory": int(amounts["memory"]) if "memory" in amounts else None,
     }
-    if "memory" in amounts:
-        options["memory"] = int(amounts["memory"])
     return [actor.options(**options).remote(*arguments) for _ in range(job.workers or places)]

@@ -28,6 +28,7 @@ from kleash.store.checksums import Checksums
 from kleash.store.file_hashes import require_unchanged_files
 from kleash.store.locks import claim, wait_for_parts
 from kleash.store.statistics import KL_POLICY_REFERENCE
+from kleash.store.summary import counted
 
 MIN_CLUSTERS = 64
 """``until_relative_error`` does not stop a run before so many: an error estimated from fewer can be small by chance."""
@@ -130,14 +131,19 @@ def run_shards(run: OpenRun, engine: Engine) -> ShardPlan:
     """
     running = RunningKL(run=run, has_kl=KL_POLICY_REFERENCE not in engine.traits.unknown_columns)
     if on_disk := run.folder.on_disk():
-        run.reporter.note(f"resuming after {len(on_disk)} finished shards in {run.folder.root}")
+        run.reporter.note(f"resuming after {counted(len(on_disk), 'finished shard')} in {run.folder.root}")
     running.advance()
-    largest, counted = Largest(MAX_SEQUENCES), set(on_disk)
+    largest, reported = Largest(MAX_SEQUENCES), set(on_disk)
     plan = plan_shards(run.job, run.pair)
     run.reporter.note_all(plan.notes)
-    run.reporter.set_total(plan.sequences)
+    checksums = Checksums.read(run.folder.root)
+    num_on_disk = sum(
+        len(run.folder.part("sequences", index, ["prompt_hash"], checksums)["prompt_hash"])
+        for index in on_disk
+    )
+    run.reporter.set_total(None if plan.sequences is None else plan.sequences - num_on_disk)
     while True:
-        claims = ShardClaims(run=run, running=running, counted=counted)
+        claims = ShardClaims(run=run, running=running, reported=reported)
         with turns_of(run.pair, engine.traits.temperature), closing(claims):
             _score(engine, claims, plan.shards, largest)
         is_complete = agreed(
@@ -162,7 +168,7 @@ class ShardClaims:
 
     run: OpenRun
     running: RunningKL
-    counted: set[int]
+    reported: set[int]
     """Shards that are reported as scored, or were on disk at the start."""
     total: int = 0
     """Shards of the plan so far."""
@@ -187,13 +193,13 @@ class ShardClaims:
             is_ours = not self.run.folder.has(shard.index) and shard_claim.enter_context(
                 claim(self.run.folder.root, claim_of("shard", shard.index))
             )
-            is_counted = shard.index in self.counted
-            self.counted.add(shard.index)
+            is_reported = shard.index in self.reported
+            self.reported.add(shard.index)
             if is_ours and not self.run.folder.has(shard.index):
                 yield shard
                 continue
             self.release(shard.index)
-            if not is_counted:  # another process does it
+            if not is_reported:  # another process does it
                 sequences = len(shard.sequences) or len(shard.prompts) * self.run.job.samples_per_prompt
                 self.run.reporter.add_scored(sequences, 0)
 
