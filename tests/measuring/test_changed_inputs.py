@@ -4,10 +4,12 @@ import itertools
 import json
 import os
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from kleash.diagnosis import doctor as doctor_module
@@ -204,11 +206,12 @@ def test_a_candidate_that_changes_fails_and_a_source_that_changes_ends_a_sweep(
     result = sweep(job)
     assert "policy/model.safetensors was written to" in result.candidates[0].failure
     assert not result.candidates[1].failure
-    job = SweepJob(candidates=(str(models[0]), str(models[1])), out=str(tmp_path / "two"), **options)
-    # between the two candidates
-    change_after(2 * shards, lambda: overwrite_in_place(sources["text"]))
+    change_after(shards + 1, lambda: torch.empty(10**15))
+    lack = sweep(replace(job, out=str(tmp_path / "lack")))
+    assert "fit into memory: can't allocate" in lack.candidates[0].failure and not lack.candidates[1].failure
+    change_after(2 * shards, lambda: overwrite_in_place(sources["text"]))  # between the two candidates
     with pytest.raises(ChangedInputError, match=r"text\.txt"):
-        sweep(job)
+        sweep(replace(job, out=str(tmp_path / "two")))
     assert not (tmp_path / "two" / "sweep.json").exists()
 
 
