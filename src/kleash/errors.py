@@ -121,11 +121,13 @@ def lacking_memory(error: BaseException) -> str:
 
     On a CPU, torch's is a RuntimeError.
     """
-    kinds = {kind.__name__ for kind in type(error).__mro__}  # torch's, without importing it
-    text = str(error).rpartition("DefaultCPUAllocator: ")
-    if not text[1] and kinds.isdisjoint({"MemoryError", "OutOfMemoryError"}):
+    _, of_cpu, reason = str(error).rpartition("DefaultCPUAllocator: ")
+    # by name, since torch may not be imported
+    if not of_cpu and {"MemoryError", "OutOfMemoryError"}.isdisjoint(
+        kind.__name__ for kind in type(error).__mro__
+    ):
         return ""
-    return text[2].partition(". GPU")[0].partition("\n")[0] or "no more memory can be allocated"
+    return reason.partition(". GPU")[0].partition("\n")[0] or "no more memory can be allocated"
 
 
 def printable(text: str) -> str:

@@ -278,7 +278,7 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, str]:
         if is_disk_full(error.__cause__):
             raise
         return None, str(error)
-    except Exception as error:
+    except (RuntimeError, MemoryError) as error:
         if lack := lacking_memory(error):
             return None, f"it does not fit into memory: {lack}"
         raise

@@ -121,7 +121,8 @@ def require_two_networks(policy: Any, reference: Any) -> None:
     Raises:
         OptionError: if they are: their KL would be 0.
     """
-    if len({frozenset(map(id, (*x.parameters(), *x.buffers()))) for x in (policy, reference)}) == 1:
+    tensors = [{id(x) for x in (*each.parameters(), *each.buffers())} for each in (policy, reference)]
+    if tensors[0] == tensors[1]:
         raise OptionError(
             "the policy and its reference or teacher are one network in memory, so that what changes it is in both: "
             "training, or PEFT, which puts an adapter into the model that it is given. Load the other anew, or leave a "
