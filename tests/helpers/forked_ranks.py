@@ -15,8 +15,7 @@ def fork_ranks(count: int, leftovers: Sequence[str | Path]) -> int:
 
     The caller itself waits for all forks and ends, with 1 if one failed. If native code ends one, all are started
     again, twice at most: in 2 of 60 runs on a busy machine, a thread of gloo in torch 2.13 found its heap damaged
-    while it gathered tensors of FSDP2 (``AsyncAllgatherCoalescedWork``, whose abort is issue 65231 of PyTorch). Where
-    it was is printed.
+    while it gathered tensors of FSDP2 (``AsyncAllgatherCoalescedWork``, issue 65231 of PyTorch), and says where.
 
     Args:
         count: number of ranks.
