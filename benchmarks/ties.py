@@ -25,6 +25,7 @@ NOISE: dict[str, Means] = {
     "normal": lambda generator, shared, shape: shared + generator.normal(0.0, 0.2, shape),
     "lognormal": lambda generator, shared, shape: shared + 0.1 * generator.lognormal(0.0, 1.0, shape),
     "long-tailed for some": lambda generator, shared, shape: shared * _unequal_tails(generator, shape),
+    "rare failures of some": lambda generator, shared, shape: shared * _rare_failures(generator, shape),
 }
 
 
@@ -32,6 +33,12 @@ def _unequal_tails(generator: np.random.Generator, shape: tuple[int, int]) -> np
     """Factors with the mean 1: lognormal for every second candidate, gamma for the others."""
     lognormal = generator.lognormal(-0.5, 1.0, shape)
     return np.where(np.arange(shape[1]) % 2 == 0, lognormal, generator.gamma(4.0, 0.25, shape))
+
+
+def _rare_failures(generator: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
+    """Factors with the mean 1: half of it in one cluster of twenty for every second candidate, gamma for the others."""
+    rare = np.where(generator.random(shape) < 0.05, 10, 10 / 19)
+    return np.where(np.arange(shape[1]) % 2 == 0, rare, generator.gamma(4.0, 0.25, shape))
 
 
 def simulate(noise: str, clusters: int, seed: int) -> tuple[bool, bool, bool]:
