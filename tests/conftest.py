@@ -129,6 +129,14 @@ def path_with(folder: str, package: str) -> str:
 
 
 @pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model."""
+    from tiny_models import save_tiny
+
+    return save_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
 def compiler() -> str:
     """A C++ compiler for torch.compile."""
     found = shutil.which("g++") or shutil.which("clang++")

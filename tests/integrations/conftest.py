@@ -1,6 +1,5 @@
-"""Trainers of TRL, and a tiny model for them."""
+"""Trainers of TRL."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,11 +17,3 @@ def trl() -> SimpleNamespace:
 
         import kleash.integrations.trl as ours
     return SimpleNamespace(**{name: getattr(package, name) for name in CLASSES}, **vars(ours))
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny model."""
-    from tiny_models import save_tiny
-
-    return save_tiny(tmp_path_factory.mktemp("tiny"))

@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -12,7 +13,7 @@ from run_files import parts, untimed
 from tiny_models import double_logits, save_tiny, tiny_pair, tiny_tokenizer
 
 from kleash.cli import main
-from kleash.measuring import CacheJob, cache_reference, measure
+from kleash.measuring import CacheJob, ProgressReporter, cache_reference, measure
 from kleash.records import Measurement
 
 DOCUMENTS = [
@@ -228,6 +229,21 @@ def test_a_killed_cache_job_resumes_to_the_same_bytes(pair, text, cached, comman
     assert both[0] == both[1]
 
 
+@pytest.mark.parametrize("kind", ["responses", "text"])
+def test_a_resumed_cache_counts_what_is_left_to_read(pair, tmp_path, kind):
+    rows = [{"text": f"{n} boats", "prompt": f"{n}", "response": " boats"} for n in range(9)]
+    (tmp_path / "source.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    paths = {"reference": str(pair[1]), kind: str(tmp_path / "source.jsonl"), "out": str(tmp_path / "cache")}
+    first, rest = Mock(ProgressReporter), Mock(ProgressReporter)
+    first.add_scored.side_effect = [None] * 5 + [KeyboardInterrupt]
+    with pytest.raises(KeyboardInterrupt):
+        cache_reference(CacheJob(**paths, batch_tokens=2), first)
+    cache_reference(CacheJob(**paths, batch_tokens=2), rest)
+    scored = sum(call.args[0] for call in rest.add_scored.call_args_list)
+    assert 3 <= scored < 9
+    rest.set_total.assert_called_once_with(scored if kind == "responses" else None)
+
+
 def test_a_repeated_document_is_stored_once(pair, tmp_path):
     source = tmp_path / "twice.txt"
     source.write_text("\n\n".join([*DOCUMENTS, *DOCUMENTS]))
@@ -360,8 +376,7 @@ def test_a_cache_has_one_writer_and_many_readers(pair, text, cached, tmp_path, r
 def test_invalid_cache_options_raise(tmp_path, refused):
     line = refused("cache", "--reference", tmp_path)
     assert line == "say what the reference should read: --text or --responses"
-    assert "--stride 9 would leave tokens out" in refused("cache", "--window", 8, "--stride", 9)
-    assert "there is no file" in refused("cache", "--text", tmp_path / "none.txt")
+    assert "begins with ~ and" in refused("cache", "--out", "~no-such-user/cache")
     assert CacheJob().measurement().source == ("text", "shipped:text")
     job = CacheJob(reference="r", responses="x", revision_reference="v").measurement()
     assert (job.policy, job.revision_policy, job.source) == ("r", "v", ("responses", "x"))

@@ -20,11 +20,6 @@ from kleash.measuring.dry_run import dry_run
 LINES = ["the sea was calm and grey", "a long road", "she counted the ships"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny(tmp_path_factory.mktemp("tiny"))
-
-
 @pytest.fixture
 def source(tmp_path: Path) -> str:
     path = tmp_path / "lines.jsonl"

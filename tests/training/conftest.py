@@ -1,6 +1,5 @@
-"""TRL, and a tiny model to train."""
+"""TRL and the trainers of kleash."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,11 +26,3 @@ def trl() -> SimpleNamespace:
         train_dpo=preferences.train_dpo,
         train_distill=distillation.train_distill,
     )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny model."""
-    from tiny_models import save_tiny
-
-    return save_tiny(tmp_path_factory.mktemp("tiny"))

@@ -21,7 +21,7 @@ from kleash.training.library_fields import (
     LORA,
     OPTIONS,
     REFUSED,
-    REFUSED_ONLINE,
+    REFUSED_WITH,
     refused_fields,
     set_fields,
 )
@@ -64,6 +64,9 @@ def test_a_value_has_the_type_of_its_field(job: Any, assignment: str, value: Any
         (GRPOJob(), "beta=1", OptionError, "--set beta=1: --beta decides this; give that"),
         (GRPOJob(), "num_iterations=2", OptionError, "--epochs decides this"),
         (GRPOJob(), "sync_ref_model=true", OptionError, "it moves the reference"),
+        (GRPOJob(), "run_name=a", OptionError, "--set run_name=a: --out decides this"),
+        (DPO, "label_smoothing_factor=.1", OptionError, "=.1: no loss of TRL's trainers reads it; dpo has label_smoo"),
+        (DistillJob(), "train_sampling_strategy=sequential", OptionError, "an order of its own, which follows from"),
         (GRPOJob(), "logging_first_step=true", OptionError, "a step of the run log is one log of the trainer"),
         (GRPOJob(), "use_liger_kernel=true", OptionError, "replaces layers of the policy and not of the reference"),
         (GRPOJob(), "eval_steps=2", OptionError, "nothing is held out to be evaluated; give --eval-prompts"),
@@ -111,10 +114,18 @@ def test_each_argument_of_the_trainers_can_be_set_or_names_its_option(trl: Any, 
         assert set(arguments) - shared - refused == evaluation | {"scale_rewards"}
         assert arguments["per_device_eval_batch_size"] == prompts * job.samples_per_prompt
     known = {field.name for name in CONFIGURATIONS.values() for field in fields(getattr(trl.package, name))}
-    listed = {name.partition("=")[0] for name in refused | {*REFUSED_ONLINE} if not name.startswith(LORA)}
+    named = refused.union(*REFUSED_WITH.values())
+    listed = {name.partition("=")[0] for name in named if not name.startswith(LORA)}
     assert listed <= known, "a field that TRL does not have"
     kinds = (PPOJob(), GRPOJob(), RLOOJob(), DPO, DistillJob())
     assert all(any(hasattr(kind, option) for kind in kinds) for names in OPTIONS.values() for option in names)
+
+
+def test_data_seed_orders_the_prompts(trl: Any) -> None:
+    rows = trl.online.prompt_rows(map(str, range(9)))
+    jobs = GRPOJob(seed=1), GRPOJob(seed=1, set=("data_seed=0",)), GRPOJob(seed=0)
+    plain, other, expected = (trl.online.in_step_order(rows, job)["prompt"] for job in jobs)
+    assert list(plain) != list(other) == list(expected)
 
 
 ROOT = Path(__file__).parents[2]

@@ -122,9 +122,11 @@ TRL_EXTRA = {"completion_ids": IDS}
 def test_reward_receives_columns_named_by_its_arguments(
     function: Callable[..., Any], expected: dict[str, Any]
 ) -> None:
+    async def values():  # called where a loop runs, as in a notebook
+        return reward_values("my:reward", RewardFunction(function), DIALOGUES).tolist()
+
     for _ in range(2):  # an async one has a loop in which its semaphore stays
-        reward = RewardFunction(function)
-        assert reward_values("my:reward", reward, DIALOGUES).tolist() == [0.0, 0.0, 0.0]
+        assert asyncio.run(values()) == [0.0, 0.0, 0.0]
         assert seen == expected
 
 
@@ -141,19 +143,9 @@ def test_columns_modified_by_a_reward_are_restored_for_the_next_call() -> None:
         assert seen["tests"] == json.dumps(COLUMNS["tests"])
 
 
-@pytest.mark.parametrize(
-    ("function", "columns", "said"),
-    [
-        (named, ["prompt", "answers"], "'answer', which p.jsonl does not have; the columns are 'prompt', 'answers'"),
-        (named, [], "the columns are none: plain text has none, JSONL has"),
-    ],
-)  # fmt: skip
-def test_missing_column_error_lists_existing_columns(
-    function: Callable[..., Any], columns: list[str], said: str
-) -> None:
-    with pytest.raises(OptionError) as caught:
-        RewardFunction(function).require_columns("my:reward", columns, "p.jsonl")
-    assert said in str(caught.value)
+def test_missing_column_error_says_where_there_are_none() -> None:
+    with pytest.raises(OptionError, match="the columns are none: plain text has none, JSONL has"):
+        RewardFunction(named).require_columns("my:reward", [], "p.txt")
 
 
 MINE = """

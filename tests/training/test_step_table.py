@@ -41,8 +41,8 @@ def test_tiny_numbers_are_scientific_and_the_first_step_says_the_time_left(tmp_p
     now[0] += 20.0
     run_log.step(0, {"eval/reward": 1.0})
     run_log.step(1, metrics)
-    line = "step 1/3: KL/sequence 1.17e-29 ± 5.7e-30, target 0.5 per token, about 40 s left\n"
-    assert file.getvalue() == f"step 0/3: target 0.5 per token\n{line}"
+    line = "step 1/3: KL/sequence 1.17e-29 ± 5.7e-30 nats, target 0.5 nats per token, about 40 s left\n"
+    assert file.getvalue() == f"step 0/3: target 0.5 nats per token, held-out reward 1\n{line}"
 
 
 def test_a_log_shows_what_a_step_is_at_and_the_time_left() -> None:

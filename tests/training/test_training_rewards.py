@@ -102,8 +102,6 @@ def test_reward_is_called_once_with_all_prompts_and_responses() -> None:
     ("name", "values"),
     [
         ("as_tensor", [0, 1, 2]),
-        ("as_array", [0, 1, 2]),
-        ("as_bools", [1, 1, 1]),
         ("generated", [0.5, 0.5, 0.5]),
         ("Judge.says", [-1, -1, -1]),
         ("as_values", [1, 2, 3]),

@@ -73,12 +73,8 @@ def test_no_input_is_read_after_the_first_step(tmp_path: Path, kind: str) -> Non
     (inputs / "prompts.txt").write_text("Once\nIt was\nThe sea\n")
     pairs = [{"prompt": f"{n}", "chosen": " a sea", "rejected": " a boat"} for n in range(4)]
     (inputs / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    online: dict[str, Any] = {
-        "prompts": str(inputs / "prompts.txt"),
-        "prompts_per_step": 2,
-        "reward": (KIND,),
-    }
-    online |= {"policy": policy, "reference": reference, "max_new_tokens": 4, **SMALL}
+    online: dict[str, Any] = {"prompts": str(inputs / "prompts.txt"), "prompts_per_step": 2}
+    online |= {"policy": policy, "reference": reference, "reward": (KIND,), "max_new_tokens": 4, **SMALL}
     job: TrainJob = {
         "ppo": lambda: PPOJob(**online),
         "grpo with lora": lambda: GRPOJob(samples_per_prompt=2, lora_rank=2, **online),

@@ -213,7 +213,8 @@ class Steps:
         for alert in record.alerts:
             remark(self._console, f"alert, step {record.step}", alert.sentence)
         cells = [
-            f"{metric.heading} {_cell(record, name)}{per_what(name, self._target_per)}"
+            f"{metric.heading} {_cell(record, name)}{' nats' if metric.unit == 'nats' else ''}"
+            f"{per_what(name, self._target_per)}"
             for name, metric in METRICS.items()
             if metric.heading and name in record.metrics
         ]

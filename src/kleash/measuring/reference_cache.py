@@ -44,6 +44,7 @@ from kleash.store.file_hashes import require_unchanged_files, watching_files
 from kleash.store.job_folder import ADVICE_IF_LOCKED
 from kleash.store.locks import folder_lock
 from kleash.store.statistics import KL_POLICY_REFERENCE
+from kleash.store.summary import counted
 
 ROUNDING_COLUMNS = ("prompt_id", "sample_id", KL_POLICY_REFERENCE)
 """Columns of the noise floor and the dtype gap that are stored."""
@@ -146,11 +147,16 @@ def _cache(
     source = source_of(measure_job, pair.context_length, digest)
     cache = ReferenceCache(folder, pair.reference, source, from_engine=saved is not None)
     if len(cache.states):
-        reporter.note(f"resuming after {len(cache.states)} sequences in {folder}")
+        reporter.note(f"resuming after {counted(len(cache.states), 'sequence')} in {folder}")
     reader = partial(read_hidden_states, pair.reference) if imported is None else imported.read
     plan = plan_shards(measure_job, pair)
     reporter.note_all(plan.notes)
-    reporter.set_total(plan.sequences)
+    num_stored = sum(
+        len(shard.sequences)
+        for shard in (plan_shards(measure_job, pair).shards if plan.sequences and len(cache.states) else ())
+        if all(map(cache.__contains__, shard.sequences))
+    )
+    reporter.set_total(None if plan.sequences is None else plan.sequences - num_stored)
     num_scored = 0
     for shard in plan.shards:
         cache.fill(reader, shard.sequences, measure_job.batch_tokens, reporter.add_scored)

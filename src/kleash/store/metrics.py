@@ -273,7 +273,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "teacher/divergence": Metric(
             unit="none",  # which divergence it is, only the job knows
-            heading="divergence",
+            heading="divergence/token",
             card="Divergence from the teacher",
             meaning="divergence from the teacher that is minimised, exact or from the teacher's top-k lists, mean over "
             "the tokens of all responses, before the step's update; in nats, but total_variation, hellinger and "
@@ -284,6 +284,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "eval/reward": Metric(
             unit="reward",
+            heading="held-out reward",
             card="Held-out reward",
             meaning="mean reward of a response to the held-out prompts, without a KL penalty, after the step",
         ),
@@ -303,6 +304,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "eval/kl_per_sequence": Metric(
             unit="nats",
+            heading="held-out KL/sequence",
             card="Held-out KL per sequence",
             meaning="KL(policy ‖ reference) between responses to the held-out prompts: exact, summed over a response, "
             "mean over responses",
@@ -312,6 +314,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
         ),
         "eval/accuracy": Metric(
             unit="probability",
+            heading="held-out accuracy",
             card="Held-out accuracy",
             meaning="pairs/accuracy on held-out pairs, after the step",
             trl="eval_rewards/accuracies",

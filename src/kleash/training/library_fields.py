@@ -52,6 +52,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "model_init_kwargs": ("dtype",),
         "trust_remote_code": ("trust_remote_code",),
         "report_to": ("report_to",),
+        "run_name": ("out",),
         "disable_tqdm": ("quiet",),
         "resume_from_checkpoint": ("resume",),
         "beta": ("beta", "divergence"),
@@ -80,6 +81,11 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "logging_steps": _LOGS,
         "logging_strategy": _LOGS,
         "logging_first_step=True": _LOGS,
+        **dict.fromkeys(
+            ("project", "trackio_space_id"),
+            "kleash opens the trackers of --report-to itself: their project is kleash, their run is called as --out",
+        ),
+        "label_smoothing_factor": "no loss of TRL's trainers reads it; dpo has label_smoothing",
         "logging_nan_inf_filter=True": "a loss that is NaN would be written as 0",
         "remove_unused_columns": "rewards read the columns of the prompts",
         "chat_template_kwargs": "the prompts have a column of this name, an object, which kleash measure reads too",
@@ -96,13 +102,21 @@ REFUSED: Mapping[str, str] = MappingProxyType(
     }
 )
 """Field, or field=value, -> why it cannot be set."""
-REFUSED_ONLINE: Mapping[str, str] = MappingProxyType(
+REFUSED_WITH: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        **dict.fromkeys(("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs"), _TRUNCATED),
-        "vllm_structured_outputs_regex": _TRUNCATED,
+        "kl_place": {
+            **dict.fromkeys(
+                ("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs"), _TRUNCATED
+            ),
+            "vllm_structured_outputs_regex": _TRUNCATED,
+        },
+        "prompts_per_step": {
+            "train_sampling_strategy": "every epoch of the prompts has an order of its own, which follows from --seed"
+        },
     }
 )
-"""Field -> why it cannot be set in an algorithm whose KL is estimated from the responses of the policy."""
+"""Option -> field -> why it cannot be set in a job with that option: the first is of those whose KL is estimated from
+the responses of the policy."""
 
 
 READERS: Mapping[type, Callable[[str], Any]] = MappingProxyType(
@@ -218,7 +232,10 @@ def _refusal(job: TrainJob, name: str) -> str | None:
         return "nothing is held out to be evaluated" + "".join(
             f"; give {flag(option)}" for option in held_out
         )
-    return REFUSED.get(name) or (REFUSED_ONLINE.get(name) if hasattr(job, "kl_place") else None)
+    return REFUSED.get(name) or next(
+        (fields[name] for option, fields in REFUSED_WITH.items() if hasattr(job, option) and name in fields),
+        None,
+    )
 
 
 def _value(name: str, text: str, hint: Any) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from types import MappingProxyType
 from typing import Any
 
@@ -35,8 +36,11 @@ TEXTS = (*TRL_TEXTS, "responses")
 PROMPT = "prompt"
 """The column with the prompts, which is passed only to a reward that names it."""
 EVENT_LOOP = asyncio.new_event_loop()
-"""The one of all calls of async rewards, whose clients and semaphores belong to the loop that used them first."""
-atexit.register(EVENT_LOOP.close)
+"""The one of all calls of async rewards, whose clients and semaphores belong to the loop that used them first.
+
+It has a thread of its own, since that of the training may have a loop that runs, as in a notebook; no call that hangs
+holds up the end of the process."""
+atexit.register(lambda: None if EVENT_LOOP.is_running() else EVENT_LOOP.close())
 
 DialogueReward = Callable[[Sequence[Dialogue]], Any]
 
@@ -119,7 +123,10 @@ class RewardFunction:
         }
         positional = (texts["prompts"], responses) if self.by_position else ()
         returned = self.function(*positional, **named)
-        return EVENT_LOOP.run_until_complete(returned) if inspect.iscoroutine(returned) else returned
+        is_later = inspect.iscoroutine(returned)
+        if is_later and not EVENT_LOOP.is_running():
+            Thread(target=EVENT_LOOP.run_forever, daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(returned, EVENT_LOOP).result() if is_later else returned
 
 
 def reward_values(

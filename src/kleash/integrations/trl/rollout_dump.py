@@ -38,7 +38,8 @@ class RolloutDump(AttachedCallback):
 
         Args:
             folder: where the files are written; it is made.
-            every: steps between two batches that are written; the first is.
+            every: steps of the run from one batch that is written to the next, also of a run that is resumed; the
+                first batch of each process is written, too.
 
         Raises:
             OptionError: if ``every`` is not at least 1.
@@ -71,7 +72,7 @@ class RolloutDump(AttachedCallback):
             return generate(inputs)
         with _generations(self.trainer) as generations:
             output = generate(inputs)
-        self._next = step + self.every
+        self._next = step - step % self.every + self.every
         self._write(output, generations, step)
         return output
 

@@ -97,10 +97,10 @@ class ReferenceCache:
     ) -> None:
         """Compute and store the hidden states of ``sequences``, in the batches that ``score`` would use.
 
-        If any is missing, all are computed, since the batches affect rounding. ``on_scored`` is called as by ``score``.
+        If any is missing, all are computed, since the batches affect rounding. ``on_scored`` is called as by ``score``;
+        it is not called for what is stored already.
         """
-        if all(sequence in self for sequence in sequences):
-            on_scored(len(sequences), sum(len(sequence.response_ids) for sequence in sequences))
+        if all(map(self.__contains__, sequences)):
             return
         for batch in batch_by_length([sequence.num_input_tokens for sequence in sequences], batch_tokens):
             batch_sequences = [sequences[index] for index in batch]

@@ -159,13 +159,8 @@ class StoredReference:
 
     def count_missing(self, sequences: Iterable[TokenSequence]) -> tuple[int, int, str]:
         """Number of ``sequences`` not in the cache, number of all, and the name of the first missing one."""
-        num_missing, total, first_missing = 0, 0, ""
-        for sequence in sequences:
-            total += 1
-            if sequence_key(sequence) not in self.states:
-                first_missing = first_missing or sequence.name
-                num_missing += 1
-        return num_missing, total, first_missing
+        missing = ["" if sequence_key(each) in self.states else each.name for each in sequences]
+        return len(missing) - missing.count(""), len(missing), next(filter(None, missing), "")
 
     def rounding_columns(self, kind: str, temperature: float) -> dict[str, np.ndarray] | None:
         """The token columns of the "noise" floor or the dtype "gap", computed when the cache was made.

@@ -287,7 +287,9 @@ def train_distill(job: DistillJob, run_log: RunLog | None) -> TrainingResult:
     try:
         networks = load_networks(job, job.teacher_name, device=job.device, role="teacher", stored=stored)
     except TokenizerMismatchError as error:
-        raise TokenizerMismatchError(f"{error}; TRL's GOLDTrainer distils between tokenizers") from error
+        raise TokenizerMismatchError(
+            f"{error} (the reference is the teacher here); TRL's GOLDTrainer distils between tokenizers"
+        ) from error
     if job.responses is None:
         items, notes = read_prompts(job.source, networks.pair, limit=job.limit, reading=job), list[str]()
         rows, mixin = prompt_rows(prompt.text for prompt in items), DistillationMixin

@@ -165,9 +165,10 @@ def in_step_order(rows: Any, job: OnlineJob, *, copies: int = 1) -> Any:
     """The data set of TRL's trainer: the rows of all steps, ``copies`` times each, in the order of kleash's PPO.
 
     One pass over it, without shuffling, is the whole run, so that a resumed run finds its position by the step.
+    ``data_seed`` of ``job.set`` stands for the job's seed here.
     """
     positions = (place // copies for place in range(job.steps * job.prompts_per_step * copies))
-    return rows.select(prompt_indices(len(rows), positions, job.seed))
+    return rows.select(prompt_indices(len(rows), positions, set_fields(job).get("data_seed", job.seed)))
 
 
 def prompt_rows(texts: Iterable[str], *, first: int = 0) -> Any:
