@@ -151,12 +151,8 @@ def _cache(
     reader = partial(read_hidden_states, pair.reference) if imported is None else imported.read
     plan = plan_shards(measure_job, pair)
     reporter.note_all(plan.notes)
-    num_stored = sum(
-        len(shard.sequences)
-        for shard in (plan_shards(measure_job, pair).shards if plan.sequences and len(cache.states) else ())
-        if all(map(cache.__contains__, shard.sequences))
-    )
-    reporter.set_total(None if plan.sequences is None else plan.sequences - num_stored)
+    # of documents that occur twice, one is stored
+    reporter.set_total(None if plan.sequences is None else max(0, plan.sequences - len(cache.states)))
     num_scored = 0
     for shard in plan.shards:
         cache.fill(reader, shard.sequences, measure_job.batch_tokens, reporter.add_scored)

@@ -123,10 +123,11 @@ class RewardFunction:
         }
         positional = (texts["prompts"], responses) if self.by_position else ()
         returned = self.function(*positional, **named)
-        is_later = inspect.iscoroutine(returned)
-        if is_later and not EVENT_LOOP.is_running():
+        if not inspect.iscoroutine(returned):
+            return returned
+        if not EVENT_LOOP.is_running():
             Thread(target=EVENT_LOOP.run_forever, daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(returned, EVENT_LOOP).result() if is_later else returned
+        return asyncio.run_coroutine_threadsafe(returned, EVENT_LOOP).result()
 
 
 def reward_values(
