@@ -1,7 +1,7 @@
 """How often the alerts of a training are right, on simulated runs: good ones, and some with a planted fault.
 
 python benchmarks/alert_runs.py                      # the table of docs/reference/evidence.md: unseen seeds 100 to 119
-python benchmarks/alert_runs.py --seeds 0 20         # seeds that the thresholds were chosen on, like 5000 to 5799
+python benchmarks/alert_runs.py --seeds 0 20         # seeds of the choice, like 5000 to 5799, 9000 to 9129
 
 Three tasks, each with 8 to 128 responses a step and 40 to 200 steps. ``verifiable``: a binary reward rises while the
 entropy falls, with a target KL. ``preference``: a reward grows with the root of the KL, which a controller brings to

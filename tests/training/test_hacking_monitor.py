@@ -105,9 +105,7 @@ def test_entropy_that_falls_is_an_alert_unless_the_reward_rises(reward: float | 
         return {"policy/entropy": 2.0 if at < 21 else 0.5, **({} if reward is None else scores)}
 
     blank = [StepRecord(step=at, metrics={}) for at in range(1, 36)]
-    steps = [
-        step for step, kind in said(bent(blank, 0, fall), HackingMonitor()) if kind == "entropy_collapse"
-    ]
+    steps = [step for step, kind in said(bent(blank, 0, fall), HackingMonitor()) if "entropy" in kind]
     assert bool(steps) == bool(alerts) and all(21 < step <= 35 for step in steps)
 
 
@@ -121,16 +119,18 @@ def test_entropy_that_falls_is_an_alert_unless_the_reward_rises(reward: float | 
         ("no_signal", 40, lambda at, now: {"reward/zero_std_share": 0.98, "reward/score_std": 0.1}),
         ("prompt_runaway", 0, lambda at, now: {
             "kl/max_prompt": (10 if at > 40 and at % 3 else 2) * now["kl/exact_per_sequence"]}),
-        ("prompt_runaway", 0, lambda at, now: {"response/prompts": 2.0,
-            "kl/max_prompt": (1.9 if at > 40 else 1.2) * now["kl/exact_per_sequence"]}),
+        ("prompt_runaway", 0, lambda at, now: {"response/prompts": 4.0,
+            "kl/max_prompt": (3.2 if at > 40 or at % 3 == 0 else 1.6) * now["kl/exact_per_sequence"]}),
+        ("repetition", 0, lambda at, now: {"response/repetition": 0.9 if at % 7 == 5 else 0.02}),
+        ("entropy_collapse", 0, lambda at, now: {"policy/entropy": 0.95**at, "reward/score_error": 5.0}),
         ("held_out_fell", 40, lambda at, now: {
             "eval/reward": 3.0 - 0.05 * at, "eval/reward_error": 0.3, "kl/exact_per_sequence": 6.0 + at}),
-        ("far_from_target", 40, lambda at, now: {
-            "kl/exact_per_sequence": 14.0, "kl/exact_per_sequence_error": 2.0, "beta": 2 * 1.1**at}),
+        ("far_from_target", 0, lambda at, now: {"kl/exact_per_sequence": 13.5 if at > 57 else 6.0,
+            "kl/exact_per_sequence_error": 0.2 if at > 57 else 3.0}),
     ],
 )  # fmt: skip
 def test_what_looks_like_a_fault_and_is_none(kind: str, after: int, change: Change) -> None:
-    """Two of three steps; a controller that answers, or damps a growing KL; a solved task; what is within its error."""
+    """Two of three steps; a controller that damps a growing KL; a solved task; what few responses can hide."""
     assert kind not in {found for _, found in said(bent(healthy(60), after, change))}
 
 
@@ -139,7 +139,7 @@ def test_what_looks_like_a_fault_and_is_none(kind: str, after: int, change: Chan
     [
         *((2, 1, 9, 0.1, 64, True), (2, 1, 9, 0, 64, True), (2, 1, 1, 0.3, 500, True)),
         *((0.5, 1, 9, 0.1, 64, False), (0.5, 2, 9, 0.1, 64, True), (2, 1, 9, 0.3, 500, False)),
-        *((2, 1, 9, 0.1, 4, False), (2, 1, 9, 0.01, 4, True)),  # t of 3: 19.4 errors
+        *((2, 1, 9, 0.1, 4, False), (2, 1, 9, 0.01, 4, True), (2, 1, 9, 0, 4, False)),  # t of 3: 19.4 errors
     ],
 )
 def test_held_out_reward_that_falls_with_the_kl_and_the_training_reward_is_no_alert(

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from statistics import NormalDist, fmean, median
+from statistics import NormalDist, fmean, median, stdev
 from typing import NamedTuple
 
 from kleash.leash import PIDBeta
@@ -85,8 +85,10 @@ class HackingMonitor:
     """Fraction of an earlier level below which the entropy has collapsed, unless the reward rose meanwhile."""
     no_rise: float = 0.5
     """Standard errors below which a reward has not risen."""
+    small_rise: float = 1 / 3
+    """Standard deviations of the scores: a rise by as much must be excluded where the entropy fell slowly."""
     prompt_growth: float = 4.0
-    """Growth factor of the worst prompt's KL, relative to that of the others, which counts as a runaway."""
+    """Least growth factor of the worst prompt's KL, relative to that of the others, which counts as a runaway."""
     repeated: float = 0.3
     """Share of repeated three-word runs from which responses are repetitive, if it also doubled."""
     distinct: float = 0.3
@@ -120,10 +122,9 @@ class HackingMonitor:
             raised = {*recent, *alerts}
             # a larger beta, which is the advice about the KL, does not help against large updates
             is_said = kind in raised or (kind == "far_from_target" and "update_too_large" in raised)
-            if is_said or len(steps) < self.steps or steps[-1] is not drawn[-1]:
-                continue
-            for sentence in sentences_of(steps):
-                alerts.setdefault(kind, HackingAlert(kind=kind, sentence=sentence, acts=acts))
+            if not is_said and len(steps) >= self.steps and steps[-1] is drawn[-1]:
+                for sentence in sentences_of(steps):
+                    alerts.setdefault(kind, HackingAlert(kind=kind, sentence=sentence, acts=acts))
         return tuple(alerts.values())
 
     def _update_too_large(self, history: History) -> Iterator[str]:
@@ -139,8 +140,9 @@ class HackingMonitor:
         if "kl/update" not in last[-1].metrics:
             updates = [self._least_update(*pair, sure=0.0) for pair in pairwise(last)]
             starts, at_least = history[-self.window : 1 - self.steps], "an average of at least "
-            since = (self._least_update(start, last[-1], sure=self.sure) for start in starts)
-            kl = max(since, default=math.nan)
+            kl = max(
+                (self._least_update(start, last[-1], sure=self.sure) for start in starts), default=math.nan
+            )
         if target is not None and all(update > self.update_share * target for update in (kl, *updates)):
             rate = history[-1].metrics.get("policy/learning_rate")
             shrink = math.sqrt(kl / (target / 10))  # the KL of an update grows with the square of its length
@@ -153,8 +155,11 @@ class HackingMonitor:
 
     def _far_from_target(self, history: History) -> Iterator[str]:
         """A sentence if the KL is more than ``far`` times its target."""
-        now = self._kl(history[-self.steps :])
-        if self.target_nats is not None and now.value - self.sure * now.error > self.far * self.target_nats:
+        now, recent = self._kl(history[-self.steps :]), self._kl(history[-self.window :])
+        # from the relative errors of more steps: of two prompts, three steps can show no spread by chance
+        scale = math.sqrt(min(self.window, len(history)) / self.steps)
+        error = now.value * scale * recent.error / recent.value if recent.value else 0.0
+        if self.target_nats is not None and now.value - self.sure * error > self.far * self.target_nats:
             yield (
                 f"KL(policy ‖ reference) is {now.value:.3g} nats per {self.target_per} over the last {self.steps} "
                 f"steps, {now.value / self.target_nats:.1f} times its target of {self.target_nats:g}: beta is too "
@@ -183,15 +188,13 @@ class HackingMonitor:
         if target is None or len(history) < window + 2:
             return
         betas = _values(history, "beta")
-        is_highest = betas[-1] == max(betas[-window:])
-        if not is_highest or not self._kl(history[-window:]).value < target:
+        if betas[-1] != max(betas[-window:]) or not self._kl(history[-window:]).value < target:
             return
         filtered = self._filtered_kl(history[-20 * window :])
         now, growth = fmean(filtered[-window:]), math.log(filtered[-2] / filtered[-2 - half])
         # no controller of kleash answers the growth of a KL below its target more strongly
-        explained = PIDBeta.proportional * max(0.0, growth)
-        is_below = max(now, filtered[-1]) < self.below * target
-        if is_below and betas[-1] > betas[-1 - half] * math.exp(explained + self.beta_slack):
+        explained = math.exp(PIDBeta.proportional * max(0.0, growth) + self.beta_slack)
+        if max(now, filtered[-1]) < self.below * target and betas[-1] > explained * betas[-1 - half]:
             yield (
                 f"KL(policy ‖ reference), filtered, is {now:.3g} nats per {self.target_per} over the last {window} "
                 f"steps, {now / target:.2g} of its target of {target:g}, and beta rose from {betas[-1 - half]:.3g} to "
@@ -233,10 +236,17 @@ class HackingMonitor:
         chance = NormalDist().cdf(-self.sure) / (len(evaluated) - 1)
         prompts = history[-1].metrics.get("eval/prompts", 1e6)  # if it is not logged, of many
         sure = student_t_quantile(1 - chance, max(1.0, prompts - 1))
-        is_beyond = beyond_training.value < -sure * beyond_training.error
         # else a policy that went back towards the reference, and lost as much on the training prompts
-        is_over_optimised = not kl_rise.value <= self.sure * kl_rise.error or is_beyond
-        if is_over_optimised and change.value < -sure * change.error:
+        is_over_optimised = (
+            not kl_rise.value <= self.sure * kl_rise.error
+            or beyond_training.value < -sure * beyond_training.error
+        )
+        # that few prompts all fall alike, as scores of 0 and 1 do, can be chance, too
+        if (
+            is_over_optimised
+            and change.value < -sure * change.error
+            and (change.error or 0.5**prompts < chance)
+        ):
             certainty = (
                 f"by {-change.value / change.error:.1f} standard errors of the difference"
                 if change.error
@@ -254,8 +264,11 @@ class HackingMonitor:
         share, prompts = (level(last, name).value for name in ("reward/zero_std_share", "response/prompts"))
         error = math.sqrt(max(share * (1 - share), 0.0) / (prompts * len(last)))
         spread, first = (level(part, "reward/score_std").value for part in (last, history[: self.window]))
-        is_certain = len(history) >= self.window and share - self.sure * error > self.no_signal
-        if is_certain and not spread < self.solved * first:
+        if (
+            len(history) >= self.window
+            and share - self.sure * error > self.no_signal
+            and not spread < self.solved * first
+        ):
             yield (
                 f"the responses to {100 * share:.0f} % of the prompts all have one reward over the last {len(last)} "
                 f"steps, so that these prompts move nothing (mean reward {level(last, 'reward/score').value:.3g}): "
@@ -276,10 +289,17 @@ class HackingMonitor:
             return
         then, start = means[highs[-1]], highs[-1] + self.steps
         period = len(history) - start  # a slow fall is compared over more steps
-        before = level(history[max(0, start - max(self.window, period)) : start], "reward/score")
-        after = level(history[-max(self.window, period // 3) :], "reward/score")
-        rise = after.minus(before)
-        if rise.value < self.no_rise * rise.error:  # both are 0 once a task is solved
+        parts = (
+            history[max(0, start - max(self.window, period)) : start],
+            history[-max(self.window, period // 3) :],
+        )
+        before, after = (level(part, "reward/score") for part in parts)
+        rise, spread = after.minus(before), level(parts[0], "reward/score_std").value
+        # few responses can hide the rise that a slow fall is the price of; there is time to wait for more
+        may_have_risen = (
+            period >= self.window and rise.value + self.sure * rise.error > self.small_rise * spread
+        )
+        if rise.value < self.no_rise * rise.error and not may_have_risen:  # both are 0 once a task is solved
             yield (
                 f"the policy's entropy fell from {then:.3g} to {now:.3g} nats per token since step "
                 f"{history[start - 1].step} and the reward did not rise ({before.value:.3g} before, {after.value:.3g} "
@@ -289,10 +309,12 @@ class HackingMonitor:
     def _prompt_runaway(self, history: History) -> Iterator[str]:
         """A sentence if the KL of the worst prompt outgrows that of the others."""
         excesses = [_excess_of_worst_prompt(record) for record in history]
-        last, earlier = excesses[-self.steps :], [x for x in excesses[: -self.steps] if x > 0]
-        usual = median(earlier) if len(earlier) >= self.settled else math.inf
-        # of two healthy prompts, the KL of one is often many times that of the other
-        growth = self.prompt_growth * max(1.0, 4 / history[-1].metrics.get("response/prompts", 4)) ** 2
+        last, earlier = excesses[-self.steps :], [math.log(x) for x in excesses[: -self.window] if x > 0]
+        if len(earlier) < self.settled:
+            return
+        sure = student_t_quantile(NormalDist().cdf(self.sure), len(earlier) - 1)
+        # where the KL differs much between healthy prompts, that of the worst is often many times its usual excess
+        usual, growth = math.exp(median(earlier)), max(self.prompt_growth, math.exp(sure * stdev(earlier)))
         if all(excess > growth * usual for excess in last):
             yield (
                 f"the prompt with the largest KL(policy ‖ reference) has {history[-1].metrics['kl/max_prompt']:.3g} "
@@ -304,19 +326,25 @@ class HackingMonitor:
     def _repetition(self, history: History) -> Iterator[str]:
         """A sentence if responses repeat themselves or are all alike, other than at first."""
         advice = "if the reward pays for it, correct the --reward; otherwise raise --beta"
-        ends = history[: self.steps], history[-self.steps :]
-        first, now = (level(part, "response/repetition").value for part in ends)
-        if now > self.repeated and now > 2 * first:
-            yield (
-                f"{100 * now:.0f} % of the three-word runs in a response have occurred in it before, and "
-                f"{100 * first:.0f} % had in the first steps: responses repeat themselves; {advice}"
-            )
-        first, now = (level(part, "response/distinct").value for part in ends)
-        if now < self.distinct and now < first / 2:
-            yield (
-                f"only {100 * now:.0f} % of the three-word runs of a step's responses are different ones, and "
-                f"{100 * first:.0f} % were in the first steps: responses are all alike; {advice}"
-            )
+        for name in ("response/repetition", "response/distinct"):
+            first, recent = level(history[: self.steps], name).value, _values(history[-self.window :], name)
+            last, changes = recent[-self.steps :], [abs(after - before) for before, after in pairwise(recent)]
+            # a long response that repeats itself changes a whole step: the median leaves such steps out
+            margin = self.sure * median(changes or [0.0]) / math.sqrt(self.steps)
+            if name == "response/repetition" and all(
+                now - margin > max(self.repeated, 2 * first) for now in last
+            ):
+                yield (
+                    f"{100 * fmean(last):.0f} % of the three-word runs in a response have occurred in it before, and "
+                    f"{100 * first:.0f} % had in the first steps: responses repeat themselves; {advice}"
+                )
+            if name == "response/distinct" and all(
+                now + margin < min(self.distinct, first / 2) for now in last
+            ):
+                yield (
+                    f"only {100 * fmean(last):.0f} % of the three-word runs of a step's responses are different ones, "
+                    f"and {100 * first:.0f} % were in the first steps: responses are all alike; {advice}"
+                )
 
     def _least_update(self, before: StepRecord, now: StepRecord, *, sure: float) -> float:
         """The KL that a step's updates have at least, on average, for that to the reference to rise so, in its unit.
@@ -351,8 +379,11 @@ def drawing_steps(history: History) -> list[StepRecord]:
     """
     steps: list[StepRecord] = []
     for record in history:
-        draws = not OF_RESPONSES.isdisjoint(record.metrics)
-        if steps and not draws and not OF_RESPONSES.isdisjoint(steps[-1].metrics):
+        if (
+            steps
+            and OF_RESPONSES.isdisjoint(record.metrics)
+            and not OF_RESPONSES.isdisjoint(steps[-1].metrics)
+        ):
             last = steps.pop()
             record = replace(
                 record, metrics={**last.metrics, **record.metrics}, alerts=(*last.alerts, *record.alerts)
