@@ -125,12 +125,14 @@ def test_entropy_that_falls_is_an_alert_unless_the_reward_rises(reward: float | 
         ("entropy_collapse", 0, lambda at, now: {"policy/entropy": 0.95**at, "reward/score_error": 5.0}),
         ("held_out_fell", 40, lambda at, now: {
             "eval/reward": 3.0 - 0.05 * at, "eval/reward_error": 0.3, "kl/exact_per_sequence": 6.0 + at}),
+        ("far_from_target", 40, lambda at, now: {
+            "kl/exact_per_sequence": 14.0, "kl/exact_per_sequence_error": 2.0, "beta": 2 * 1.1**at}),
         ("far_from_target", 0, lambda at, now: {"kl/exact_per_sequence": 13.5 if at > 57 else 6.0,
             "kl/exact_per_sequence_error": 0.2 if at > 57 else 3.0}),
     ],
 )  # fmt: skip
 def test_what_looks_like_a_fault_and_is_none(kind: str, after: int, change: Change) -> None:
-    """Two of three steps; a controller that damps a growing KL; a solved task; what few responses can hide."""
+    """Two of three steps; a controller that answers, or damps a growing KL; a solved task; what is within its error."""
     assert kind not in {found for _, found in said(bent(healthy(60), after, change))}
 
 
