@@ -5,10 +5,12 @@ import shutil
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from gguf_file import write_gguf
 from safetensors.torch import load_file, save_file
 from scipy.special import log_softmax
 from scoring_cases import columns_by_enumeration, random_sequences
@@ -17,9 +19,12 @@ from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGenerat
 
 from kleash.checkpoints import files, resolution
 from kleash.checkpoints.resolution import find_checkpoint
-from kleash.errors import CannotRunError, ModelError, OptionError, UnknownNameError
-from kleash.models import Model, live_model, load_pair, score, tokenizers
+from kleash.engines.base_logits import base_logits_beside
+from kleash.errors import CannotRunError, ModelError, OptionError, SourceError, UnknownNameError
+from kleash.models import Model, live_model, load_pair, read_prompts, score, tokenizers
 from kleash.models.pair_loading import pair_models
+from kleash.sources.documents import read_text
+from kleash.sources.responses import read_responses
 
 
 @pytest.fixture
@@ -102,6 +107,34 @@ def test_fewer_embeddings_or_logits_than_tokens_are_an_error(tmp_path, pair, unh
     network.lm_head = torch.nn.Linear(network.config.hidden_size, 299, bias=False)
     with pytest.raises(ModelError, match=r"the policy .* has 299 logits"):
         live_model(network, pair.tokenizer)
+
+
+def test_a_model_of_text_needs_no_rows_for_added_special_tokens_and_reads_none(tmp_path, unhooked):
+    policy, larger = (save_tiny(tmp_path / str(rows), vocab_size=rows) for rows in (300, 305))
+    with_image, with_padding, with_word = (tiny_tokenizer.__wrapped__() for _ in range(3))
+    with_image.add_tokens(["<image>"], special_tokens=True)
+    with_padding.add_special_tokens({"pad_token": "<padding>"})
+    with_word.add_tokens(["<tool>"])
+    for tokenizer, token in ((with_padding, "<padding>"), (with_word, "<tool>")):
+        tokenizer.save_pretrained(policy)
+        refuse(policy, f"has 300 embeddings for a tokenizer of 301 tokens, and none for '{token}'")
+    for folder in (policy, larger):
+        with_image.save_pretrained(folder)
+    pair = load_pair(str(policy), str(write_gguf(policy, policy / "model.gguf")))
+    assert (pair.vocab_size, pair.vocabulary, pair.policy.padding) == (300, "the whole vocabulary", None)
+    logits = SimpleNamespace(vocab_size=300, context=8, path="base.kld")
+    assert base_logits_beside(pair.policy, logits, "").vocab_size == 300
+    assert "for 300 tokens; both are cut" in load_pair(str(policy), str(larger)).notes[0]
+    record = {"messages": [{"role": "user", "content": "a <image>"}]}
+    for read, fields in (
+        (read_prompts, record),
+        (read_prompts, {"prompt": "<image>"}),
+        (read_responses, {"prompt": "a", "response": "<image>"}),
+        (read_text, {"text": "a <image>"}),
+    ):
+        (path := tmp_path / "a.jsonl").write_text(json.dumps(fields))
+        with pytest.raises(SourceError, match=r"line 1: .* token ids from 0 to 299 and found '300'"):
+            list(read(str(path), pair))
 
 
 def test_a_missing_model_is_an_error_that_names_the_revision(tmp_path, unhooked, folders):

@@ -13,7 +13,7 @@ from hypothesis import given as examples
 from hypothesis import strategies as st
 from source_files import jsonl
 from tiny_models import SENTENCES, metaspace_tokenizer, tiny_tokenizer
-from tokenizers import Regex, normalizers, pre_tokenizers
+from tokenizers import Regex, models, normalizers, pre_tokenizers
 
 from kleash.engines.base_logits import chunk_sequence
 from kleash.errors import OptionError, SourceError
@@ -168,14 +168,16 @@ def test_windows_of_one_document(pair, write, stride):
 
 def test_texts_of_tokens_join_where_the_tokenizer_drops_a_first_space(write):
     tokenizer = metaspace_tokenizer()
+    tokenizer.backend_tokenizer.model = models.WordLevel({"▁The": 0, "▁sea": 1, "▁!": 2}, "▁!")
+    tokenizer.clean_up_tokenization_spaces = True
     limits = SimpleNamespace(tokenizer=tokenizer, vocab_size=3, context_length=None, eos_token_ids=())
     record = {"prompt_token_ids": [0, 1], "response_token_ids": [2]}
-    found = [*read_text(write("a.txt", "The sea was"), limits)]
+    found = [*read_text(write("a.txt", "The sea !"), limits)]
     found += read_responses(write("a.jsonl", jsonl(record)), limits)
     found += [chunk_sequence(0, np.arange(3), None, tokenizer)]
     prompt = Prompt(prompt_id=0, token_ids=(0, 1), text="The sea", prompt_hash="")
     found += [_Response(prompt=prompt, sample=0, max_tokens=1, token_ids=[2]).as_sequence(tokenizer)]
-    assert [one.prompt_text + one.response_text for one in found] == ["The sea was"] * 4
+    assert [one.prompt_text + one.response_text for one in found] == ["The sea !"] * 4
 
 
 def test_a_response_has_no_space_that_only_the_tokenizer_puts_before_a_text(write):

@@ -197,7 +197,8 @@ def _cut(name: str) -> SettingTransform:
 
     def renormalised(scores: ModelScores, value: float, logits: Tensor, rows: np.ndarray) -> Tensor:
         logp, limits = logits.log_softmax(-1), cast("dict[str, Any]", {name: value})
-        return logp - truncate(logp, order=scores.order, **limits).log_kept_mass.unsqueeze(-1)
+        order = None if scores.order is None else scores.order[rows[0] : rows[-1] + 1]
+        return logp - truncate(logp, order=order, **limits).log_kept_mass.unsqueeze(-1)
 
     return lambda scores, value, _: partial(renormalised, scores, value)
 

@@ -115,11 +115,11 @@ class ModelScores:
     ) -> Iterator[tuple[Tensor, np.ndarray]]:
         """Float32 logits of the tokens in blocks, with the tokens' indices; arguments of ``column``."""
         every, is_policy = np.arange(len(self.table.trainer)), model is None and hidden is None
+        step = max(1, LOGITS_AT_ONCE // self.pair.vocab_size)
         if self.logits is not None and is_policy:
-            yield self.logits, every
+            yield from zip(self.logits.split(step), np.split(every, every[step::step]), strict=True)
             return
         head, hidden = (model or self.pair.policy).head, self.hidden if hidden is None else hidden
-        step = max(1, LOGITS_AT_ONCE // self.pair.vocab_size)
         with torch.inference_mode():
             for start in range(0, len(every), step):
                 block = hidden[start : start + step].float()

@@ -77,7 +77,7 @@ def base_logits_beside(policy: Model, file: BaseLogitsFile, fingerprint: str) ->
     Raises:
         ModelError: if the policy has fewer logits than the file, a tokenizer with more tokens, or a shorter context.
     """
-    tokens = token_count(policy.tokenizer)
+    tokens = token_count(policy.tokenizer, file.vocab_size)
     if tokens > file.vocab_size or policy.vocab_size < file.vocab_size:
         raise ModelError(
             f"the policy {policy.path} has {policy.vocab_size} logits for {tokens} tokens and {file.path} has "
@@ -135,7 +135,7 @@ def chunk_sequence(chunk: int, tokens: np.ndarray, begin: int | None, tokenizer:
         sample_id=0,
         prompt_ids=tuple(ids[:first]),
         response_ids=tuple(ids[first:]),
-        prompt_text=tokenizer.decode(ids[:first]),
+        prompt_text=text_after(tokenizer, (), ids[:first]),
         response_text=text_after(tokenizer, ids[:first], ids[first:]),
         prompt_hash=hash_tokens(tuple(ids)),
         location=f"chunk {chunk}",

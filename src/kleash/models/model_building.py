@@ -120,7 +120,7 @@ def _extract_head(model: Model) -> ExtractedHead:
 
 
 def check_vocab_size(model: Model, rows: int, what: str) -> None:
-    """Check that the tokenizer of a model has at most ``rows`` tokens.
+    """Check that the tokenizer of a model needs at most ``rows`` rows.
 
     Args:
         model: whose tokenizer is checked.
@@ -128,9 +128,9 @@ def check_vocab_size(model: Model, rows: int, what: str) -> None:
         what: "embeddings" or "logits", for the error.
 
     Raises:
-        ModelError: if it has more.
+        ModelError: if it needs more.
     """
-    tokens = token_count(model.tokenizer)
+    tokens = token_count(model.tokenizer, rows)
     if rows < tokens:
         raise ModelError(
             f"the {model.role} {model.path} has {rows} {what} for a tokenizer of {tokens} tokens, and none for "

@@ -177,7 +177,7 @@ def pair_models(policy: Model, reference: Model, notes: Iterable[str]) -> Pair:
     )
     if policy.vocab_size == reference.vocab_size:
         return _with_kept_rows(pair, "both heads have")
-    tokens = token_count(policy.tokenizer)
+    tokens = token_count(policy.tokenizer, min(policy.vocab_size, reference.vocab_size))
     rows = f"the heads have {policy.vocab_size} (policy) and {reference.vocab_size} (reference) rows"
     pair = _with_padding(pair, set(policy.tokenizer.get_vocab().values()))
     policy, reference = (
@@ -198,7 +198,7 @@ def pair_models(policy: Model, reference: Model, notes: Iterable[str]) -> Pair:
 
 def _with_kept_rows(pair: Pair, subject: str) -> Pair:
     """The pair of heads of one size, with a note on rows that are no tokens if there are any."""
-    tokens = set(pair.tokenizer.get_vocab().values())
+    tokens = set(pair.tokenizer.get_vocab().values()).intersection(range(pair.vocab_size))
     count = pair.vocab_size - len(tokens)
     if not count:
         return pair

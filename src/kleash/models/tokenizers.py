@@ -92,17 +92,28 @@ def token_texts(tokenizer: Any, token_ids: list[int]) -> list[str]:
     """
     count = token_count(tokenizer)
     texts = {
-        token: text_after(tokenizer, [token], [token], clean_up_tokenization_spaces=False)
-        if token < count
-        else f"<token {token}>"
+        token: text_after(tokenizer, [token], [token]) if token < count else f"<token {token}>"
         for token in set(token_ids)
     }
     return [texts[token] for token in token_ids]
 
 
-def token_count(tokenizer: Any) -> int:
-    """The highest token id plus one: the rows that a head needs."""
-    return max(tokenizer.get_vocab().values()) + 1
+def token_count(tokenizer: Any, rows: int | None = None) -> int:
+    """The rows that a head needs: the highest token id plus one.
+
+    Or the ``rows`` that it has, if all tokens beyond are special ones that were added, such as the image token of Gemma
+    3 in its models of text alone, and none begins, ends or pads a text.
+    """
+    count = max(tokenizer.get_vocab().values()) + 1
+    named = {getattr(tokenizer, f"{name}_id", None) for name in NAMED_TOKENS}
+    added = {
+        token_id
+        for token_id, token in getattr(tokenizer, "added_tokens_decoder", {}).items()
+        if token.special and token_id not in named
+    }
+    if rows is not None and added.issuperset(range(rows, count)):
+        return min(rows, count)
+    return count
 
 
 def _check_equal(what: str, policy: dict[str, int], reference: dict[str, int]) -> None:

@@ -10,8 +10,8 @@ from kleash.jobs.reading import DatasetOptions
 from kleash.sources.chat_rendering import join_contents, render_messages
 from kleash.sources.dataset_formats import text_or_conversation
 from kleash.sources.files import Source, find_source
-from kleash.sources.prompts import encode_text, without_second_begin
-from kleash.sources.records import describe_fields
+from kleash.sources.prompts import check_token_ids, encode_text, without_second_begin
+from kleash.sources.records import SourceRecord, describe_fields
 from kleash.sources.sequences import SourceForm, TokenLimits, TokenSequence, hash_tokens, text_after
 
 DEFAULT_WINDOW = 2048
@@ -97,7 +97,7 @@ def _windows(
 ) -> Iterator[TokenSequence]:
     """Iterate over the windows of a source, whose size and stride are valid."""
     has_windows, tokenizer = False, pair.tokenizer
-    for number, (text, form, location) in enumerate(islice(_documents(source, tokenizer), limit)):
+    for number, (text, form, record) in enumerate(islice(_documents(source, tokenizer), limit)):
         # of a rendered conversation, without tokens that the template did not write
         is_rendered = form == "messages" and source.reading.chat_template != "raw"
         token_ids = encode_text(tokenizer, text, special_tokens=not is_rendered)
@@ -107,14 +107,14 @@ def _windows(
             yield TokenSequence(
                 prompt_id=number,
                 sample_id=index,
-                prompt_ids=token_ids[start:score_start],
-                response_ids=token_ids[score_start:stop],
-                prompt_text=tokenizer.decode(list(token_ids[start:score_start])),
+                prompt_ids=check_token_ids(record, "text", token_ids[start:score_start], pair),
+                response_ids=check_token_ids(record, "text", token_ids[score_start:stop], pair),
+                prompt_text=text_after(tokenizer, (), token_ids[start:score_start]),
                 response_text=text_after(
                     tokenizer, token_ids[start:score_start], token_ids[score_start:stop]
                 ),
                 prompt_hash=hash_tokens(token_ids[start:stop]),
-                location=location,
+                location=record.location,
                 prompt_form=form,
             )
     if not has_windows:
@@ -136,8 +136,8 @@ def window_spans(tokens: int, window: int, stride: int) -> Iterator[tuple[int, i
         score_start, start = stop, start + stride
 
 
-def _documents(source: Source, tokenizer: Any) -> Iterator[tuple[str, SourceForm, str]]:
-    """Iterate over the documents of a source: the text of each, what the source has for it, and its location."""
+def _documents(source: Source, tokenizer: Any) -> Iterator[tuple[str, SourceForm, SourceRecord]]:
+    """Iterate over the documents of a source: the text of each, what the source has for it, and its record."""
     for record in source.records():
         document = text_or_conversation(record)
         if document is None:
@@ -145,8 +145,8 @@ def _documents(source: Source, tokenizer: Any) -> Iterator[tuple[str, SourceForm
                 f"expected a field 'text' and found {describe_fields(record)}; --text-column names another"
             )
         if isinstance(document, str):
-            yield document, "text", record.location
+            yield document, "text", record
         elif source.reading.chat_template == "raw":
-            yield join_contents(record, document, "messages"), "messages", record.location
+            yield join_contents(record, document, "messages"), "messages", record
         else:
-            yield render_messages(record, document, tokenizer, "messages"), "messages", record.location
+            yield render_messages(record, document, tokenizer, "messages"), "messages", record

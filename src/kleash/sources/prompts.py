@@ -1,7 +1,7 @@
 """Prompts of a source file or a list, tokenised from text, messages or token ids."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
@@ -170,7 +170,7 @@ def tokenise_prompt(record: SourceRecord, pair: TokenLimits, chat_template: str 
             raise record.error(
                 "'prompt_token_ids' begins with padding, which would be read as text; cut it off"
             )
-        return made_of(token_ids, tokenizer.decode(list(token_ids)), "token ids")
+        return made_of(token_ids, text_after(tokenizer, (), token_ids), "token ids")
     name, prompt = _find_prompt(record)
     form = "messages" if isinstance(prompt, list) else form_of_text(prompt, tokenizer)
     if isinstance(prompt, list) and chat_template == "raw":
@@ -179,7 +179,8 @@ def tokenise_prompt(record: SourceRecord, pair: TokenLimits, chat_template: str 
         raise record.error("the prompt is empty")
     if isinstance(prompt, str):
         if chat_template != "apply":
-            return made_of(_encode_prompt(record, prompt, tokenizer, form), prompt, form)
+            token_ids = _encode_prompt(record, prompt, tokenizer, form)
+            return made_of(check_token_ids(record, name, token_ids, pair), prompt, form)
         if form == "rendered text":
             raise record.error(
                 f"a chat template has rendered the prompt {shorten(prompt)} already, and --chat-template apply renders "
@@ -190,7 +191,7 @@ def tokenise_prompt(record: SourceRecord, pair: TokenLimits, chat_template: str 
     token_ids = tuple(encode_text(tokenizer, text, special_tokens=False))
     if not token_ids:
         raise record.error("the chat template makes nothing of the messages")
-    return made_of(token_ids, text, form, prompt)
+    return made_of(check_token_ids(record, name, token_ids, pair), text, form, prompt)
 
 
 def _find_prompt(record: SourceRecord) -> tuple[str, TextOrMessages]:
@@ -244,8 +245,10 @@ def _encode_prompt(record: SourceRecord, text: str, tokenizer: Any, form: Source
     return tuple(without_second_begin(tokenizer, token_ids))
 
 
-def check_token_ids(record: SourceRecord, name: str, values: list[Any], pair: TokenLimits) -> tuple[int, ...]:
-    """``values`` as token ids, after checking that both models have them.
+def check_token_ids(
+    record: SourceRecord, name: str, values: Sequence[Any], pair: TokenLimits
+) -> tuple[int, ...]:
+    """``values`` of a field, or of its text, as token ids, after checking that both models have them.
 
     Raises:
         SourceError: if a value is not a token id of the models, or there are none.
@@ -293,7 +296,7 @@ def encode_after(tokenizer: Any, prompt: Prompt, text: str, *, is_rendered: bool
     """
 
     def gives_text(token_ids: list[int]) -> bool:
-        return text_after(tokenizer, prompt.token_ids, token_ids, clean_up_tokenization_spaces=False) == text
+        return text_after(tokenizer, prompt.token_ids, token_ids) == text
 
     alone = encode_text(tokenizer, text, special_tokens=False)
     lacks_space = not (is_rendered or prompt.text[-1:].isspace() or text[:1].isspace())

@@ -238,7 +238,7 @@ def _answer(
         token_ids += _missing_end(token_ids, pair, prompt.text)
     if not token_ids:
         raise record.error("the response has no tokens, so there is nothing to score; leave the line out")
-    return tuple(token_ids), text, True
+    return check_token_ids(record, "response", token_ids, pair), text, True
 
 
 def _missing_end(token_ids: list[int], pair: TokenLimits, prompt_text: str) -> list[int]:

@@ -123,10 +123,11 @@ def text_after(tokenizer: Any, prompt_ids: Sequence[int], response_ids: Sequence
     """The text of tokens where they follow others, as a response its prompt.
 
     Tokenizers as those of Llama 2 and Mistral drop a space at the beginning of what they decode, so that a response
-    decoded alone lacks the space after the last word of its prompt. ``options`` are those of ``tokenizer.decode``.
+    decoded alone lacks the space after the last word of its prompt. ``options`` are those of ``tokenizer.decode``,
+    which removes no space, as some tokenizers would before punctuation.
     """
     last, both, alone = (
-        tokenizer.decode(list(ids), **options)
+        tokenizer.decode(list(ids), clean_up_tokenization_spaces=False, **options)
         for ids in (prompt_ids[-1:], (*prompt_ids[-1:], *response_ids), response_ids)
     )
     # the last token of the prompt may be a part of a character, and then changes with what follows

@@ -231,7 +231,7 @@ class Rewards:
                     prompt=each.prompt_text,
                     response=each.response_text
                     if self.tokenizer is None
-                    else self.tokenizer.decode(list(each.response_ids), skip_special_tokens=True),
+                    else text_after(self.tokenizer, (), each.response_ids, skip_special_tokens=True),
                     continuation=None
                     if self.tokenizer is None
                     else text_after(

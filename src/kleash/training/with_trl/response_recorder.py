@@ -184,7 +184,7 @@ class ResponseRecorder:
         response = {"response": text_after(tokenizer, prompt_ids, ids.tolist(), skip_special_tokens=True)}
         if equal and is_whole:
             return response | equal.pop(0)
-        prompt = tokenizer.decode(prompt_ids, skip_special_tokens=True)
+        prompt = text_after(tokenizer, (), prompt_ids, skip_special_tokens=True)
         if not equal:
             return {
                 **response,
