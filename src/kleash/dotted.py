@@ -1,5 +1,6 @@
 """Resolving ``package.module:function`` from a command line to the function."""
 
+import re
 import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
@@ -16,17 +17,21 @@ NO_INSTALLATIONS: Mapping[str, str] = MappingProxyType({})
 
 
 def resolve_function(
-    path: str, kind: str = "a function", installations: Mapping[str, str] = NO_INSTALLATIONS
+    path: str,
+    kind: str = "a function",
+    installations: Mapping[str, str] = NO_INSTALLATIONS,
+    advice: str = "",
 ) -> Function:
     """Import the function at ``package.module:function``; a dot after the colon names a static method of a class.
 
     ``folder/file.py:function`` is ``folder.file:function`` of the working directory, which is put first on
-    ``sys.path``, as by ``python -m``, and stays there.
+    ``sys.path``, as by ``python -m``, and stays there. Folders and files may have hyphens, or begin with a digit.
 
     Args:
         path: from the command line.
         kind: what it names, for error messages: "a target", "a reward".
         installations: package -> command that installs it, for packages with a special command.
+        advice: the end of the message where the module cannot be imported.
 
     Raises:
         OptionError: if ``path`` does not have this form, or the object is not callable.
@@ -34,8 +39,8 @@ def resolve_function(
         UnknownNameError: if the package has no such module, or the module no such name.
         CannotRunError: if importing the module raises an exception.
     """
-    module_name, colon, name = split_path(path)
-    if not (colon and all(map(str.isidentifier, [*module_name.split("."), *name.split(".")]))):
+    module_name, _, name = split_path(path)
+    if not (re.fullmatch(r"[\w-]+(\.[\w-]+)*", module_name) and all(map(str.isidentifier, name.split(".")))):
         raise OptionError(
             f"{kind} is written package.module:function, or folder/file.py:function of a file below the current "
             f"folder; it is {path!r}"
@@ -43,7 +48,7 @@ def resolve_function(
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     invalidate_caches()
-    resolved = get_attribute(import_by_name(module_name, installations), name, module_name)
+    resolved = get_attribute(import_by_name(module_name, installations, advice), name, module_name)
     if not callable(resolved):
         raise OptionError(
             f"{path} is of type {type(resolved).__name__}, which cannot be called; name a function"
@@ -56,7 +61,9 @@ def split_path(path: str) -> tuple[str, str, str]:
     return path.removeprefix("./").replace(".py:", ":").replace("/", ".").partition(":")
 
 
-def import_by_name(name: str, installations: Mapping[str, str] = NO_INSTALLATIONS) -> ModuleType:
+def import_by_name(
+    name: str, installations: Mapping[str, str] = NO_INSTALLATIONS, advice: str = ""
+) -> ModuleType:
     """Import the module called ``name``, with an error message that says why it cannot be imported."""
     try:
         return import_module(name)
@@ -68,10 +75,10 @@ def import_by_name(name: str, installations: Mapping[str, str] = NO_INSTALLATION
             raise UnknownNameError(
                 f"there is no module {missing}, neither installed nor in the current folder"
             ) from error
-        raise MissingExtraError(f"{name} imports {missing}, which is not installed") from error
+        raise MissingExtraError(f"{name} imports {missing}, which is not installed{advice}") from error
     except (Exception, SystemExit) as error:  # third-party code may raise anything on import
         message = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        raise CannotRunError(f"{name} cannot be imported; it raises {message}") from error
+        raise CannotRunError(f"{name} cannot be imported; it raises {message}{advice}") from error
 
 
 def get_attribute(holder: Any, path: str, module: str) -> Any:

@@ -126,7 +126,6 @@ def test_an_audit_has_its_name_the_versions_and_the_ends_of_its_zones():
     versions = audit(kleash.kl, "log_probabilities").versions
     assert versions["torch"] == torch.__version__ and versions["kleash"] == kleash.__version__
     found = json.loads(audit(clamped_after, "loss").to_json())
-    assert found["zones"][0]["high"] == pytest.approx(-2.61, abs=0.01)
     assert found["schema"] == 4 and found["zones"][-1]["low"] == "-Infinity"
 
 
@@ -136,11 +135,11 @@ def test_failing_by_kind_or_severity():
     assert found.failing({"fault"}) == found.faults
     assert {f.kind for f in found.failing({"note"})} == {"token_gradient", "cancellation"}
     assert found.failing(set()) == ()
-    assert found.failing({"dead_gradient"}) == ()
 
 
 WHOLE = {"gives": "vocabulary", "sees": "distributions"}
 KL_DIV = partial(nnf.kl_div, reduction="none")
+AT_2 = "f(logits_p.mT / 2, (logits_q.mT / 2).softmax(1)) -> reverse_kl"
 JS = replace(CONVENTIONS["log_probabilities"], name="js", claims="jensen_shannon")
 REVERSE_KL_DIV = from_fields("reverse", "logp", "logq", claims="reverse_kl", **WHOLE)
 
@@ -154,6 +153,7 @@ REVERSE_KL_DIV = from_fields("reverse", "logp", "logq", claims="reverse_kl", **W
         (lambda p, q: p.clamp(-1) - q, "reward", {}, {"biased_value", "wrong_gradient"}, "without a clamp"),
         (lambda p, q: p - q, "reward", {}, {"negative_values"}, "leave it"),
         (lambda p, q: textbook(p.log_softmax(1), q.log_softmax(1)), "logits", {}, {"wrong_gradient"}, "axis"),
+        (nnf.cross_entropy, AT_2, {"reduction": "none"}, {"wrong_gradient"}, "T * logits_p"),
         (lambda p, q: q - p, "reward", {}, {"wrong_gradient"}, "minus token reward"),
         (lambda p, q: textbook(q, p), "log_probabilities", {}, {"wrong_direction"}, "token loss reverse_kl"),
         (lambda p, q: (p - q).square(), "loss", {}, {"wrong_gradient"}, "remove the factor"),

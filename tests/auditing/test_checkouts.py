@@ -94,6 +94,10 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "pack/division.py": "from . import losses\ndef halved(x): return x / losses.Settings().scale\nBROKEN = [][1]",
         "pack/not_python.py": "def f(:\n",
         "numpy/linalg.py": "",
+        "stars/__init__.py": "from .inside import *\nfrom .absent import *\n",
+        "stars/inside.py": "def halved(x): return x / 2\n",
+        "stars/losses.py": "from math import *\nfrom stars import *\nfrom not_there import *\nHALF = halved(1)\n"
+        "def k2(p, q): return HALF * fabs(p - q) * sum([fabs(p - q)])\ndef uses_nothing(p, q): return nowhere(p)\n",
         "deep/scipy/__init__.py": "",
         "deep/scipy/losses.py": "from scipy import special\ndef k1(p, q): return special.expit(p)\n",
     }
@@ -113,6 +117,7 @@ def test_only_what_the_function_needs_is_executed(checkout):
     assert torch.compile.__module__ == "torch"
     assert not any(name.startswith("checkout:") for name in sys.modules)
     assert load_function(checkout, "pack:k2_penalty").file == "pack/losses.py"
+    assert load_function(checkout, "stars/losses.py:k2").function(3.0, 1.0) == 2.0
     (of_a_class,) = audits_of(cases_of("pack/losses.py:Estimator.k2", "loss", source=checkout))
     call = "f.k1(SimpleNamespace(), token_logp, token_logq) -> reward"
     method = cases_of("pack/losses.py:Estimator", call, (), checkout)
@@ -129,6 +134,7 @@ def test_only_what_the_function_needs_is_executed(checkout):
         ("pack/losses.py:k1_penalty", UnknownNameError, "at its top level; did you mean k2_penalty?"),
         ("pack/losses.py:uses_nothing_defined", UnknownNameError, "uses_nothing_defined uses k4_penalty"),
         ("pack/losses.py:uses_broken", CannotRunError, "line 51, raises IndexError: list index"),
+        ("pack/losses.py:uses_broken", CannotRunError, "; write what is audited into one file without"),
         ("pack/losses.py:decorated", MissingExtraError, "not_there_at_all.deep.registered is needed, but it"),
         ("pack/losses.py:Estimator.k1", OptionError, "name the class and write the call: f(…).k1(…)"),
         ("pack/not_python.py:f", CannotRunError, "pack/not_python.py is not Python: "),
@@ -149,6 +155,7 @@ def test_errors_of_loading(checkout, target, error, words):
         ("pack/losses.py:compares_missing", ".helpers.shifted.IGNORED is needed, but it"),
         ("pack/losses.py:compares_kinds", "not_there_at_all.deep.Batch.KIND is needed, but it"),
         ("pack/losses.py:uses_own_numpy", "numpy.linalg.norm is needed, but it cannot be imported (Impor"),
+        ("stars/losses.py:uses_nothing", "math.nowhere is needed, but it cannot be imported (ImportError: "),
         ("deep/scipy/losses.py:k1", "scipy.special.expit is needed, but it cannot be imported (ImportErr"),
     ],
 )

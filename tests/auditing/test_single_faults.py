@@ -28,6 +28,9 @@ def test_top_k_values_are_labelled_with_their_remainder(audits):
     assert audits["renormalised top-k"].value == "KL(p ‖ q) of p's 3 likeliest tokens, renormalised"
     dropped = audits["top-k of the other side, the rest dropped"]
     assert dropped.value == "KL(p ‖ q) of q's 3 likeliest tokens, the rest dropped"
+    assert audits["renormalised on one side"].value.endswith("3 likeliest tokens, p alone renormalised")
+    assert audits["KLs from the mixture"].value == "(KL(m ‖ p) + KL(m ‖ q)) / 2, m the mean of p and q"
+    assert audits["distance of SciPy"].value == "the square root of Jensen-Shannon(p, q)"
     assert audits["temperature 2 without its square"].value == "KL(p ‖ q) at temperature 2"
     assert audits["twice the mean over the vocabulary"].value.startswith("2 x KL(p ‖ q) divided by")
     assert audits["divided by the batch"].value == "0.125 x KL(p ‖ q) for one token", "not by the vocabulary"

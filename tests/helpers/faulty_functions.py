@@ -229,10 +229,6 @@ def masks_in_place(p: Tensor, q: Tensor, mask: Tensor) -> Tensor:
     return masked(p, q, mask)
 
 
-def sorts_in_place(p: Tensor, q: Tensor) -> Tensor:
-    return kleash.kl(p, q) + 0 * q.data.copy_(q.data.flip(-1)).sum(-1).detach().nan_to_num(neginf=0)
-
-
 def after(change: Callable[[], object]) -> Function:
     """A loss that changes a setting of the process."""
 
@@ -264,7 +260,10 @@ def calls() -> dict[str, FaultyFunction]:
         "noise and half the size": faulty(lambda p, q: right(p, q) * torch.rand(p.shape), "loss", *BOTH),
         "writes into the reference's log-probabilities": faulty(in_place, "loss", "changes_inputs"),
         "masks its input in place": faulty(masks_in_place, "loss_with_mask", "changes_inputs"),
-        "sorts the vocabulary in place": faulty(sorts_in_place, WHOLE, "changes_inputs"),
+        "sorts the vocabulary in place": faulty(
+            lambda p, q: kleash.kl(p, q) + 0 * q.data.copy_(q.data.flip(-1)).sum(-1).nan_to_num(neginf=0),
+            *(WHOLE, "changes_inputs"),
+        ),
         "seeds the generator of the process": faulty(after(lambda: torch.manual_seed(0)), "loss", changed),
         "sets the default dtype": faulty(
             after(lambda: torch.set_default_dtype(torch.float64)), "loss", changed
@@ -287,9 +286,6 @@ def batches() -> dict[str, FaultyFunction]:
     def off_by_one(p: Tensor, q: Tensor, mask: Tensor) -> Tensor:
         return masked(p, q, torch.cat([mask[:, :1], mask[:, :-1]], -1))
 
-    def normalised(p: Tensor, q: Tensor) -> Tensor:
-        return of_logits(up(p) - up(p).mean((0, 1)), q)
-
     def with_gradient(of: Tensor, p: Tensor, q: Tensor) -> Tensor:
         return right(p, q).detach() + of - of.detach()
 
@@ -302,7 +298,9 @@ def batches() -> dict[str, FaultyFunction]:
         "divided by the longest length": mean(lambda x, m: x.sum() / (m.sum(-1).max() * len(m)))(reduction),
         "over the first response's length": mean(lambda x, m: x.sum() / (m[0].sum() * len(m)))(reduction),
         "without the last response": faulty(left_out, "mean_loss_with_mask", reduction, denominator),
-        "batch norm of logits": faulty(normalised, "logits", batch),
+        "batch norm of logits": faulty(
+            lambda p, q: of_logits(up(p) - up(p).mean((0, 1)), q), "logits", batch
+        ),
         "gradient of the neighbour": faulty(
             lambda p, q: with_gradient(right(p, q).roll(1, 0), p, q), "loss", batch
         ),
@@ -351,25 +349,13 @@ def ratios() -> dict[str, FaultyFunction]:
 def ranges() -> dict[str, FaultyFunction]:
     """Clamps, dead gradients and hidden infinities."""
 
-    def nansum(p: Tensor, q: Tensor) -> Tensor:
-        return torch.nansum(up(p).exp() * u_of(p, q), dim=-1)
-
     def huber(p: Tensor, q: Tensor) -> Tensor:
         u = u_of(p, q)
         return torch.where(u.abs() < 1, u.square() / 2, u.abs() - 0.5)
 
-    def clamped_exponential(p: Tensor, q: Tensor) -> Tensor:
-        return (-u_of(p, q)).exp().clamp(max=1e6) - 1 + u_of(p, q)
-
     def clipped_gradient(p: Tensor, q: Tensor) -> Tensor:
         clipped = u_of(p, q).clamp(-12, 12).square() / 2
         return clipped - clipped.detach() + k3(p, q).detach()
-
-    def by_comparison(p: Tensor, q: Tensor) -> Tensor:
-        return torch.where(u_of(p, q) == u_of(p, q), right(p, q), 0.0)
-
-    def finite_logits(p: Tensor, q: Tensor) -> Tensor:
-        return of_logits(*(up(x).nan_to_num() for x in (p, q)))
 
     return {
         "k1 clamped at 10": fragile(lambda p, q: u_of(p, q).clamp(-10, 10), "reward", "flat_value"),
@@ -377,16 +363,20 @@ def ranges() -> dict[str, FaultyFunction]:
             lambda p, q: u_of(p, q).clamp(-3, 3).square() / 2, "loss", "dead_gradient"
         ),
         "exponential clamped at 1e6": fragile(
-            clamped_exponential, "metric", "biased_value", "wrong_offset", "flat_value", "infinite_missed"
-        ),
-        "reference floored at -30": fragile(
-            lambda p, q: u_of(p, up(q).clamp(min=-30)), "reward", "flat_value"
+            lambda p, q: (-u_of(p, q)).exp().clamp(max=1e6) - 1 + u_of(p, q),
+            *("metric", "biased_value", "wrong_offset", "flat_value", "infinite_missed"),
         ),
         "huber": faulty(huber, "loss", *GRADIENT, "biased_value"),
         "gradient clipped": fragile(clipped_gradient, "loss", "dead_gradient"),
-        "nansum over the vocabulary": fragile(nansum, WHOLE, "hides_nan"),
-        "nan_to_num of logits": fragile(finite_logits, "logits", "hides_nan"),
-        "NaN by comparison": fragile(by_comparison, "loss", "hides_nan"),
+        "nansum over the vocabulary": fragile(
+            lambda p, q: torch.nansum(up(p).exp() * u_of(p, q), dim=-1), WHOLE, "hides_nan"
+        ),
+        "nan_to_num of logits": fragile(
+            lambda p, q: of_logits(up(p).nan_to_num(), up(q).nan_to_num()), "logits", "hides_nan"
+        ),
+        "NaN by comparison": fragile(
+            lambda p, q: torch.where(u_of(p, q) == u_of(p, q), right(p, q), 0.0), "loss", "hides_nan"
+        ),
     }
 
 
@@ -418,22 +408,14 @@ def whole_mistakes() -> dict[str, FaultyFunction]:
     def hidden_of_p(hp: Tensor, wp: Tensor, hq: Tensor, wq: Tensor) -> Tensor:
         return of_logits(up(hp) @ up(wp).T, up(hp) @ up(wq).T)
 
-    def skewed(p: Tensor, q: Tensor) -> Tensor:
-        return kleash.kl(p, torch.logaddexp(up(p) + torch.tensor(0.1).log(), up(q) + torch.tensor(0.9).log()))
-
-    def mean_over_words(p: Tensor, q: Tensor) -> Tensor:
-        return (up(p).exp() * u_of(p, q)).mean()
-
     biased, other = "biased_value", "other_divergence"
     return {
         "distillation the other way round": faulty(of_logits, "distillation", "wrong_direction"),
-        "temperature squared forgotten": faulty(
-            lambda p, q: of_logits(p / 2, q / 2), "logits", biased, *GRADIENT
-        ),
         "hidden states of the wrong model": faulty(hidden_of_p, "hidden", biased, other),
-        "skewed": faulty(skewed, WHOLE, *ANY_VALUE),
         "reference forgotten": faulty(lambda p, q: u_of(p, 0 * q), "reward", "cross_entropy", *ANY_VALUE),
-        "mean over responses and words": faulty(mean_over_words, "mean_log_probabilities", *ANY_VALUE),
+        "mean over responses and words": faulty(
+            lambda p, q: (up(p).exp() * u_of(p, q)).mean(), "mean_log_probabilities", *ANY_VALUE
+        ),
     }
 
 

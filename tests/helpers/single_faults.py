@@ -58,9 +58,10 @@ def clamped_after(p: Tensor, q: Tensor) -> Tensor:
     return (d.exp() - d - 1).clamp(-10, 10)
 
 
-def renormalised_top(p: Tensor, q: Tensor, k: int = 3) -> Tensor:
+def renormalised_top(p: Tensor, q: Tensor, k: int = 3, *, both: bool = True) -> Tensor:
     best = p.topk(min(k, p.shape[-1] - 1), dim=-1).indices
-    p, q = (up(x).gather(-1, best).log_softmax(-1) for x in (p, q))
+    p, q = (up(x).gather(-1, best) for x in (p, q))
+    p, q = p.log_softmax(-1), q.log_softmax(-1) if both else q
     return (p.exp() * (p - q)).sum(-1)
 
 
@@ -68,20 +69,6 @@ def dropped_tail(p: Tensor, q: Tensor, k: int = 3, dropped: int = 1) -> Tensor:
     best = q.topk(min(k, p.shape[-1] - dropped), dim=-1).indices
     p, q = (up(x).gather(-1, best) for x in (p, q))
     return (p.exp() * (p - q)).sum(-1)
-
-
-def not_symmetric(p: Tensor, q: Tensor) -> Tensor:
-    return textbook(p, q) + (up(q).exp() * u_of(p, q)).sum(-1)
-
-
-def through_bfloat16(p: Tensor, q: Tensor) -> Tensor:
-    u = (p - q).float() if p.dtype == torch.bfloat16 else p - q
-    return u.square() / 2
-
-
-def saturated(p: Tensor, q: Tensor) -> Tensor:
-    u = u_of(p, q)
-    return torch.where(u.abs() < 30, u, 30 * u.sign())
 
 
 def flat_with_labels(student: Tensor, teacher: Tensor, labels: Tensor, ignored: int = -100) -> Tensor:
@@ -193,14 +180,20 @@ FAULTS: dict[str, Planted] = {
         clamped_before, "loss", HALF_RIGHT, {"flat_value", "infinite_missed", "cancellation"}
     ),
     "clamp after exp": Planted(clamped_after, "loss", HALF_RIGHT | {"nan_gradient"}, {"flat_value"}),
-    "clamped far out": Planted(saturated, "reward", {"flat_value", "hides_nan"}, {"infinite_missed"}),
+    "clamped far out": Planted(
+        lambda p, q: torch.where((u := u_of(p, q)).abs() < 30, u, 30 * u.sign()),
+        *("reward", {"flat_value", "hides_nan"}, {"infinite_missed"}),
+    ),
     "log q floored": Planted(
         lambda p, q: kleash.kl(p, q.clamp(min=-20)),
         WHOLE,
         {"flat_value", "biased_value"},
         {"infinite_missed"},
     ),
-    "rounded before it upcasts": Planted(through_bfloat16, "loss", {"low_precision"}, {"biased_value"}),
+    "rounded before it upcasts": Planted(
+        lambda p, q: ((p - q).float() if p.dtype == torch.bfloat16 else p - q).square() / 2,
+        *("loss", {"low_precision"}, {"biased_value"}),
+    ),
     "rounded always": Planted(lambda p, q: right(p.bfloat16(), q.half()), "loss", {"low_precision"}),
     "returned in bfloat16": Planted(lambda p, q: p - q, "reward", set(), {"low_precision"}),
     "k1 in the loss": Planted(u_of, "loss", {"zero_gradient"}, {"negative_values"}),
@@ -226,6 +219,27 @@ FAULTS: dict[str, Planted] = {
     "top-k of more tokens than there are on most pairs": Planted(
         partial(dropped_tail, k=20, dropped=0), WHOLE, {"biased_value", "nan_value"}
     ),
+    "renormalised on one side": Planted(
+        partial(renormalised_top, both=False), WHOLE, {"truncated", "wrong_gradient"}
+    ),
+    "KLs from the mixture": Planted(
+        lambda p, q: (
+            (kleash.kl(m := torch.logaddexp(up(p), up(q)) - log(2), up(p)) + kleash.kl(m, up(q))) / 2
+        ),
+        *("f(logp, logq) -> jensen_shannon", {"other_divergence", "wrong_gradient", "nan_gradient"}),
+    ),
+    "distance of SciPy": Planted(
+        lambda p, q: kleash.jensen_shannon(p, q).sqrt(),
+        *("f(logp, logq) -> jensen_shannon metric", {"other_divergence"}),
+    ),
+    "labels that refuse -100": Planted(
+        lambda p, q, t: k3(*(up(x).log_softmax(-1).gather(-1, t.unsqueeze(-1)) for x in (p, q))).mean(),
+        *(LABELS, {"wrong_gradient", "nan_gradient"}, {"cannot_be_called"}),
+    ),
+    "a log-likelihood beside a KL that is bounded on one side": Planted(
+        lambda p, q, t: kleash.kl(q, p) - up(p).gather(-1, t.unsqueeze(-1)).squeeze(-1),
+        *("f(logp, logq, tokens) -> reverse_kl metric", {"biased_value"}),
+    ),
     "the teacher against itself": Planted(
         lambda p, q: (
             kl_div(up(q).log_softmax(-1), up(q).softmax(-1), reduction="none").sum(-1) + 0 * p.sum(-1)
@@ -236,7 +250,8 @@ FAULTS: dict[str, Planted] = {
         kleash.jensen_shannon, replace(WHOLE, name="js", claims="jensen_shannon"), set(), {"flat_value"}
     ),
     "symmetric in name": Planted(
-        not_symmetric, JEFFREYS, {"other_divergence", "wrong_gradient", "nan_value"}
+        lambda p, q: textbook(p, q) + (up(q).exp() * u_of(p, q)).sum(-1),
+        *(JEFFREYS, {"other_divergence", "wrong_gradient", "nan_value"}),
     ),
     "cross-entropy": Planted(
         lambda p, q: -(up(p).exp() * up(q)).sum(-1), WHOLE, {"cross_entropy", "wrong_gradient", "nan_value"}

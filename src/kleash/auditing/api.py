@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from math import isnan
 from typing import Any
 
 import torch
@@ -101,7 +102,9 @@ def audit(
         audited.call(leaf_inputs(SEQUENCES))
         audited = replace(audited, keeps_precision=precision.has_converted)
         if audited.convention.sees != "tokens" and _reads_tokens(audited):
-            audited = replace(audited, convention=replace(audited.convention, sees="tokens"))
+            audited = replace(
+                audited, convention=replace(audited.convention, sees="tokens"), reads_tokens=True
+            )
     with restored_process_settings():
         impurities = list[Finding]()
         try:
@@ -273,7 +276,8 @@ def _audit_of(audited: AuditedFunction, first: Tensor, impurities: list[Finding]
         edges=edges,
         masks=masks,
         accuracy=accuracy,
-        notes=BATCH_MEANS["" if is_random else batch_mean(audited)],
+        # a mean that is NaN with padding, or refuses it, is of nothing; there are no masks if it is random
+        notes=BATCH_MEANS[batch_mean(audited) if masks and not isnan(masks[0].value_change) else ""],
     )
 
 

@@ -79,6 +79,8 @@ class AuditedFunction:
     keeps_precision: bool = False
     """Whether conversions to 16 or 8 bits are left out in float64, in which an audit determines what the function is
     apart from its rounding; that shows in float32."""
+    reads_tokens: bool = False
+    """Whether it takes whole distributions, and its result changes with the tokens all the same."""
 
     @property
     def bound(self) -> Callable[..., Any]:

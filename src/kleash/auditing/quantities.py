@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product
-from math import inf
+from math import inf, log
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
@@ -75,13 +75,13 @@ def _expectation(of_log_ratio: Callable[[Tensor], Tensor], weight: int = 1) -> D
 def _truncated_kl(k: int, remainder: str, of: str, by: str, logp: Tensor, logq: Tensor) -> Tensor:
     """The KL ``of`` one distribution from the other over the k tokens that are likeliest ``by`` p or q.
 
-    The remainder is renormalised, in one bucket, or dropped.
+    The remainder is renormalised, in both or in the first alone, in one bucket, or dropped.
     """
     tokens = (logp if by == "p" else logq).topk(k, dim=-1).indices
     sides = (logp, logq) if of == "p ‖ q" else (logq, logp)
     p, q = (side.gather(-1, tokens) for side in sides)
-    if remainder == "renormalised":
-        p, q = p.log_softmax(-1), q.log_softmax(-1)
+    if "renormalised" in remainder:
+        p, q = p.log_softmax(-1), (q if "alone" in remainder else q.log_softmax(-1))
     if remainder == "the rest in one bucket":
         p, q = (torch.cat([x, (1 - x.exp().sum(-1, keepdim=True)).log()], -1) for x in (p, q))
     return (p.exp() * (p - q)).sum(-1)
@@ -115,6 +115,10 @@ def known_quantities() -> Mapping[str, KnownQuantity]:
             "zero": lambda p, q: torch.zeros(len(p), dtype=p.dtype),
             "sum |p - q|": lambda p, q: 2 * divergence("total_variation", p, q),
             "KL(p ‖ q) - KL(q ‖ p)": lambda p, q: divergence("kl", p, q) - divergence("kl", q, p),
+            "(KL(m ‖ p) + KL(m ‖ q)) / 2, m the mean of p and q": lambda p, q: divergence(
+                "kl", (torch.logaddexp(p, q) - log(2)).expand(2, *p.shape), torch.stack([p, q])
+            ).mean(0),
+            "the square root of Jensen-Shannon(p, q)": lambda p, q: divergence("jensen_shannon", p, q).sqrt(),
         },
         "cross_entropy": {
             "the cross-entropy of q under p": cross_entropy,
@@ -138,12 +142,12 @@ def known_quantities() -> Mapping[str, KnownQuantity]:
             "sum p^2 k3": _expectation(phi, weight=2),
         },
         "truncated": {
-            f"KL({of}) of {by}'s {k} likeliest tokens, {remainder}": partial(
+            f"KL({of}) of {by}'s {k} likeliest tokens, {remainder.format(of[0])}": partial(
                 _truncated_kl, k, remainder, of, by
             )
             for k, remainder, of, by in product(
                 range(2, VOCAB_SIZE),
-                ("renormalised", "the rest in one bucket", "the rest dropped"),
+                ("renormalised", "{} alone renormalised", "the rest in one bucket", "the rest dropped"),
                 ("p ‖ q", "q ‖ p"),
                 "pq",
             )

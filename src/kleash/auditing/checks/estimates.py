@@ -197,8 +197,9 @@ def _worst_value(evidence: Evidence, sampling: Sampling) -> tuple[str, str]:
         _of_one_token(evidence.value_rows, sampling),
         key=lambda row: inf if isnan(row.expected) else abs(row.expected / row.exact - 1),
     )
-    words = f"its mean is {row.expected:.4g}, and {evidence.claimed} {row.exact:.4g}"
-    return row.pair, f"on the {row.pair} pair {words}"
+    return row.pair, (
+        f"on the {row.pair} pair its mean is {row.expected:.4g}, and {evidence.claimed} {row.exact:.4g}"
+    )
 
 
 def _of_one_token(rows: Sequence[Row], sampling: Sampling) -> list[Row]:
@@ -237,7 +238,12 @@ def gradient_findings(evidence: Evidence) -> Iterator[Finding]:
     sentence = _gradient_sentence(evidence)
     if not gradient.is_right:
         is_zero = str(gradient) == "zero"  # everywhere, and for several tokens
-        is_same = _mismatch_kind(gradient) in ("wrong_sign", "wrong_scale", _mismatch_kind(evidence.value))
+        is_same = _mismatch_kind(gradient) in (
+            "wrong_sign",
+            "wrong_scale",
+            "other_temperature",
+            _mismatch_kind(evidence.value),
+        )
         yield Finding(
             kind="zero_gradient" if is_zero else "wrong_gradient",
             severity="wrong",

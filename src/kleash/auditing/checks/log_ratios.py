@@ -127,10 +127,15 @@ def scan_log_ratios(audited: AuditedFunction) -> LogRatios:
         estimator=estimator,
         zones=(
             *zones("gradient", _is_dead),
-            *zones(
-                "value",
-                lambda part: _equal_up_to_rounding(part.values, _farther(part, probe).values),
-                on_grid=_is_flat_on_grid(scan),
+            *(
+                zones(
+                    "value",
+                    lambda part: _equal_up_to_rounding(part.values, _farther(part, probe).values),
+                    on_grid=_is_flat_on_grid(scan),
+                )
+                # a divergence of two distributions is bounded on one side
+                if estimator or not audited.reads_tokens
+                else ()
             ),
             *zones("gradient is NaN", lambda part: _gradients(part).isnan()),
         ),

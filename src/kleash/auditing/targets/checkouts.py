@@ -49,6 +49,7 @@ class Statement(NamedTuple):
 
     node: ast.stmt
     binds: frozenset[str]
+    """"*" for a ``from module import *``, which binds what the module has."""
     uses: frozenset[str]
 
 
@@ -83,8 +84,9 @@ class NotLoaded:
         )
 
     __call__ = __getitem__ = __iter__ = __bool__ = __enter__ = __add__ = __mul__ = refuse
-    __radd__ = __rmul__ = __sub__ = __rsub__ = __truediv__ = __lt__ = __gt__ = __float__ = refuse
-    __eq__ = __ne__ = refuse
+    __radd__ = __rmul__ = __sub__ = __rsub__ = __truediv__ = __lt__ = __gt__ = __float__ = __eq__ = __ne__ = (
+        refuse
+    )
     __hash__ = object.__hash__
 
 
@@ -180,15 +182,15 @@ class Checkout:
         Raises:
             AttributeError: if there is none.
         """
-        module = self.module(place)
-        if any(name in part.binds for part in self.statements[place]):
+        module, folder = self.module(place), place.parent if place.name == "__init__.py" else place
+        bound = frozenset[str]().union(*(part.binds for part in self.statements[place]))
+        inside = self.find(folder / name)
+        if name in bound or ("*" in bound and inside is None and not name.startswith("__")):
             self.load(place, name)
-        if name in vars(module):
-            return vars(module)[name]
-        inside = self.find((place.parent if place.name == "__init__.py" else place) / name)
-        if inside is None:
+        found = vars(module).get(name, inside)
+        if name not in bound and (found is None or isinstance(found, NotLoaded)):
             raise AttributeError(f"{module.__name__} has no {name}")
-        return inside
+        return found
 
     def find(self, path: Path) -> ModuleType | None:
         """The module at a path without a suffix, a package before a file before a folder; None if there is none."""
@@ -211,8 +213,11 @@ class Checkout:
         parts = name.split(".")
         packages = [folder for folder in place.parents if (folder / "__init__.py").exists()]
         roots = [*(folder.parent for folder in packages[-1:]), self.source, self.source / "src"]
-        with_top = (root for root in roots if self.find(root / parts[0]) is not None)
-        within = [place.parents[level - 1]] if level else list(with_top)
+        within = (
+            [place.parents[level - 1]]
+            if level
+            else [root for root in roots if self.find(root / parts[0]) is not None]
+        )
         if not within:
             return builtins.__import__(name, names, None, fromlist)
         holder = self.find(within[0].joinpath(*parts))
@@ -232,13 +237,15 @@ class Checkout:
         except BaseException as error:  # foreign code may raise anything
             if not is_import and isinstance(error, KleashError):
                 raise
-            message = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            message = f"{type(error).__name__}: {error}".strip().splitlines()[0].rstrip(".")
             if not is_import:
                 raise CannotRunError(
-                    f"{place.relative_to(self.source)}, line {node.lineno}, raises {message}"
+                    f"{place.relative_to(self.source)}, line {node.lineno}, raises {message}; write what is audited "
+                    "into one file without it"
                 ) from error
             stand_in = NotLoaded(_path_of_import(node), f"it cannot be imported ({message})")
-            vars(module).update(dict.fromkeys(statement.binds, stand_in))
+            found = vars(module) if "*" in statement.uses else {}  # in another module
+            vars(module).update({name: found.get(name, stand_in) for name in statement.binds})
 
 
 def _find_file(source: Path, path: str, name: str) -> Path:
@@ -284,6 +291,7 @@ def _statement(node: ast.stmt) -> Statement:
     """A statement with the names that it binds, and the global names that it uses."""
     table = symtable(STRING_ANNOTATIONS + ast.unparse(node), "", "exec")
     binds = {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported()}
+    binds |= {"*"} if ast.unparse(node).endswith(" import *") else set()
     return Statement(node, frozenset(binds - {"annotations"}), frozenset(_names_used(table)))
 
 
@@ -297,7 +305,8 @@ def _names_used(table: SymbolTable) -> set[str]:
 def _needed_statements(statements: Sequence[Statement], name: str, where: str) -> list[Statement]:
     """The statements that bind ``name`` and, transitively, the names that they use, or change what a variable holds.
 
-    The latter bind nothing: ``CONFIG.kind = "k3"``, ``TABLE["k3"] = k3``, ``NAMES.append("k3")``.
+    The latter bind nothing: ``CONFIG.kind = "k3"``, ``TABLE["k3"] = k3``, ``NAMES.append("k3")``. A name that none of
+    them binds is imported from the modules of each ``from module import *``.
     """
     defined = {word: part for part in statements for word in part.binds}
     variables = {
@@ -306,23 +315,34 @@ def _needed_statements(statements: Sequence[Statement], name: str, where: str) -
         if isinstance(part.node, ast.Assign | ast.AnnAssign | ast.AugAssign)
     }
     needed: set[int] = set()
+    of_stars: list[Statement] = []
     queue = [(name, "")]
     while queue:
         word, user = queue.pop()
         if word not in defined and word not in ALWAYS_DEFINED:
-            near = get_close_matches(word, defined, n=1)
-            sentence = (
-                f"{user} uses {word}, which {where} does not define"
-                if user
-                else f"{where} has no {word!r} at its top level"
-            )
-            raise UnknownNameError(f"{sentence}{f'; did you mean {near[0]}?' if near else ''}")
+            of_stars += [
+                Statement(
+                    ast.parse(ast.unparse(part.node).replace("*", word)).body[0],
+                    frozenset({word}),
+                    frozenset("*"),
+                )
+                for part in statements
+                if "*" in part.binds
+            ]
+            if not of_stars:
+                near = get_close_matches(word, defined, n=1)
+                sentence = (
+                    f"{user} uses {word}, which {where} does not define"
+                    if user
+                    else f"{where} has no {word!r} at its top level"
+                )
+                raise UnknownNameError(f"{sentence}{f'; did you mean {near[0]}?' if near else ''}")
         for at, part in enumerate(statements):
             is_change = word in part.uses & variables and not part.binds
             if (word in part.binds or is_change) and at not in needed:
                 needed.add(at)
                 queue += [(used, word) for used in part.uses]
-    return [statements[at] for at in sorted(needed)]
+    return [*of_stars, *(statements[at] for at in sorted(needed))]
 
 
 @contextmanager

@@ -82,7 +82,16 @@ def cases_of(
             f"no target is called {target!r}; there are {', '.join(target_names())}, or write package.module:function"
         )
     loaded = None if source is None else load_function(source, target)
-    function = loaded.function if loaded else dotted.resolve_function(target, "a target", INSTALL_COMMANDS)
+    function = (
+        loaded.function
+        if loaded
+        else dotted.resolve_function(
+            target,
+            "a target",
+            INSTALL_COMMANDS,
+            "; write it as FILE:function with --source ., which runs only what the function needs",
+        )
+    )
     if convention is None:
         calls = grouped((record.summary.partition(" -> ")[0], record.name) for record in CONVENTIONS.values())
         listed = "".join(f"\n{call}: {', '.join(names)}" for call, names in calls.items())

@@ -8,6 +8,8 @@ advantage is minus its KL.
 """
 
 from collections import defaultdict
+from functools import partial
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +50,10 @@ TRL_DEFAULTS = {
 """The fields of the configuration that the loss reads, at TRL's defaults."""
 
 
+GRPO_TRAINER = "trl.trainer.grpo_trainer.GRPOTrainer"
+GMPO_TRAINER = "trl.experimental.gmpo.gmpo_trainer.GMPOTrainer"
+
+
 def uninitialised_trainer(trainer_class: type, token_logp: Tensor, **settings: Any) -> Any:
     """A trainer of this class that was never initialised, with what its loss reads; log-probabilities are given."""
     trainer = object.__new__(trainer_class)
@@ -82,15 +88,14 @@ def trainer_inputs(
     token_logp: Tensor, token_logq: Tensor, mask: Tensor, behaviour_logp: Tensor | None
 ) -> dict[str, Any]:
     """The inputs of the trainer's loss: a prompt of one token before each response, advantages 0."""
-    sequences = token_logp.shape[0]
-    ones = torch.ones(sequences, 1, dtype=torch.long)
+    ones = torch.ones(len(mask), 1, dtype=torch.long)
     token_mask = mask.to(torch.long)
     return {
         "prompt_ids": ones,
         "prompt_mask": ones,
         "completion_ids": torch.zeros_like(token_mask),
         "completion_mask": token_mask,
-        "advantages": torch.zeros(sequences, dtype=token_logp.dtype),
+        "advantages": torch.zeros(len(mask), dtype=token_logp.dtype),
         "old_per_token_logps": behaviour_logp,
         "ref_per_token_logps": token_logq,
         "num_items_in_batch": token_mask.sum(),
@@ -98,21 +103,17 @@ def trainer_inputs(
 
 
 def grpo_loss(
-    token_logp: Tensor, token_logq: Tensor, behaviour_logp: Tensor | None, mask: Tensor, **settings: Any
+    token_logp: Tensor,
+    token_logq: Tensor,
+    behaviour_logp: Tensor | None,
+    mask: Tensor,
+    *,
+    trainer_path: str = GRPO_TRAINER,
+    **settings: Any,
 ) -> Tensor:
-    """The loss of TRL's ``GRPOTrainer`` with advantages 0 and beta 1: its KL term, a scalar."""
-    trainer = uninitialised_trainer(
-        import_target("trl.trainer.grpo_trainer").GRPOTrainer, token_logp, **settings
-    )
+    """The loss of TRL's ``GRPOTrainer``, or another one, with advantages 0 and beta 1: its KL term, a scalar."""
+    trainer = uninitialised_trainer(resolve_name(trainer_path), token_logp, **settings)
     return trainer._compute_loss(None, trainer_inputs(token_logp, token_logq, mask, behaviour_logp))
-
-
-def gmpo_loss(token_logp: Tensor, token_logq: Tensor, mask: Tensor) -> Tensor:
-    """The loss of TRL's experimental ``GMPOTrainer`` with advantages 0 and beta 1: its KL term, a scalar."""
-    trainer = uninitialised_trainer(
-        import_target("trl.experimental.gmpo.gmpo_trainer").GMPOTrainer, token_logp
-    )
-    return trainer._compute_loss(None, trainer_inputs(token_logp, token_logq, mask, None))
 
 
 def rloo_reward(token_logp: Tensor, token_logq: Tensor) -> Tensor:
@@ -152,7 +153,6 @@ def rloo_reward(token_logp: Tensor, token_logq: Tensor) -> Tensor:
 
 SDFT = "trl.experimental.sdft.loss_utils"
 GKD_LOSS = "trl.experimental.gkd.gkd_trainer.GKDTrainer.generalized_jsd_loss"
-GRPO_PATH = "trl.trainer.grpo_trainer.GRPOTrainer._compute_loss"
 UNINITIALISED_NOTE = (
     "the trainer's own method, on an object that was never initialised and holds the few attributes that it "
     "reads, with advantages 0 and beta 1, so that the whole loss is its KL term"
@@ -163,7 +163,7 @@ def grpo_case(name: str, *notes: str, **arguments: Any) -> Case:
     """TRL's GRPO loss with these settings."""
     return make_case(
         name,
-        GRPO_PATH,
+        f"{GRPO_TRAINER}._compute_loss",
         "mean_loss_with_behaviour_and_mask",
         UNINITIALISED_NOTE,
         *notes,
@@ -193,7 +193,7 @@ TRL = Target(
         grpo_case("grpo", "TRL's defaults: use_bias_correction_kl, loss type dapo (a mean over tokens)"),
         make_case(
             "grpo_plain",
-            GRPO_PATH,
+            f"{GRPO_TRAINER}._compute_loss",
             "f(token_logp, token_logq, None, mask) -> mean",
             UNINITIALISED_NOTE,
             function=grpo_loss,
@@ -202,10 +202,10 @@ TRL = Target(
         grpo_case("grpo_sequence_ratio", importance_sampling_level="sequence"),
         make_case(
             "gmpo",
-            "trl.experimental.gmpo.gmpo_trainer.GMPOTrainer._compute_loss",
-            "mean_loss_with_mask",
+            f"{GMPO_TRAINER}._compute_loss",
+            "f(token_logp, token_logq, None, mask) -> mean",
             UNINITIALISED_NOTE,
-            function=gmpo_loss,
+            function=partial(grpo_loss, trainer_path=GMPO_TRAINER),
         ),
         make_case(
             "rloo",
