@@ -156,8 +156,6 @@ def _exit_code(arguments: list[str], termination: Termination) -> int:
             _print_error(
                 f"a process is gone ({lost['of_gloo'] or lost[0]}), and its own message says why; go on with --resume"
             )
-        elif "determine home directory" in str(error):  # of pathlib
-            _print_error("a path begins with ~ and there is no such user or home here; write it out")
         elif termination.received is None:
             raise
         else:  # an interrupted import may raise another exception, as numpy's does

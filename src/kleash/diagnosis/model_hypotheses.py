@@ -197,8 +197,9 @@ def _cut(name: str) -> SettingTransform:
 
     def renormalised(scores: ModelScores, value: float, logits: Tensor, rows: np.ndarray) -> Tensor:
         logp, limits = logits.log_softmax(-1), cast("dict[str, Any]", {name: value})
-        order = None if scores.order is None else scores.order[rows[0] : rows[-1] + 1]
-        return logp - truncate(logp, order=order, **limits).log_kept_mass.unsqueeze(-1)
+        return logp - truncate(
+            logp, order=None if scores.order is None else scores.order[rows[0] : rows[-1] + 1], **limits
+        ).log_kept_mass.unsqueeze(-1)
 
     return lambda scores, value, _: partial(renormalised, scores, value)
 

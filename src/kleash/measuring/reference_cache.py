@@ -44,7 +44,6 @@ from kleash.store.file_hashes import require_unchanged_files, watching_files
 from kleash.store.job_folder import ADVICE_IF_LOCKED
 from kleash.store.locks import folder_lock
 from kleash.store.statistics import KL_POLICY_REFERENCE
-from kleash.store.summary import counted
 
 ROUNDING_COLUMNS = ("prompt_id", "sample_id", KL_POLICY_REFERENCE)
 """Columns of the noise floor and the dtype gap that are stored."""
@@ -147,7 +146,7 @@ def _cache(
     source = source_of(measure_job, pair.context_length, digest)
     cache = ReferenceCache(folder, pair.reference, source, from_engine=saved is not None)
     if len(cache.states):
-        reporter.note(f"resuming after {counted(len(cache.states), 'sequence')} in {folder}")
+        reporter.note(f"resuming after {len(cache.states)} sequences in {folder}")
     reader = partial(read_hidden_states, pair.reference) if imported is None else imported.read
     plan = plan_shards(measure_job, pair)
     reporter.note_all(plan.notes)

@@ -111,9 +111,7 @@ def token_count(tokenizer: Any, rows: int | None = None) -> int:
         for token_id, token in getattr(tokenizer, "added_tokens_decoder", {}).items()
         if token.special and token_id not in named
     }
-    if rows is not None and added.issuperset(range(rows, count)):
-        return min(rows, count)
-    return count
+    return count if rows is None or not added.issuperset(range(rows, count)) else min(rows, count)
 
 
 def _check_equal(what: str, policy: dict[str, int], reference: dict[str, int]) -> None:

@@ -1,7 +1,6 @@
 """Rewards of responses: functions by dotted path, reward models in folders, and weighted sums of them."""
 
 import asyncio
-import atexit
 import inspect
 import math
 import re
@@ -9,6 +8,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from threading import Thread
 from types import MappingProxyType
@@ -35,12 +35,6 @@ TEXTS = (*TRL_TEXTS, "responses")
 """Arguments made from prompts and responses, never from a column of the prompts' file."""
 PROMPT = "prompt"
 """The column with the prompts, which is passed only to a reward that names it."""
-EVENT_LOOP = asyncio.new_event_loop()
-"""The one of all calls of async rewards, whose clients and semaphores belong to the loop that used them first.
-
-It has a thread of its own, since that of the training may have a loop that runs, as in a notebook; no call that hangs
-holds up the end of the process."""
-atexit.register(lambda: None if EVENT_LOOP.is_running() else EVENT_LOOP.close())
 
 DialogueReward = Callable[[Sequence[Dialogue]], Any]
 
@@ -123,11 +117,23 @@ class RewardFunction:
         }
         positional = (texts["prompts"], responses) if self.by_position else ()
         returned = self.function(*positional, **named)
-        if not inspect.iscoroutine(returned):
-            return returned
-        if not EVENT_LOOP.is_running():
-            Thread(target=EVENT_LOOP.run_forever, daemon=True).start()
-        return asyncio.run_coroutine_threadsafe(returned, EVENT_LOOP).result()
+        return (
+            asyncio.run_coroutine_threadsafe(returned, _event_loop()).result()
+            if inspect.iscoroutine(returned)
+            else returned
+        )
+
+
+@cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """The one of all calls of async rewards, whose clients and semaphores belong to the loop that used them first.
+
+    It has a thread of its own, since that of the training may have a loop that runs, as in a notebook. No call that
+    hangs holds up the end of the process.
+    """
+    loop = asyncio.new_event_loop()
+    Thread(target=loop.run_forever, daemon=True).start()
+    return loop
 
 
 def reward_values(
