@@ -126,6 +126,7 @@ def test_an_audit_has_its_name_the_versions_and_the_ends_of_its_zones():
     versions = audit(kleash.kl, "log_probabilities").versions
     assert versions["torch"] == torch.__version__ and versions["kleash"] == kleash.__version__
     found = json.loads(audit(clamped_after, "loss").to_json())
+    assert found["zones"][0]["high"] == pytest.approx(-2.61, abs=0.01)
     assert found["schema"] == 4 and found["zones"][-1]["low"] == "-Infinity"
 
 
@@ -134,7 +135,7 @@ def test_failing_by_kind_or_severity():
     assert {f.kind for f in found.failing({"nan_value"})} == {"nan_value"}
     assert found.failing({"fault"}) == found.faults
     assert {f.kind for f in found.failing({"note"})} == {"token_gradient", "cancellation"}
-    assert found.failing(set()) == ()
+    assert found.failing(set()) == found.failing({"dead_gradient"}) == ()
 
 
 WHOLE = {"gives": "vocabulary", "sees": "distributions"}

@@ -187,10 +187,10 @@ class Checkout:
         inside = self.find(folder / name)
         if name in bound or ("*" in bound and inside is None and not name.startswith("__")):
             self.load(place, name)
-        found = vars(module).get(name, inside)
-        if name not in bound and (found is None or isinstance(found, NotLoaded)):
+        value = vars(module).get(name, inside)
+        if name not in bound and (value is None or isinstance(value, NotLoaded)):
             raise AttributeError(f"{module.__name__} has no {name}")
-        return found
+        return value
 
     def find(self, path: Path) -> ModuleType | None:
         """The module at a path without a suffix, a package before a file before a folder; None if there is none."""
@@ -244,8 +244,8 @@ class Checkout:
                     "into one file without it"
                 ) from error
             stand_in = NotLoaded(_path_of_import(node), f"it cannot be imported ({message})")
-            found = vars(module) if "*" in statement.uses else {}  # in another module
-            vars(module).update({name: found.get(name, stand_in) for name in statement.binds})
+            known = vars(module) if "*" in statement.uses else {}  # from another module
+            vars(module).update({name: known.get(name, stand_in) for name in statement.binds})
 
 
 def _find_file(source: Path, path: str, name: str) -> Path:
