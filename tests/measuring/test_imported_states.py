@@ -12,7 +12,7 @@ import torch
 from command_words import words
 from engine_files import sglang_response, write_logps, write_vllm
 from safetensors.torch import load_file, save_file
-from tiny_models import save_tiny, tiny_tokenizer
+from tiny_models import SENTENCES, save_tiny, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from kleash.cli import main
@@ -20,12 +20,7 @@ from kleash.errors import Interrupted
 from kleash.measuring import CacheJob, cache_reference, measure
 from kleash.measuring.imported_states import ImportedStates
 
-TEXTS = [
-    "The sea was calm and the boat went out before the sun had come up over the hills.",
-    "She counted the birds on the wire, and then she counted them again, to be sure.",
-    "It is said that the old clock has never been right, and never been wrong for long.",
-    "Two men carried the ladder to the orchard while the children ran ahead to the trees.",
-]
+TEXTS = [*SENTENCES[:2], *SENTENCES[4:]]
 Pair = tuple[Path, Path]
 
 
