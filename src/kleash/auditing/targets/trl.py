@@ -9,7 +9,6 @@ advantage is minus its KL.
 
 from collections import defaultdict
 from functools import partial
-from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,10 +47,6 @@ TRL_DEFAULTS = {
     "steps_per_generation": 1,
 }
 """The fields of the configuration that the loss reads, at TRL's defaults."""
-
-
-GRPO_TRAINER = "trl.trainer.grpo_trainer.GRPOTrainer"
-GMPO_TRAINER = "trl.experimental.gmpo.gmpo_trainer.GMPOTrainer"
 
 
 def uninitialised_trainer(trainer_class: type, token_logp: Tensor, **settings: Any) -> Any:
@@ -108,11 +103,12 @@ def grpo_loss(
     behaviour_logp: Tensor | None,
     mask: Tensor,
     *,
-    trainer_path: str = GRPO_TRAINER,
+    module: str = "trl.trainer.grpo_trainer",
+    trainer_class: str = "GRPOTrainer",
     **settings: Any,
 ) -> Tensor:
     """The loss of TRL's ``GRPOTrainer``, or another one, with advantages 0 and beta 1: its KL term, a scalar."""
-    trainer = uninitialised_trainer(resolve_name(trainer_path), token_logp, **settings)
+    trainer = uninitialised_trainer(getattr(import_target(module), trainer_class), token_logp, **settings)
     return trainer._compute_loss(None, trainer_inputs(token_logp, token_logq, mask, behaviour_logp))
 
 
@@ -152,7 +148,9 @@ def rloo_reward(token_logp: Tensor, token_logq: Tensor) -> Tensor:
 
 
 SDFT = "trl.experimental.sdft.loss_utils"
+GMPO = "trl.experimental.gmpo.gmpo_trainer"
 GKD_LOSS = "trl.experimental.gkd.gkd_trainer.GKDTrainer.generalized_jsd_loss"
+GRPO_PATH = "trl.trainer.grpo_trainer.GRPOTrainer._compute_loss"
 UNINITIALISED_NOTE = (
     "the trainer's own method, on an object that was never initialised and holds the few attributes that it "
     "reads, with advantages 0 and beta 1, so that the whole loss is its KL term"
@@ -163,7 +161,7 @@ def grpo_case(name: str, *notes: str, **arguments: Any) -> Case:
     """TRL's GRPO loss with these settings."""
     return make_case(
         name,
-        f"{GRPO_TRAINER}._compute_loss",
+        GRPO_PATH,
         "mean_loss_with_behaviour_and_mask",
         UNINITIALISED_NOTE,
         *notes,
@@ -193,7 +191,7 @@ TRL = Target(
         grpo_case("grpo", "TRL's defaults: use_bias_correction_kl, loss type dapo (a mean over tokens)"),
         make_case(
             "grpo_plain",
-            f"{GRPO_TRAINER}._compute_loss",
+            GRPO_PATH,
             "f(token_logp, token_logq, None, mask) -> mean",
             UNINITIALISED_NOTE,
             function=grpo_loss,
@@ -202,10 +200,10 @@ TRL = Target(
         grpo_case("grpo_sequence_ratio", importance_sampling_level="sequence"),
         make_case(
             "gmpo",
-            f"{GMPO_TRAINER}._compute_loss",
+            f"{GMPO}.GMPOTrainer._compute_loss",
             "f(token_logp, token_logq, None, mask) -> mean",
             UNINITIALISED_NOTE,
-            function=partial(grpo_loss, trainer_path=GMPO_TRAINER),
+            function=partial(grpo_loss, module=GMPO, trainer_class="GMPOTrainer"),
         ),
         make_case(
             "rloo",
