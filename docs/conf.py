@@ -18,7 +18,7 @@ from kleash.cli.parsing import RECORDS, parser_of
 
 project = "kleash"
 author = "The kleash maintainers"
-copyright = author
+copyright = f"{author}. Licence: Apache-2.0. To cite: CITATION.cff"
 release = kleash.__version__
 
 extensions = [

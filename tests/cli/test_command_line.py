@@ -179,6 +179,7 @@ def test_the_tables_name_nothing_that_is_not_there():
         ("measure --revision-policy main", "--revision-policy does nothing for shipped:policy"),
         ("train ppo --beta-min 0.1", "--beta-min does nothing with a fixed beta"),
         ("train rloo --target-per token", "--target-per does nothing without --target-nats"),
+        ("train grpo --target-nats 4", "--target-nats moves no beta without --controller"),
         ("train distill --metric-names trl", "--metric-names does nothing without --report-to"),
     ],
 )

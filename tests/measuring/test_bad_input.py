@@ -44,9 +44,9 @@ def test_missing_empty_and_blank_source_files_raise(option, failing, tmp_path):
     empty = written(tmp_path / "empty.jsonl", "")
     assert failing(option, empty).startswith(f"{empty} is empty; give a file of {FORMATS[option]}")
     assert "holds no" in failing(option, written(tmp_path / "blank.jsonl", "\n \n"))
-    (tmp_path / "folder").mkdir()
-    message = failing(option, tmp_path / "folder")
-    assert message.startswith(f"{tmp_path / 'folder'} is a folder; give a file of {FORMATS[option]}")
+    (folder := tmp_path / "folder").mkdir()
+    assert failing(option, folder).startswith(f"{folder} is a folder; give a file of {FORMATS[option]}")
+    assert "names no column" in failing(option, written(tmp_path / "a.csv", "a,b\nc,d\n"), policy=folder)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,8 @@ def test_unusable_output_folders_raise(refused, pair, tmp_path, capsys):
     for words, expected in (
         (["report", long], "cannot be read: File name too long"),
         (["report", source], "has no measurement.json; is it a run folder?"),
-        (["cache", "--reference", pair[1], "--text", source, "--out", long], "File name too long"),
-        (["measure", "--policy", f"{long}.gguf", "--text", source], "xxx.gguf; give a GGUF file, all parts"),
+        (["cache", "--quiet", "--text", source, "--out", long], "File name too long"),
+        (["measure", "--quiet", f"--policy={long}.gguf", f"--text={source}"], "xxx.gguf; give a GGUF file"),
         (["audit", "kleash:sampled_k1", "--quiet", "--out", "au"], "must be a file that ends in .html"),
     ):
         assert main([*map(str, words)]) == 2

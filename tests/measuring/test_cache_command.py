@@ -167,8 +167,8 @@ def test_a_cache_of_responses_serves_another_temperature(pair, tmp_path, capsys)
     same = words(reference=pair[1], responses=source, batch_tokens=16)
     cache = tmp_path / "cache"
     assert main(["cache", *same, "--out", str(cache), "--temperature", "0.5"]) == 0
-    printed = capsys.readouterr().out
-    assert "in 6 sequences are cached in" in printed
+    printed, told = capsys.readouterr()
+    assert "in 6 sequences are cached in" in printed and told.startswith("loading the models; ")
     said_times = int(printed.split("hidden states, ")[1].split(" times")[0])
     stored = json.loads((cache / "contents.json").read_text())
     assert said_times == round(stored["tokens"] * 320 * 4 / stored["hidden_bytes"]) > 5
@@ -180,12 +180,11 @@ def test_a_cache_of_responses_serves_another_temperature(pair, tmp_path, capsys)
     assert parts(tmp_path / "run") == parts(tmp_path / "plain")
     assert numbers(tmp_path / "run") == numbers(tmp_path / "plain")
     given = ["measure", "--policy", pair[0], *same, "--reference-cache", cache, "--out", tmp_path / "warm"]
-    assert main([*map(str, given), "--quiet"]) == 0
-    warm = numbers(tmp_path / "warm")
-    assert warm["noise_floor"] is None
-    assert any(
-        "no noise floor" in warning and "--temperature 1 adds it" in warning for warning in warm["warnings"]
-    )
+    assert main([*map(str, given)]) == 0
+    warm, (_, told) = numbers(tmp_path / "warm"), capsys.readouterr()
+    assert warm["noise_floor"] is None and told.startswith("loading the models; ")
+    assert "\nall sequences are scored; " in told
+    assert any("no noise floor" in each and "--temperature 1 adds it" in each for each in warm["warnings"])
     assert main(["cache", *same, "--out", str(cache), "--json", "--quiet"]) == 0
     assert json.loads(capsys.readouterr().out)["sequences"] == 6
     given[-1] = tmp_path / "warmer"

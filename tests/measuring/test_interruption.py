@@ -54,7 +54,7 @@ def test_sigterm_prints_the_options_that_resume(job, command_forks, tmp_path):
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate()
     assert process.returncode == 128 + signal.SIGTERM
-    told = "kleash: terminated by SIGTERM; finished shards are on disk: resume with --resume"
+    told = "kleash: terminated by SIGTERM; what is finished is on disk: resume with --resume"
     assert error.strip() == f"{told} --out {out}"
 
 
@@ -81,7 +81,7 @@ def test_an_interruption_whose_message_a_library_drops_is_described(number, caus
     finally:
         signal.signal(number, before)
     expected = (
-        cause if out is None else "interrupted; finished shards are on disk: resume with --resume --out 'a b'"
+        cause if out is None else "interrupted; what is finished is on disk: resume with --resume --out 'a b'"
     )
     assert capsys.readouterr().err == f"kleash: {expected}\n"
 

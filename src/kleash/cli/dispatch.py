@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kleash.cli.entry import EXIT_ERROR
 from kleash.cli.parsing import Command, DryRun
 from kleash.cli.printing import print_formatted, print_gates, print_summary, print_texts
 from kleash.cli.progress import Progress, Steps
@@ -32,8 +33,6 @@ from kleash.store.summary import Summary
 
 SHIPPED_PAIR = "this measures the small pair that ships with kleash; --policy and --reference take others"
 """Note of a measurement of the shipped models."""
-EXIT_FAILED = 2
-"""Exit code of a sweep if a candidate could not be measured, or its KL not attributed."""
 
 
 def run(command: Command | DryRun) -> int:
@@ -104,7 +103,7 @@ def _sweep(job: SweepJob) -> int:
     if job.quiet or job.output_format is not None:
         for failure in failures:
             print(f"kleash: {failure}", file=sys.stderr)
-    return EXIT_FAILED if failures else exit_code_of([result.gate])
+    return EXIT_ERROR if failures else exit_code_of([result.gate])
 
 
 def _report(job: ReportJob) -> int:

@@ -60,7 +60,6 @@ class Progress(ProgressReporter):
             disable=not self._draws,
         )
         self._task = self._bar.add_task("loading", total=None, state="")
-        self._start_time = self._last_line_time = clock()
         self._total: int | None = None
         self._begin_counts()
 
@@ -82,7 +81,7 @@ class Progress(ProgressReporter):
 
     def set_total(self, sequences: int | None) -> None:
         """Show the total number of sequences, None if it is unknown, and count from 0 again."""
-        self._total, self._start_time = sequences, self._clock()
+        self._total = sequences
         self._begin_counts()
         if self._draws:
             self._bar.reset(
@@ -93,7 +92,6 @@ class Progress(ProgressReporter):
             )
         elif sequences is not None:
             say(self._console, f"{self._activity}: {counted(sequences, 'sequence')} to do", style="dim")
-        self._last_line_time = self._start_time
 
     def add_generated(self, tokens: int, sequences: float) -> None:
         """Add generated tokens and finished parts of sequences to the count, and advance the bar."""
@@ -113,7 +111,7 @@ class Progress(ProgressReporter):
         self._kl = ""
         self._done: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
-        self._last_count_time = self._clock()
+        self._start_time = self._last_line_time = self._last_count_time = self._clock()
 
     def _count(self, sequences: float, tokens: int, step: str) -> None:
         """Add to the counts, and update the bar or print a line."""

@@ -219,6 +219,10 @@ class RewardJob(OnlineJob):
                 self.target_nats is None and self.target_per != "sequence",
                 "--target-per does nothing without --target-nats",
             ),
+            (
+                self.target_nats is not None and self.controller == "fixed",
+                "--target-nats moves no beta without --controller pid: alerts alone compare the KL with it",
+            ),
         )
         return (*super().without_effect(), *(sentence for applies, sentence in sentences if applies))
 

@@ -4,6 +4,9 @@ from collections.abc import Iterable
 
 from kleash.estimate import Estimate
 
+LOADING = "loading the models; those of the hub are downloaded first"
+"""Note before models are loaded, which may take long and is silent."""
+
 
 class ProgressReporter:
     """Receives the progress of a run: notes, the total, tokens, sequences and the running KL. This one drops it."""

@@ -54,7 +54,7 @@ PROBE_S = 4.0
 """Seconds within which the address of a cluster must accept a connection."""
 CLIENT_PORT = 10001
 """The port of ``ray://host``."""
-RESUME = "finished shards are on disk: run again with --resume"
+RESUME = "what is finished is on disk: run again with --resume"
 
 
 class LoadedModels(NamedTuple):

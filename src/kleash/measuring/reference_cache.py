@@ -18,7 +18,7 @@ from kleash.jobs import CacheJob
 from kleash.measuring.estimand import padding_note
 from kleash.measuring.imported_states import ImportedStates, with_saved_dtype
 from kleash.measuring.model_pair import source_of
-from kleash.measuring.progress import ProgressReporter
+from kleash.measuring.progress import LOADING, ProgressReporter
 from kleash.measuring.rescoring import noise_sequences
 from kleash.measuring.run import default_out, resumable
 from kleash.measuring.shards import hash_source, plan_shards, source_sequences
@@ -107,6 +107,7 @@ def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> 
         Interrupted: on Ctrl-C, with the command that resumes.
     """
     reporter = reporter if reporter is not None else ProgressReporter()
+    reporter.note(LOADING)
     if job.format is not None:
         return write_base_logits(job, reporter)
     folder = Path(job.out if job.out is not None else default_out("kleash-caches")).expanduser()
@@ -117,11 +118,10 @@ def cache_reference(job: CacheJob, reporter: ProgressReporter | None = None) -> 
     if saved is not None:
         job = with_saved_dtype(job, saved)
     digest = hash_source(job.measurement())
-    reporter.note_all(job.measurement().without_effect())
+    reporter.note_all((*job.measurement().without_effect(), *describe_source(*job.measurement().source, job)))
     pair = load_reference(job.reference, job.revision_reference, job)
-    kind, name = job.measurement().source
-    reporter.note_all((*pair.notes, *describe_source(kind, name, job)))
-    how = "finished shards are on disk: run the same command again with"
+    reporter.note_all(pair.notes)
+    how = "what is finished is on disk: run the same command again with"
     with resumable(folder, how), folder_lock(folder, ADVICE_IF_LOCKED):
         for path in (folder, folder / TOKENIZER):
             remove_leftovers(path)

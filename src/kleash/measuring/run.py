@@ -23,7 +23,7 @@ from kleash.measuring.keywords import job_of_keywords, pair_in_memory
 from kleash.measuring.largest_drift import NUM_ALTERNATIVES, first_texts, shorten_text
 from kleash.measuring.measurement import make_measurement
 from kleash.measuring.model_pair import engine_for, header_of, load_models
-from kleash.measuring.progress import ProgressReporter
+from kleash.measuring.progress import LOADING, ProgressReporter
 from kleash.measuring.ray_workers import ray_engine
 from kleash.measuring.shard_scoring import OpenRun, run_shards
 from kleash.measuring.shards import ShardPlan, hash_source
@@ -156,6 +156,7 @@ def _made_measurement(run: OpenRun, engine: Engine, source: ShardPlan, start: fl
     ):
         if run.folder.measurement_version() not in (None, run.measurement_before):
             return None
+        run.reporter.note("all sequences are scored; the intervals and the report follow")
         reference = run.pair.reference
         if reference.network is not None and reference.dtype not in (torch.float32, torch.float64):
             run.reporter.note("a reference from files is loaded a second time, in float32, for dtype_gap")
@@ -211,12 +212,13 @@ def opened_run(job: MeasureJob, reporter: ProgressReporter, pair: Pair | None = 
         measurement_before = folder.measurement_version()
         reporter.note_all(job.without_effect())
         digest = hash_source(job)
-        workers = stack.enter_context(ray_engine(job, reporter)) if job.engine == "ray" else None
+        described = () if job.has_base_logits else describe_source(*job.source, job)
         is_resumable = pair is None
+        if is_resumable:
+            reporter.note(LOADING)
+        workers = stack.enter_context(ray_engine(job, reporter)) if job.engine == "ray" else None
         if pair is None:
             pair = workers.pair if workers is not None else load_models(job, digest)
-        kind, name = job.source
-        described = () if job.has_base_logits else describe_source(kind, name, job)
         source_notes = tuple(filter(None, (*described, sampler_note(job, pair.policy))))
         reporter.note_all((*pair.notes, *source_notes))
         header = (
@@ -245,7 +247,7 @@ def opened_run(job: MeasureJob, reporter: ProgressReporter, pair: Pair | None = 
 
 
 @contextmanager
-def resumable(out: Path, how: str = "finished shards are on disk: resume with --resume") -> Generator[None]:
+def resumable(out: Path, how: str = "what is finished is on disk: resume with --resume") -> Generator[None]:
     """Context of work that an interruption leaves resumable in ``out``; ``how``, in words before the folder.
 
     Of contexts in each other the outermost says how: that of the command.

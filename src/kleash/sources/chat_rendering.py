@@ -157,8 +157,8 @@ def render_messages(
     """
     if not getattr(tokenizer, "chat_template", None):
         raise record.error(
-            f"a chat template renders its {name!r}, and the policy's tokenizer has none; give texts, the policy a "
-            "tokenizer that has one, or --chat-template raw where the command has this option"
+            f"a chat template renders its {name!r}, and the policy's tokenizer has none; give texts, a policy "
+            "whose tokenizer has one, or --chat-template raw where the command has this option"
         )
     continues_last = generate and messages[-1]["role"] == "assistant"
     render = partial(
