@@ -68,6 +68,20 @@ def validated(function: Callable[P, R]) -> Callable[P, R]:
     return validating
 
 
+def with_parameters_of(declared: Callable[P, Any]) -> Callable[[Callable[..., R]], Callable[P, R]]:
+    """Decorator of a function of any keywords: type checkers, completion and ``help`` see the parameters of another.
+
+    Args:
+        declared: a function that is not called; its parameters are those that the decorated one can take.
+    """
+
+    def declare(function: Callable[..., R]) -> Callable[P, R]:
+        vars(function)["__signature__"] = inspect.signature(declared)
+        return function
+
+    return declare
+
+
 def argument_spec(parameter: inspect.Parameter) -> ArgumentSpec | None:
     """The values that a parameter's annotation allows; None for a parameter that is not checked.
 

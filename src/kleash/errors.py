@@ -135,6 +135,11 @@ def printable(text: str) -> str:
     return CONTROLS.sub(lambda match: json_escape(match.group()), text)
 
 
+def on_one_line(sentence: str) -> str:
+    """A sentence whose control characters and line breaks, which a name can have, are escaped."""
+    return printable(sentence).replace("\n", json_escape("\n"))
+
+
 def json_escape(characters: str) -> str:
     """The JSON escape of each character: ``\\u`` and four digits for each of its UTF-16 units."""
     units = characters.encode("utf-16-be", "surrogatepass")

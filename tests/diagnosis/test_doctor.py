@@ -185,10 +185,6 @@ def test_a_fault_is_named_first_without_models(fault, is_of_trainer):
     assert fault != "top-p" or 90 < float(kept[0]) < 97
 
 
-def of_responses(logp: Array) -> Array:
-    return logp.reshape(SEQUENCES, TIME).mean(1).repeat(TIME)
-
-
 OTHER_COLUMNS: dict[str, tuple[str, Callable[[Array], Array]]] = {
     "base 2": ("logarithms to base 2", lambda logp: logp / np.log(2)),
     "base 10": ("logarithms to base 10", lambda logp: logp / np.log(10)),
@@ -196,7 +192,10 @@ OTHER_COLUMNS: dict[str, tuple[str, Callable[[Array], Array]]] = {
     "negative": ("negative log-likelihoods", np.negative),
     "ranks": ("ranks of the tokens", lambda logp: np.floor(np.exp(-logp))),
     "zeros": ("are all 0: the column was not filled in, or that side is greedy", np.zeros_like),
-    "means of responses": ("one number for each response", of_responses),
+    "means of responses": (
+        "one number for each response",
+        lambda logp: logp.reshape(SEQUENCES, TIME).mean(1).repeat(TIME),
+    ),
     "entropies": ("they are logits", lambda logp: 2 - 0.2 * logp + np.sin(np.arange(len(logp)))),
     "other responses": ("do not depend on each other", lambda logp: np.roll(logp, TIME)),
 }

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kleash.divergences import kl_from_probs
+from kleash.divergences import kl, kl_from_probs, kl_gaussian, renyi, truncate
 from kleash.errors import DetachedError, KleashError, ShapeError, VocabularyMismatchError
+from kleash.leash import leave_one_out_advantages
 from kleash.linear import Head, LinearOptions
 
 PACKAGES = ("masking", "divergences", "estimators", "linear", "losses", "leash")
@@ -222,9 +223,6 @@ def test_constants_may_come_from_inference_mode(function):
 
 
 def test_the_sentences_say_what_was_given_and_what_to_give(unhooked):
-    from kleash.divergences import kl, kl_gaussian, renyi, truncate
-    from kleash.leash import leave_one_out_advantages
-
     logp = torch.zeros(2, 3).log_softmax(-1)
     for call, sentence in (
         (lambda: kl([0.1], [0.2]), "logp is a list and not a torch.Tensor; convert it"),

@@ -17,10 +17,6 @@ from kleash.leash import group_advantages, leave_one_out_advantages, whiten
 NAN = math.nan
 
 
-def others_of(rewards, groups, counts, i):
-    return [r for j, r in enumerate(rewards) if groups[j] == groups[i] and counts[j] and j != i]
-
-
 def by_loops(rewards, groups, counts, scale, corrected):
     """One response at a time, with numpy's mean and std of its group."""
     found = []
@@ -28,7 +24,7 @@ def by_loops(rewards, groups, counts, scale, corrected):
         if not counts[i]:
             found.append(0.0)
             continue
-        others = others_of(rewards, groups, counts, i)
+        others = [r for j, r in enumerate(rewards) if groups[j] == groups[i] and counts[j] and j != i]
         group = [reward, *others]
         if not others:
             found.append(0.0 if scale == "none" and not corrected else NAN)

@@ -159,6 +159,7 @@ FLAT, ROOT = "skew_kl:1", replace(DIVERGENCES["kl"], finish=torch.sqrt)
     ("call", "error", "message"),
     [
         (lambda: dpo_loss(torch.zeros(1), torch.zeros(1), beta=1.0), DetachedError, "chosen_log_ratio"),
+        (lambda: response_log_ratio(torch.zeros(1, 1), ONE[None], ONE[None] > 0), DetachedError, "p carries"),
         (lambda: dpo_loss(ONE, ONE, beta=0.0), OptionError, "beta is 0.0; give a finite number above 0"),
         (lambda: implicit_reward(ONE, beta=math.nan), OptionError, "beta is nan"),
         (lambda: dpo_loss(ONE, ONE, beta=1.0, label_smoothing=0.5), OptionError, "label_smoothing is 0.5"),

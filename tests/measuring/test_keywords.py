@@ -1,20 +1,29 @@
 """Measurements from Python: options as keywords, sources in memory, and models in memory."""
 
+import inspect
 import json
 import random
+from dataclasses import fields
 from itertools import permutations
-from pathlib import Path
 from types import SimpleNamespace
+from typing import get_type_hints
 
 import pyarrow.parquet as pq
 import pytest
 import torch
+from beartype.door import is_subhint
+from peft import PeftModel
 from tiny_models import tiny_adapter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kleash
 from kleash.cli.parsing import read_words
+from kleash.diagnosis import read_rollouts
 from kleash.errors import ModelError, OptionError, RankError, RunFolderError, SourceError, UnknownNameError
+from kleash.jobs import MeasureJob, SweepJob
+from kleash.jobs.reading_jobs import DoctorJob
+from kleash.measuring.keywords import pair_in_memory
+from kleash.measuring.model_pair import header_of
 from kleash.reports.text_formats import model_card
 
 TEXTS = ["The sea was calm and the boat went out.", "A long road leads out of the town."]
@@ -66,8 +75,6 @@ def test_a_model_in_memory_is_measured_as_it_is_and_left_as_it_was(policy, pair,
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # peft reads it
 def test_the_reference_of_an_adapter_in_memory_is_its_base(pair, tokenizer, tmp_path):
-    from peft import PeftModel
-
     adapter = tiny_adapter(tmp_path / "adapter", pair[1])
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(pair[1]), adapter).eval()
     tokenizer.save_pretrained(alone := tmp_path / "tokenizer")
@@ -116,9 +123,6 @@ def test_models_in_memory_are_one_pair_whatever_their_names(policy, tokenizer, t
 
 
 def test_a_folder_that_is_left_is_not_joined_by_other_weights_in_memory(policy, tokenizer, tmp_path):
-    from kleash.measuring.keywords import pair_in_memory
-    from kleash.measuring.model_pair import header_of
-
     job = kleash.MeasureJob(policy="p", text="t")
     headers = []
     for _ in range(2):
@@ -216,6 +220,19 @@ def test_wrong_keywords_are_refused_before_anything_is_written(options, error, w
     assert not (tmp_path / "run").exists()
 
 
+NO_FIELDS = ("job", "reporter", "rollouts", "pair", "file")
+FUNCTIONS = ((kleash.measure, MeasureJob), (kleash.sweep, SweepJob), (kleash.diagnose, DoctorJob))
+
+
+@pytest.mark.parametrize(("function", "job"), FUNCTIONS)
+def test_editors_see_the_fields_of_the_job(function, job):
+    options = [each for each in inspect.signature(function).parameters.values() if each.name not in NO_FIELDS]
+    defaults = {field.name: field.default for field in fields(job) if field.name not in NO_FIELDS}
+    assert {each.name: each.default for each in options} == defaults
+    assert all(is_subhint(get_type_hints(job)[each.name], each.annotation) for each in options)
+    assert " at 0x" not in str(inspect.signature(job))  # as help shows it
+
+
 def test_a_job_is_given_alone():
     for arguments, options in ((("drift/",), {}), ((kleash.MeasureJob(),), {"out": "a"})):
         with pytest.raises(OptionError, match="MeasureJob"):
@@ -226,14 +243,12 @@ def test_a_sweep_of_a_list(pair, tmp_path):
     options = {"candidates": [str(path) for path in pair], "reference": pair[1], "text": TEXTS}
     swept = kleash.sweep(**options, out=tmp_path / "sweep")
     assert [candidate.name for candidate in swept.ranking] == [str(pair[1]), str(pair[0])]
-    assert Path(tmp_path / "sweep" / "source.jsonl").exists()
+    assert (tmp_path / "sweep" / "source.jsonl").exists()
     again = kleash.sweep(**options, out=tmp_path / "sweep", resume=True)
     assert again.to_dict()["candidates"] == swept.to_dict()["candidates"]
 
 
 def test_a_diagnosis_takes_files_and_rollouts(tmp_path):
-    from kleash.diagnosis import read_rollouts
-
     row = {"prompt_token_ids": [1], "response_token_ids": [5, 6, 7], "trainer_logprobs": [-1.0, -2.0, -0.5]}
     path = tmp_path / "rollouts.jsonl"
     path.write_text(30 * (json.dumps({**row, "engine_logprobs": [-1.0, -2.0, -0.5]}) + "\n"))

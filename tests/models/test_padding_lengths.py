@@ -9,7 +9,7 @@ from scipy.special import log_softmax
 from scoring_cases import random_sequences
 from tiny_architectures import tiny_config
 from tiny_models import save_tiny, tiny_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaModel
 
 from kleash.models import Sampling, generate, load_pair, score, tokenise_prompts
 from kleash.sources.sequences import group_for_padding
@@ -62,8 +62,6 @@ def test_frequencies_of_long_sequences_do_not_reach_short_ones_in_a_batch(tmp_pa
 
 
 def test_a_network_that_depends_on_the_length_is_detected_and_run_without_padding(tmp_path, monkeypatch):
-    from transformers import LlamaModel
-
     forward = LlamaModel.forward
 
     def scaled_by_length(self, input_ids=None, **options):

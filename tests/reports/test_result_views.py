@@ -34,7 +34,7 @@ def test_names_cannot_break_a_line_or_reach_the_terminal(run):
     hostile = "a\nwarning: \x1b[2J\u202e"
     models = {role: replace(model, path=hostile) for role, model in run[1].models.items()}
     text = replace(run[1], models=models).summary()
-    assert "policy: a\\nwarning: \\x1b[2J\\u202e\n" in text
+    assert "policy: a\\u000awarning: \\u001b[2J\\u202e\n" in text
     assert all(character == "\n" or character.isprintable() for character in text)
 
 

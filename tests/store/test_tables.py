@@ -31,9 +31,6 @@ def test_reading_a_parquet_file_starts_no_thread_and_imports_no_pandas(tmp_path)
     path, columns = tmp_path / "a.parquet", {"prompt_id": np.arange(9, dtype="int32"), "text": ["a"] * 9}
     path.write_bytes(encode_table(columns, {"prompt_id": "int32", "text": "string"}))
     done = subprocess.run(
-        [sys.executable, "-c", READER, str(path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [sys.executable, "-c", READER, str(path)], capture_output=True, text=True, timeout=300
     )
     assert (done.stdout, done.stderr) == ("0 False\n", "")

@@ -18,7 +18,7 @@ from kleash.errors import CannotRunError, ModelError, NonFiniteError, OptionErro
 from kleash.models import load_pair
 from kleash.records import HackingAlert, read_steps
 from kleash.store.checksums import seal_folder
-from kleash.training import train
+from kleash.training import ppo, train
 from kleash.training.checkpoints import TrainingState
 from kleash.training.job_schedule import leash_of
 from kleash.training.ppo import apply_advice, one_step, require_replicas
@@ -212,17 +212,15 @@ def test_diverged_update_stops_and_keeps_the_checkpoint(folder, tmp_path):
 
 def test_infinite_kl_of_an_excluded_token_is_reported(folder, monkeypatch):
     """An infinite KL has no finite gradient; the error names it."""
-    from kleash.training import ppo as module
-
     run, prompts = ready(tiny_job(folder))
-    genuine = module.roll_out
+    genuine = ppo.roll_out
 
     def forbidding(*given):
         rollout = genuine(*given)
         rollout.token_kl[1, 1] = torch.inf
         return rollout
 
-    monkeypatch.setattr(module, "roll_out", forbidding)
+    monkeypatch.setattr(ppo, "roll_out", forbidding)
     before = weights(run.networks)
     reason = r"the loss is nan in step 1, .* the largest KL of a token before it is inf nats, .* reward 0\."
     with pytest.raises(NonFiniteError, match=reason):

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Column, Table
 
-from kleash.cli.terminal import Terminal, on_one_line, remark, say, terminal_sentence
-from kleash.errors import OptionError
+from kleash.cli.terminal import Terminal, remark, say, terminal_sentence
+from kleash.errors import OptionError, on_one_line
 from kleash.reports.formatting import as_sentence, keep_end, repeating_command
 from kleash.reports.gate_verdicts import describe_gate, describe_sweep_gate
 from kleash.reports.text_formats import model_card, to_csv, to_markdown

@@ -11,7 +11,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from kleash.cli.streams import CommandStream
-from kleash.errors import TrackerWarning, json_escape, printable
+from kleash.errors import TrackerWarning, on_one_line, printable
 
 
 class Terminal(Console):
@@ -45,11 +45,6 @@ def terminal_sentence(text: str) -> str:
     for typographic, plain in (("\u202f%", " %"), ("\u202f", ","), ("−", "-")):
         text = text.replace(typographic, plain)
     return text
-
-
-def on_one_line(sentence: str) -> str:
-    """A sentence whose control characters and line breaks, which a name can have, are escaped."""
-    return printable(sentence).replace("\n", json_escape("\n"))
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """The doctor: ranks the causes of a mismatch by how well each predicts the columns on held-out responses."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kleash.arguments import with_parameters_of
 from kleash.diagnosis.causes import CAUSES, HEALTHY, likely_cause
 from kleash.diagnosis.column_hypotheses import (
     break_hypotheses,
@@ -55,14 +56,31 @@ FAULTY_SHARE, SOUND_SHARE, LARGEST_UNCLEAR = 0.25, 0.08, 0.5
 has none; the last is the share of responses between the two with which the fault is in all of them."""
 
 
-def diagnose(
-    rollouts: str
-    | PurePath
-    | Sequence[str | PurePath]
-    | Sequence[RolloutRecord]
-    | Iterable[Mapping[str, Any]],
-    **options: Any,
-) -> Diagnosis:
+# Many parameters, since they are the fields of a job, in the order of its help; all but one by keyword.
+def diagnose_parameters(
+    rollouts: str | PurePath | Iterable[Any] | Sized,
+    *,
+    policy: str | PurePath | None = None,
+    reference: str | PurePath | None = None,
+    limit: int | None = None,
+    rounding: str = "bfloat16",
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    device_map: str | None = None,
+    batch_tokens: int = 4096,
+    revision_policy: str | None = None,
+    revision_reference: str | None = None,
+    trust_remote_code: bool = False,
+    json: bool = False,
+    format: str | None = None,
+    pair: Pair | None = None,
+    file: str = "",
+) -> None:
+    """The parameters of ``diagnose``: the fields of ``DoctorJob``, and of ``diagnose_records``."""
+
+
+@with_parameters_of(diagnose_parameters)
+def diagnose(rollouts: Any, **options: Any) -> Diagnosis:
     """Rank the likely causes of a mismatch between trainer and engine.
 
     >>> sides = {f"{side}_logprobs": [-1.1, -2.2, -0.4] for side in ("trainer", "engine")}
@@ -73,8 +91,8 @@ def diagnose(
     Args:
         rollouts: files, folders or patterns as for ``read_rollouts``, their records in a list, data set or data frame,
             or rollouts that were read.
-        options: with files and records the fields of ``DoctorJob``, such as ``policy`` and ``reference``; with rollouts
-            the keyword arguments of ``diagnose_records``.
+        options: with files and records the fields of ``DoctorJob``, which ``kleash doctor --help`` describes, such as
+            ``policy`` and ``reference``; with rollouts the keyword arguments of ``diagnose_records``.
 
     Raises:
         SourceError: if a file cannot be read, no token counts, or the models cannot read a rollout.

@@ -131,10 +131,14 @@ def _columns(few: ModelScores, limit: float) -> Iterator[Prediction]:
     ]
     for cause, what, transform in transforms:
         yield Prediction(cause, what, lambda scores, transform=transform: scores.column(transform))
-    reference = few.pair.reference
-    yield Prediction("weights", "the reference's weights", lambda scores: scores.with_model(reference))
+    yield Prediction("weights", "the reference's weights", lambda scores: scores.reference)
     for what, change in _changed_prompts(few):
-        yield Prediction("context", what, lambda scores, change=change: scores.with_prompts(change), 3.0)
+        yield Prediction(
+            "context",
+            what,
+            lambda scores, change=change: scores.with_model(scores.pair.policy, change),
+            penalty=3.0,
+        )
 
 
 def _changed_prompts(

@@ -147,14 +147,12 @@ class ModelScores:
         counts.index_add_(0, torch.from_numpy(offsets + np.concatenate(before)), torch.ones(len(offsets)))
         return counts.view(len(rows), -1)
 
-    def with_prompts(self, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Floats:
-        """Log-probabilities of the tokens under the policy after changed prompts."""
+    def with_model(
+        self, model: Model, change: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple
+    ) -> Floats:
+        """Log-probabilities of the tokens under a model, after prompts that ``change`` makes of the own ones."""
         changed = [replace(sequence, prompt_ids=change(sequence.prompt_ids)) for sequence in self.sequences]
-        return self.with_model(self.pair.policy, changed)
-
-    def with_model(self, model: Model, sequences: Sequence[TokenSequence] | None = None) -> Floats:
-        """Log-probabilities of the tokens under a model, perhaps after the contexts of other ``sequences``."""
-        hidden = hidden_states(model, sequences or self.sequences, self.batch_tokens)
+        hidden = hidden_states(model, changed, self.batch_tokens)
         return self.column(model=model, hidden=hidden[torch.from_numpy(self.table.rows)])
 
 

@@ -96,10 +96,6 @@ class CacheJob(ScoringOptions):
         """Tokens in a chunk of base logits."""
         return CHUNK_TOKENS if self.window is None else self.window
 
-    def layer_ids(self) -> tuple[int, ...] | None:
-        """The numbers of ``--layers``; None without it."""
-        return None if self.layers is None else tuple(map(int, self.layers.split(",")))
-
     def measurement(self) -> MeasureJob:
         """The measurement of the reference against itself that reads what this job reads."""
         without_source = self.text is None and self.responses is None

@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from operator import index
 from pathlib import Path, PurePath
 from types import NoneType
@@ -40,7 +40,7 @@ class Allowed:
 
     words: str
     """What the value must be, in an error."""
-    holds: Callable[[Any], bool]
+    holds: Callable[[Any], bool] = field(repr=False)
 
 
 def one_of(words: Sequence[str], otherwise: str = "") -> Allowed:
@@ -80,9 +80,9 @@ class Options:
         Raises:
             OptionError: naming the option, its value and what it must be.
         """
-        for field in fields(self):
-            value = getattr(self, field.name)
-            object.__setattr__(self, field.name, checked_option(field.name, value, field.type))
+        for option in fields(self):
+            value = getattr(self, option.name)
+            object.__setattr__(self, option.name, checked_option(option.name, value, option.type))
         for group in reversed(type(self).__mro__):
             for refusal in vars(group)["_refusals"](self) if "_refusals" in vars(group) else ():
                 if refusal.applies:

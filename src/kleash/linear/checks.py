@@ -28,7 +28,10 @@ def checked_pair(p: Side, q: Side, temperature: float | Float[Tensor, "*tokens"]
     Raises:
         ShapeError, VocabularyMismatchError, OptionError, CannotRunError: if the arguments do not fit together.
     """
-    check_temperature(temperature)
+    if isinstance(temperature, Tensor):  # whose values are checked by flat_pair
+        check_constant("a temperature", temperature, "take the functions of kleash.divergences")
+    else:
+        require_above(0.0, temperature=temperature)
     stored_on = group_of_storage(p[1], q[1])
     groups = [
         process_group(head.vocabulary_group) if stored_on is None else storage_group(head.weight)
@@ -207,14 +210,6 @@ def common_dtype(tensors: Sequence[Tensor | None]) -> torch.dtype:
     """float64 if any tensor is float64, else float32."""
     wide = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
     return torch.float64 if wide else torch.float32
-
-
-def check_temperature(temperature: float | Tensor) -> None:
-    """Check that a number is positive, and that a tensor requires no gradient (its values: ``flat_pair``)."""
-    if isinstance(temperature, Tensor):
-        check_constant("a temperature", temperature, "take the functions of kleash.divergences")
-    else:
-        require_above(0.0, temperature=temperature)
 
 
 def check_constant(name: str, tensor: Tensor, alternative: str) -> None:

@@ -49,7 +49,7 @@ def distillation_loss(
         ShapeError: if the leading axes and the mask differ in shape.
         OptionError: if ``temperature`` is not a finite number above 0.
         UnknownNameError: if there is no such divergence.
-        DetachedError: if gradients are enabled and neither side carries one.
+        DetachedError: if gradients are enabled and the student carries none, as in the order (student, teacher).
 
     References:
         Hinton et al., "Distilling the Knowledge in a Neural Network" (2015), https://arxiv.org/abs/1503.02531
@@ -58,7 +58,7 @@ def distillation_loss(
         https://arxiv.org/abs/2402.03898
     """
     is_counted = as_mask(mask)
-    require_gradient(student_logits, teacher_logits, name="student_logits")
+    require_gradient(student_logits, name="student_logits, the second argument,")
     logp, logq = (
         at_temperature(torch.where(is_counted.unsqueeze(-1), logits, 0.0), temperature)
         for logits in (teacher_logits, student_logits)

@@ -60,7 +60,10 @@ def response_log_ratio(
 
     Raises:
         ShapeError: if the three differ in shape, or are not [batch, time].
+        DetachedError: if gradients are enabled and the reference carries one, but not the policy.
     """
+    if token_logq.requires_grad:
+        require_gradient(token_logp)
     is_counted = as_mask(mask)
     logp, logq = (torch.where(is_counted, at_least_float32(x), 0.0) for x in (token_logp, token_logq))
     return (logp - logq).sum(-1)

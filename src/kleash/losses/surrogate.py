@@ -123,7 +123,7 @@ def require_gradient(*tensors: Tensor, name: str = "token_logp") -> None:
     """Raise DetachedError if gradients are enabled and no tensor carries one."""
     if torch.is_grad_enabled() and not any(may_require_grad(x) for x in tensors):
         raise DetachedError(
-            f"{name} carries no gradient although gradients are enabled, so this loss would train nothing; "
+            f"{name} carries no gradient although gradients are enabled, so this loss would not train it; "
             "give what was computed with gradients, or call under torch.no_grad() for the value alone"
         )
 

@@ -58,7 +58,8 @@ class ImportedStates:
             OptionError: if ``--layers`` is not the list of the files.
         """
         self._saved, self._model = saved, pair.reference
-        check_layout(saved, pair.reference, job.layer_ids())
+        layer_ids = None if job.layers is None else tuple(map(int, job.layers.split(",")))
+        check_layout(saved, pair.reference, layer_ids)
         tokens = range(min(NORM_TOKENS, pair.vocab_size))
         self._norm = None if saved.layout.is_after_norm else final_norm(pair.reference, tokens)
         probes = self._find_sequences(job, pair)

@@ -1,17 +1,21 @@
 """A measurement or sweep from Python: its options as keywords, and sources and models that are in memory."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sized
 from contextlib import contextmanager
 from pathlib import Path, PurePath
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
+
+import torch
 
 from kleash.errors import OptionError
 from kleash.jobs import MeasureJob, SweepJob
-from kleash.jobs.option_groups import SHIPPED_POLICY
+from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE
 from kleash.jobs.options import job_of
+from kleash.jobs.output_options import DIRECTION_OF_SWEEPS
 from kleash.jobs.reading import SourceKind
 from kleash.launch_environment import require_one_process
 from kleash.measuring.live_pair import live_pair, load_beside_live
+from kleash.measuring.progress import ProgressReporter
 from kleash.models import Model, Pair, at_rest
 from kleash.models.live_models import checked_language_model
 from kleash.models.tokenizers import load_named_tokenizer
@@ -19,11 +23,115 @@ from kleash.sources.in_memory import naming_entries, write_source
 from kleash.store.job_folder import SOURCE
 
 JobT = TypeVar("JobT", MeasureJob, SweepJob)
+Source: TypeAlias = str | PurePath | Iterable[Any] | Sized
+"""The name of a source, or data that ``records_in_memory`` reads; a table of Arrow has a length only."""
 
 KINDS: tuple[SourceKind, ...] = ("prompts", "text", "responses")
 ROLES = ("policy", "reference")
 OF_FILES = ("resume", "engine", "device", "device_map", "dtype", "reference_cache")
 """Options that a run has no use for if one of its models is in memory."""
+
+
+# Many parameters, since they are the fields of a job, in the order of its help; all but two by keyword.
+def measure_parameters(
+    job: MeasureJob | None = None,
+    reporter: ProgressReporter | None = None,
+    *,
+    policy: str | PurePath | torch.nn.Module = SHIPPED_POLICY,
+    reference: str | PurePath | torch.nn.Module | None = SHIPPED_REFERENCE,
+    prompts: Source | None = None,
+    text: Source | None = None,
+    responses: Source | None = None,
+    limit: int | None = None,
+    max_new_tokens: int = 256,
+    at_most: float | None = None,
+    out: str | PurePath | None = None,
+    resume: bool = False,
+    split: str | None = None,
+    dataset_config: str | None = None,
+    prompt_column: str | None = None,
+    response_column: str | None = None,
+    text_column: str | None = None,
+    chat_template: str | None = None,
+    until_relative_error: float | None = None,
+    samples_per_prompt: int = 1,
+    temperature: float = 1.0,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    seed: int = 0,
+    window: int | None = None,
+    stride: int | None = None,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    device_map: str | None = None,
+    batch_tokens: int = 4096,
+    reference_cache: str | PurePath | None = None,
+    policy_model: str | None = None,
+    reference_model: str | None = None,
+    top_logprobs: int = 20,
+    endpoint_concurrency: int = 8,
+    endpoint_timeout: float = 60.0,
+    endpoint_retries: int = 5,
+    tokenizer: Any = None,
+    revision_policy: str | None = None,
+    revision_reference: str | None = None,
+    trust_remote_code: bool = False,
+    engine: str = "local",
+    address: str | None = None,
+    workers: int | None = None,
+    resources_per_worker: str | None = None,
+    report_to: list[str] | tuple[str, ...] = (),
+    direction: str | None = None,
+    show_reference: bool = False,
+    json: bool = False,
+    format: str | None = None,
+    quiet: bool = False,
+) -> None:
+    """The parameters of ``measure``: the fields of ``MeasureJob``, with what may be in memory."""
+
+
+def sweep_parameters(
+    job: SweepJob | None = None,
+    reporter: ProgressReporter | None = None,
+    *,
+    candidates: list[str] | list[Path] | tuple[str | PurePath, ...] = (),
+    reference: str | PurePath = SHIPPED_REFERENCE,
+    text: Source | None = None,
+    responses: Source | None = None,
+    limit: int | None = None,
+    at_most: float | None = None,
+    out: str | PurePath | None = None,
+    resume: bool = False,
+    split: str | None = None,
+    dataset_config: str | None = None,
+    prompt_column: str | None = None,
+    response_column: str | None = None,
+    text_column: str | None = None,
+    chat_template: str | None = None,
+    temperature: float = 1.0,
+    window: int | None = None,
+    stride: int | None = None,
+    attribute: list[str] | tuple[str, ...] = (),
+    attribute_tokens: int = 20_000,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    device_map: str | None = None,
+    batch_tokens: int = 4096,
+    tokenizer: str | PurePath | None = None,
+    revision_reference: str | None = None,
+    trust_remote_code: bool = False,
+    engine: str = "local",
+    address: str | None = None,
+    workers: int | None = None,
+    resources_per_worker: str | None = None,
+    report_to: list[str] | tuple[str, ...] = (),
+    direction: str = DIRECTION_OF_SWEEPS,
+    json: bool = False,
+    format: str | None = None,
+    quiet: bool = False,
+) -> None:
+    """The parameters of ``sweep``: the fields of ``SweepJob``, with what may be in memory."""
 
 
 @contextmanager

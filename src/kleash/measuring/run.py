@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
+from kleash.arguments import with_parameters_of
 from kleash.engines import Engine
 from kleash.errors import Interrupted, OptionError, TrackerWarning
 from kleash.jobs import MeasureJob
 from kleash.launch_environment import launched_world_size, local_world_size
 from kleash.measuring.estimand import sampler_note
-from kleash.measuring.keywords import job_of_keywords, pair_in_memory
+from kleash.measuring.keywords import job_of_keywords, measure_parameters, pair_in_memory
 from kleash.measuring.largest_drift import NUM_ALTERNATIVES, first_texts, shorten_text
 from kleash.measuring.measurement import make_measurement
 from kleash.measuring.model_pair import engine_for, header_of, load_models
@@ -55,6 +56,7 @@ def default_out(parent: str = "kleash-runs") -> str:
     return str(next(path for path in map(Path(parent).joinpath, names) if not path.exists()))
 
 
+@with_parameters_of(measure_parameters)
 def measure(
     job: MeasureJob | None = None, reporter: ProgressReporter | None = None, **options: Any
 ) -> Measurement:
@@ -74,11 +76,11 @@ def measure(
     Args:
         job: what to measure, and how; None for the options.
         reporter: receives the progress.
-        options: the fields of ``MeasureJob``. ``prompts``, ``text`` or ``responses`` may be a list of texts, messages
-            or records, a ``datasets.Dataset`` or a data frame, which is written into the run's folder as
-            ``source.jsonl``. ``policy`` and ``reference`` may be transformers or PEFT models in memory, with
-            ``tokenizer``; the reference of a PEFT model is its base if none is given. Such a run has one process and
-            cannot be resumed.
+        options: the fields of ``MeasureJob``, which ``kleash measure --help`` describes. ``prompts``, ``text`` or
+            ``responses`` may be a list of texts, messages or records, a ``datasets.Dataset`` or a data frame, which is
+            written into the run's folder as ``source.jsonl``. ``policy`` and ``reference`` may be transformers or PEFT
+            models in memory, with ``tokenizer``; the reference of a PEFT model is its base if none is given. Such a run
+            has one process and cannot be resumed.
 
     Returns:
         The measurement, as in ``measurement.json``.

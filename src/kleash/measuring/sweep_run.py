@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from kleash.arguments import with_parameters_of
 from kleash.checkpoints.resolution import find_checkpoint, repository_of
 from kleash.errors import KleashError, ModelError, RunFolderError, TrackerWarning, lacking_memory
 from kleash.jobs import MeasureJob, SweepJob
 from kleash.measuring.attribution import attribute
-from kleash.measuring.keywords import job_of_keywords
+from kleash.measuring.keywords import job_of_keywords, sweep_parameters
 from kleash.measuring.progress import ProgressReporter
 from kleash.measuring.ray_workers import connected_cluster
 from kleash.measuring.reference_cache import cache_reference, is_cached
@@ -46,6 +47,7 @@ PARENT = "kleash-sweeps"
 """Folder of the sweeps without ``--out``."""
 
 
+@with_parameters_of(sweep_parameters)
 def sweep(job: SweepJob | None = None, reporter: ProgressReporter | None = None, **options: Any) -> Sweep:
     """Measure several candidates against one reference, and rank them.
 
@@ -67,7 +69,8 @@ def sweep(job: SweepJob | None = None, reporter: ProgressReporter | None = None,
     Args:
         job: the candidates, the reference and the source; None for the options.
         reporter: receives the progress.
-        options: the fields of ``SweepJob``; ``text`` or ``responses`` may be in memory, as for ``measure``.
+        options: the fields of ``SweepJob``, which ``kleash sweep --help`` describes; ``text`` or ``responses`` may be
+            in memory, as for ``measure``.
 
     Returns:
         The sweep, as in ``sweep.json``.

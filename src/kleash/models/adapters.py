@@ -132,11 +132,6 @@ def find_rule(settings: AdapterSettings) -> AdapterRule | None:
     return next((rule for rule in RULES if rule.applies(settings)), None)
 
 
-def is_plain_lora(settings: AdapterSettings) -> bool:
-    """Whether an adapter consists of low-rank matrices beside linear layers, of which one base can have several."""
-    return peft_type(settings) == "LORA" and not any(settings.get(name) for name in NON_PLAIN_SETTINGS)
-
-
 def check_adapter(checkpoint: Checkpoint) -> None:
     """Check that no rule refuses the adapter of a checkpoint.
 
@@ -155,7 +150,11 @@ def reason_not_to_share(adapters: Sequence[Checkpoint]) -> str | None:
         rule = find_rule(checkpoint.adapter_settings)
         if rule is not None:
             return f"the adapter {checkpoint.name} {rule.reason}"
-        if len(adapters) > 1 and not is_plain_lora(checkpoint.adapter_settings):
+        # low-rank matrices beside linear layers
+        is_plain_lora = peft_type(checkpoint.adapter_settings) == "LORA" and not any(
+            map(checkpoint.adapter_settings.get, NON_PLAIN_SETTINGS)
+        )
+        if len(adapters) > 1 and not is_plain_lora:
             return f"the adapter {checkpoint.name} is no plain LoRA, of which a base can carry several"
     return None
 

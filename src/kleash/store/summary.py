@@ -9,7 +9,7 @@ from html import escape
 from importlib import import_module
 from typing import Any, ClassVar
 
-from kleash.errors import printable
+from kleash.errors import on_one_line, printable
 from kleash.estimate import Estimate
 from kleash.store.codec import encode, to_json
 
@@ -207,12 +207,7 @@ def to_text(summary: Summary) -> str:
         else:
             rows = ["  ".join(row) for row in (table.header, *table.rows[:TEXT_ROWS])]
     warnings = [f"warning: {text}" for text in summary.warnings]
-    return "\n".join(map(_printable, [summary.headline, *rows, *facts, *warnings]))
-
-
-def _printable(line: str) -> str:
-    """A line whose control characters and line breaks are escaped, which names of files can have."""
-    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in line)
+    return "\n".join(map(on_one_line, [summary.headline, *rows, *facts, *warnings]))
 
 
 def to_html(summary: Summary) -> str:

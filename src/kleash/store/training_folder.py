@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from kleash.errors import RunFolderError
 from kleash.store.atomic import require_utf8
-from kleash.store.checksums import CHECKSUMS, Checksums, remove_checked, write_checked
+from kleash.store.checksums import CHECKSUMS, Checksums, write_checked
 from kleash.store.job_folder import JobFolder
 from kleash.store.steps import STEPS, StepRecord, read_steps
 from kleash.store.summary import MeasuredResult
@@ -118,14 +118,6 @@ class TrainingFolder(JobFolder):
     def write_result(self, result: TrainingResult) -> None:
         """Write ``training.json``: with it the run is finished."""
         write_checked(self.root, self.root / RESULT, result.to_json())
-
-    def unlink_result(self) -> None:
-        """Take ``training.json`` away, if it is there: a finished run that goes on has not finished.
-
-        Raises:
-            RunFolderError: if it cannot be taken away.
-        """
-        remove_checked(self.root, self.root / RESULT)
 
     def result(self) -> TrainingResult | None:
         """The result of the run; None while it has not finished.

@@ -17,11 +17,12 @@ from kleash.jobs import TrainJob
 from kleash.registry import options_given
 from kleash.reports.trackers import Tracker, open_trackers
 from kleash.reports.training import step_warnings
-from kleash.store import HackingAlert, Sample, StepRecord, TrainingFolder, TrainingResult, read_steps
-from kleash.store.checksums import HashSoFar
+from kleash.store import HackingAlert, Sample, StepRecord, TrainingResult, read_steps
+from kleash.store.checksums import HashSoFar, remove_checked
 from kleash.store.file_hashes import require_unchanged_files
 from kleash.store.metrics import spelt, with_errors
 from kleash.store.steps import STEPS, append_step, keep_steps, means_by_prompt, read_prompt_means
+from kleash.store.training_folder import RESULT
 from kleash.training.hacking_monitor import HackingMonitor, distinct, repetition
 from kleash.uncertainty import clustered_mean
 
@@ -213,7 +214,7 @@ class RunLog:
             alerts = tuple(replace(alert, sentence=as_keywords(alert.sentence)) for alert in alerts)
         advice = self.advice(alerts)
         record = replace(record, alerts=alerts, events=(*events, *RESPONSE_EVENTS.get(advice.act, ())))
-        TrainingFolder(self.folder).unlink_result()
+        remove_checked(self.folder, self.folder / RESULT)  # a finished run that goes on has not finished
         append_step(self.folder, record, spread_sample(samples), means, self._hashes)
         warnings = step_warnings(values)
         if warnings and not any(step_warnings(earlier.metrics) for earlier in self.history):
