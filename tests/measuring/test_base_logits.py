@@ -3,6 +3,7 @@
 import math
 import re
 import struct
+from functools import partial
 
 import numpy as np
 import pytest
@@ -290,30 +291,29 @@ def test_a_run_is_gated_compared_and_resumed_as_any_other(written, run, tmp_path
     assert "takes 100 tokens or more" in capsys.readouterr().err
 
 
-def test_a_gguf_says_whether_a_begin_token_is_put(written, tmp_path):
-    """Files of Llama 3 say nothing, and llama.cpp puts one before their texts."""
+def test_a_gguf_says_whether_a_begin_token_is_put_and_a_file_whether_it_was(written, tmp_path):
+    """Files of Llama 3 say nothing, and llama.cpp puts one before their texts, as the reference's tokenizer does."""
     _, reference, path = written
 
-    def set_begin(adds, pre):
-        def edit(writer):
-            for key in ("add_bos_token", "pre"):
-                writer.kv_data[0].pop(f"tokenizer.ggml.{key}", None)
-            writer.add_tokenizer_pre(pre)
-            if adds is not None:
-                writer.add_add_bos_token(adds)
+    def set_begin(writer, adds, pre):
+        for key in ("add_bos_token", "pre"):
+            writer.kv_data[0].pop(f"tokenizer.ggml.{key}", None)
+        writer.add_tokenizer_pre(pre)
+        if adds is not None:
+            writer.add_add_bos_token(adds)
 
-        return edit
-
-    cases = {
-        (True, "gpt-2"): True,
-        (False, "llama-bpe"): False,
-        (None, "llama-bpe"): True,
-        (None, "gpt-2"): False,
-    }
-    for number, ((adds, pre), expected) in enumerate(cases.items()):
-        model = write_gguf(reference, tmp_path / f"{number}.gguf", edit=set_begin(adds, pre))
-        result = measure_against(path, model, tmp_path / f"run-{number}", tokenizer=str(reference), limit=2)
-        assert (abs(result.per_token["llama_cpp_kld"].value) < 3e-4) == expected, (adds, pre)
+    cases = ((True, "gpt-2"), (None, "llama-bpe"), (False, "llama-bpe"), (None, "gpt-2"))
+    for (adds, pre), expected in zip(cases, (True, True, False, False), strict=True):
+        model = write_gguf(
+            reference, reference / f"{adds}-{pre}.gguf", edit=partial(set_begin, adds=adds, pre=pre)
+        )
+        base = tmp_path / f"{adds}-{pre}.kld"
+        write_base_logits(out=base, reference=model, text=path.with_name("text.txt"), window=CONTEXT)
+        assert (open_base_logits(base).tokens(0)[0] == 0) == expected, base
+        for file, policy in ((path, model), (base, reference)):
+            out = tmp_path / f"{file.stem}-{policy.name}"
+            result = measure_against(file, policy, out, tokenizer=reference, limit=2)
+            assert abs(result.per_token["llama_cpp_kld"].value) < 3e-4, out
 
 
 def test_quantiles_of_many_tokens_are_rounded_as_those_of_llama_cpp():

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kleash.checkpoints.gguf.vocabulary import begin_token, puts_begin_token
+from kleash.checkpoints.gguf.vocabulary import adds_begin_token, begin_token, puts_begin_token
 from kleash.engines.base import (
     EngineTraits,
     JobEngine,
@@ -99,7 +99,7 @@ def base_logits_beside(policy: Model, file: BaseLogitsFile, fingerprint: str) ->
         network=None,
         backbone=None,
         file=file,
-        begin_token=begin_token_of(policy),
+        begin_token=begin_token_of(policy, int(file.tokens(0)[0])),
     )
 
 
@@ -116,14 +116,20 @@ def require_context(model: Model, context: int) -> None:
         )
 
 
-def begin_token_of(model: Model) -> int | None:
-    """The token that llama.cpp puts in place of the first of each chunk; None for none.
+def begin_token_of(model: Model, first: int | None = None) -> int | None:
+    """The begin token that is put before a text, and in place of the first token of each chunk; None for none.
 
-    The settings of a GGUF file say it. Of other models, it is the begin token that the tokenizer puts before a text.
+    Args:
+        model: whose begin token it is. The settings of a GGUF file say whether it is put, else the tokenizer does.
+        first: first token of a file's text, which tells whether it was put, since llama.cpp takes no special token from
+            a text; None for a new file.
     """
     if model.checkpoint is not None and model.checkpoint.gguf:
-        return begin_token(model.checkpoint.gguf_files.settings)
-    return model.tokenizer.bos_token_id if puts_begin_token(model.tokenizer) else None
+        settings = model.checkpoint.gguf_files.settings
+        begin, is_put = begin_token(settings), adds_begin_token(settings)
+    else:
+        begin, is_put = model.tokenizer.bos_token_id, puts_begin_token(model.tokenizer)
+    return begin if (is_put if first is None else first == begin) else None
 
 
 def chunk_sequence(chunk: int, tokens: np.ndarray, begin: int | None, tokenizer: Any) -> TokenSequence:

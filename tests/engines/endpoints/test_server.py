@@ -37,7 +37,7 @@ def pauses(monkeypatch):
 def connected(server, tokenizer):
     """Connects to a dialect with a fault."""
 
-    def run(dialect, fault="none", *, model=None, top=5, **options):
+    def run(dialect, fault="none", *, model=None, top=5, tokenizer=tokenizer, **options):
         client = JSONClient(
             url=f"{server}/{dialect}/{fault}",
             subject="the policy's server",
@@ -113,17 +113,18 @@ def test_another_model_behind_the_same_name_is_noticed(connected):
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-def test_another_tokenizer_is_refused(connected, dialect):
+def test_another_tokenizer_is_refused_in_the_answer_that_first_shows_it(connected, dialect):
     with pytest.raises(TokenizerMismatchError, match=r"has another tokenizer: .* is 'wrong' there"):
         connected(dialect, "texts")
-
-
-@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
-def test_a_token_of_another_text_is_found_in_the_answer_that_first_has_it(connected, dialect):
     endpoint = connected(dialect, "renamed")  # the probe has none of the two tokens
     endpoint.score(sequence_of((0, 10), (11, 12)))
     with pytest.raises(TokenizerMismatchError, match=r"has another tokenizer: .*token 2001 is '.*' there"):
         endpoint.score(sequence_of((0, 10), (2001, 12)))
+
+
+def test_a_special_token_may_contain_the_mark_of_a_space(connected):
+    tokenizer = AutoTokenizer.from_pretrained(shipped_folder("reference"), pad_token="<\u2581pad\u2581>")
+    connected("vllm", tokenizer=tokenizer).check_texts({tokenizer.pad_token_id: "<\u2581pad\u2581>"})
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])
@@ -191,8 +192,7 @@ def test_a_key_that_no_header_can_hold_a_short_one_and_one_that_no_text_has(conn
     with pytest.raises(EndpointError, match=r"answers 429: '.*Bearer \*\*\*"):
         connected("vllm", "429", api_key="Q7q")
     with pytest.raises(OptionError, match="KLEASH_POLICY_API_KEY has characters") as raised:
-        variable = "KLEASH_POLICY_API_KEY"
-        JSONClient(url="http://x", subject="s", key_variable=variable, api_key="sk\nInjected: 1")
+        connected("vllm", api_key="sk\nInjected: 1")
     assert "Injected" not in str(raised.value)
     assert KEY not in repr(connected("vllm"))
 

@@ -18,8 +18,6 @@ PRE_WITH_BEGIN = (
     *("midm-2.0", "lfm2", "jina-v5-nano", "tekken", "chameleon"),
 )
 """Pre-tokenizers of byte-pair encodings with which texts begin with the begin token, if the file does not say it."""
-PRE_WITH_BEGIN_ALWAYS = ("gemma4", "granite-embed-multi-311m")
-"""Those with which they do, whatever the file says."""
 DEFAULT_BEGIN = {"llama": 1, "bert": 101, "gpt2": 11}
 """llama.cpp's begin token for files that name none, by ``tokenizer.ggml.model``."""
 
@@ -72,19 +70,20 @@ def adds_begin_token(settings: Mapping[str, Any]) -> bool:
     """
     model, pre = settings.get("tokenizer.ggml.model"), settings.get("tokenizer.ggml.pre")
     stored = settings.get("tokenizer.ggml.add_bos_token")
-    if model == "gemma4" or (model == "gpt2" and pre in PRE_WITH_BEGIN_ALWAYS):
-        return True
+    if "gemma4" in (model, pre):
+        return True  # whatever the file says
     if isinstance(stored, bool):
         return stored
     return model in ("llama", "bert") or (model == "gpt2" and pre in PRE_WITH_BEGIN)
 
 
 def begin_token(settings: Mapping[str, Any]) -> int | None:
-    """The token that llama.cpp puts before a text, or in place of the first of a chunk; None for none."""
-    model = str(settings.get("tokenizer.ggml.model"))
-    begin = settings.get("tokenizer.ggml.bos_token_id", DEFAULT_BEGIN.get(model))
+    """llama.cpp's begin token of a file, whether it puts it before a text or not; None for none."""
+    begin = settings.get(
+        "tokenizer.ggml.bos_token_id", DEFAULT_BEGIN.get(str(settings.get("tokenizer.ggml.model")))
+    )
     has_token = type(begin) is int and 0 <= begin < len(settings.get("tokenizer.ggml.tokens", ()))
-    return begin if has_token and adds_begin_token(settings) else None
+    return begin if has_token else None
 
 
 def puts_begin_token(tokenizer: Any) -> bool:

@@ -160,7 +160,8 @@ class Endpoint:
         local_text = self._text_of(token)
         if not text or REPLACEMENT in local_text or REPLACEMENT in text:
             return True
-        return local_text.strip() == text.replace("\u2581", " ").strip()
+        # SentencePiece's mark of a space, which special tokens of DeepSeek have as well
+        return local_text.replace("\u2581", " ").strip() == text.replace("\u2581", " ").strip()
 
     def _text_of(self, token: int) -> str:
         """The text of a token decoded by itself; "" beyond the tokenizer."""
