@@ -6,7 +6,7 @@ import re
 import sys
 from argparse import Namespace
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 from types import ModuleType, SimpleNamespace
@@ -26,6 +26,7 @@ from kleash.errors import CannotRunError, OptionError, ShapeError
 from kleash.leash import PIDBeta
 from kleash.losses import KLTerm
 from kleash.training import load_rewards
+from kleash.training.reward_models import Dialogue
 
 NAN = float("nan")
 VOCAB_SIZE = 6
@@ -333,11 +334,11 @@ def test_a_server_rewards_responses_by_a_column(monkeypatch):
     monkeypatch.setenv("REWARD_SERVER", f"http://127.0.0.1:{server.server_port}")
     try:
         rewards = load_rewards(["2*reward_server:judged"])
-        answers = {"answer": ["4", "9"], "level": [1, None]}
-        scores = rewards.of_texts(["2 + 2 =", "3 + 3 ="], [" 4.", " 6."], answers)
-        assert scores.total.tolist() == [2.0, 0.0]
+        right = Dialogue(prompt="2 + 2 =", response=" 4.", columns={"answer": "4", "level": 1})
+        wrong = Dialogue(prompt="3 + 3 =", response=" 6.", columns={"answer": "9", "level": None})
+        assert rewards.of_dialogues([right, wrong]).total.tolist() == [2.0, 0.0]
         with pytest.raises(CannotRunError, match=r"reward_server:judged raises HTTPError: HTTP Error 500"):
-            rewards.of_texts(["2 + 2 ="], [""], {"answer": ["4"]})
+            rewards.of_dialogues([replace(right, response="")])
     finally:
         server.shutdown()
         server.server_close()

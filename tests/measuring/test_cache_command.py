@@ -89,21 +89,6 @@ def test_results_with_the_cache_are_bit_equal(pair, text, cached, plain, tmp_pat
         assert np.array_equal(stored[name], exact[name]), name
 
 
-def test_a_finished_cache_replaces_loading_the_reference(pair, text, cached, tmp_path, monkeypatch):
-    import kleash.models.network_loading as networks
-
-    roles = []
-    load = networks._load_base
-
-    def counting(checkpoint, *rest):
-        roles.append(checkpoint.role)
-        return load(checkpoint, *rest)
-
-    monkeypatch.setattr(networks, "_load_base", counting)
-    measured(pair, text, tmp_path / "run", reference_cache=str(cached))
-    assert roles == ["policy"]
-
-
 @pytest.mark.parametrize("architecture", ["gpt2", "gemma2"])
 def test_other_batch_sizes_agree_with_float64(architecture, tmp_path, text):
     """Heads with a softcap, a scale, or none; the oracle is the models' own logits in float64."""

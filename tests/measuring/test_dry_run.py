@@ -16,6 +16,7 @@ from kleash.errors import ModelError
 from kleash.jobs import CacheJob, MeasureJob, SweepJob
 from kleash.measuring import cache_reference, measure
 from kleash.measuring.dry_run import dry_run
+from kleash.models import network_loading
 
 LINES = ["the sea was calm and grey", "a long road", "she counted the ships"]
 
@@ -62,14 +63,21 @@ def test_a_text_has_the_tokens_and_windows_that_are_scored(
         assert f"{counts.tokens} tokens in {counts.sequences} sequences" in dry_run(kind).headline
 
 
-def test_what_the_scored_run_does_not_load_or_refuses(folder: Path, source: str, tmp_path: Path) -> None:
+def test_what_the_scored_run_does_not_load_or_refuses(
+    folder: Path, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sweep = SweepJob(reference=str(folder), candidates=(str(folder), "shipped:policy"), text=source)
     with pytest.raises(Exception, match="token"):
         dry_run(sweep)
     cache = str(tmp_path / "cache")
     cache_reference(CacheJob(reference=str(folder), text=source, out=cache))
     cached = MeasureJob(policy=str(folder), reference=cache, reference_cache=cache, text=source)
+    loaded, load = list[str](), network_loading.load_base
+    monkeypatch.setattr(
+        network_loading, "load_base", lambda each, *on: loaded.append(each.role) or load(each, *on)
+    )
     plan, measured = dry_run(cached), measure(replace(cached, out=str(tmp_path / "cached")))
+    assert loaded == ["policy"]
     assert f"the reference {folder} is read from {cache} and not loaded" in measured.notes
     assert plan.headline.startswith(f"1 model would be loaded and {measured.counts.tokens} tokens")
     assert [row[0] for row in plan.tables[0].rows] == [str(folder)]
@@ -92,17 +100,10 @@ def test_command_writes_nothing_and_prints_json(
     assert [path.name for path in tmp_path.iterdir()] == ["lines.jsonl"]
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["--policy", "/nowhere", "--prompts", "shipped:prompts"], "nowhere"),
-        (["--policy", "http://localhost:1/v1", "--text", "shipped:text"], "base logits show none"),
-        (["--prompts", "/nowhere.jsonl"], "nowhere.jsonl"),
-    ],
-)
-def test_what_the_run_would_refuse_is_refused(words: list[str], reason: str, capsys: Any) -> None:
-    assert main(["measure", "--dry-run", *words]) == 2
-    assert reason in capsys.readouterr().err
+def test_a_server_and_a_source_that_is_not_there_are_refused(capsys: Any) -> None:
+    for policy, reason in (("http://localhost:1/v1", "base logits show"), ("shipped:policy", "no file /no")):
+        assert main(["measure", "--dry-run", "--policy", policy, "--text", "/nowhere.jsonl"]) == 2
+        assert reason in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["measure", "cache", "sweep"])

@@ -143,6 +143,7 @@ def test_a_folder_that_is_left_is_not_joined_by_other_weights_in_memory(policy, 
         ({"engine": "ray"}, OptionError, "engine"),
         ({"policy": 3}, ModelError, "transformers model"),
         ({"policy": "no head"}, ModelError, "is of type LlamaModel; give a transformers model with"),
+        ({"policy": "wrapped"}, ModelError, "of type DataParallel; give .*, which is the .module of this"),
         ({"reference": "http://127.0.0.1:1/v1"}, ModelError, "server"),
     ],
 )
@@ -150,7 +151,8 @@ def test_what_cannot_be_with_a_model_in_memory_is_refused(
     options, error, word, policy, pair, tokenizer, tmp_path
 ):
     given = {"policy": policy, "reference": str(pair[1]), "tokenizer": tokenizer, "text": TEXTS, **options}
-    given |= {"policy": policy.model} if given["policy"] == "no head" else {}
+    networks = {"no head": policy.model, "wrapped": torch.nn.DataParallel(policy)}
+    given["policy"] = networks.get(given["policy"], given["policy"])
     with pytest.raises(error, match=word):
         kleash.measure(**given, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -22,6 +22,7 @@ from kleash.checkpoints.gguf_files import read_gguf_header
 from kleash.checkpoints.resolution import find_checkpoint
 from kleash.errors import ModelError, RunFolderError
 from kleash.measuring import cache_reference, measure
+from kleash.measuring.dry_run import dry_run
 from kleash.models import Pair, load_pair, read_text, score
 from kleash.models.gguf_network import ARCHITECTURES
 from kleash.models.tokenizers import load_tokenizers
@@ -401,6 +402,8 @@ def test_settings_that_an_architecture_cannot_have_are_refused(tmp_path, name, s
     folder, path = tiny_gguf(tmp_path, name, edit=settings_of(settings))
     with pytest.raises(ModelError, match=reason):
         load_pair(str(path), str(folder))
+    with pytest.raises(ModelError, match=reason):
+        dry_run(MeasureJob(policy=str(path), reference=str(folder), text="shipped:text"))
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path):

@@ -21,6 +21,8 @@ from kleash.checkpoints import files, resolution
 from kleash.checkpoints.resolution import find_checkpoint
 from kleash.engines.base_logits import base_logits_beside
 from kleash.errors import CannotRunError, ModelError, OptionError, SourceError, UnknownNameError
+from kleash.jobs import MeasureJob
+from kleash.measuring.dry_run import dry_run
 from kleash.models import Model, live_model, load_pair, read_prompts, score, tokenizers
 from kleash.models.pair_loading import pair_models
 from kleash.sources.documents import read_text
@@ -39,6 +41,10 @@ def refuse(folder, match, error=ModelError, **options):
     message = str(raised.value)
     assert "\n" not in message
     assert not message.endswith(".")
+    if not options:  # a dry run says the same of files, from headers alone
+        with pytest.raises(error) as raised:
+            dry_run(MeasureJob(policy=str(folder), reference=str(folder), text="shipped:text"))
+        assert str(raised.value) == message
 
 
 def test_a_model_records_its_name_size_and_dtype(folders):
@@ -213,7 +219,7 @@ def test_shards_need_their_index_and_beside_one_file_have_the_same_tensors(copie
     refuse(copied, "model.safetensors and model-0000.-of-00002.safetensors hold the tensor model.norm.weight")
     (copied / "model.safetensors").unlink()
     (copied / "model.safetensors.index.json").unlink()
-    refuse(copied, "cannot be loaded: .*no file named")
+    refuse(copied, "neither model.safetensors nor .*fetch the checkpoint again, or rename")
 
 
 def test_a_class_of_own_code_that_is_not_run_and_unused_weights_give_notes(copied):

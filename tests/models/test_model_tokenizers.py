@@ -81,6 +81,10 @@ def test_different_vocabularies_are_an_error_with_the_first_differences(unhooked
     for token, number in gone[:3]:
         assert f"{token!r} is {number} in the policy's and absent in the reference's" in message
     assert repr(gone[3][0]) not in message
+    ids = tiny_tokenizer().get_vocab()
+    swapped = ids | {"Ġthe": ids["Ġand"], "Ġand": ids["Ġthe"]}
+    with pytest.raises(ModelError, match=r"differ in 2 tokens .*'Ġand' is [0-9]+ in the policy's and [0-9]"):
+        compare_tokenizers(changed(model=lambda model: {**model, "vocab": swapped}), tiny_tokenizer())
 
 
 def test_different_special_tokens_merges_and_another_tokenisation_of_a_probe_are_errors(unhooked):

@@ -56,7 +56,7 @@ def beside(stored: StoredReference, policy: Path, reference: Path | str) -> Pair
 def test_a_stored_reference_scores_as_the_loaded_one(folders, pair, tmp_path):
     policy, reference = folders("llama")
     stored = made(tmp_path / "cache", reference, random_sequences())
-    assert StoredReference.exists_in(tmp_path / "cache") and not StoredReference.exists_in(tmp_path)
+    assert StoredReference.find(tmp_path / "cache") and not StoredReference.find(tmp_path)
     without = beside(stored, policy, tmp_path / "cache")
     assert without.reference.network is None and without.reference.backbone is None
     exact = score(pair, random_sequences())
@@ -76,9 +76,9 @@ def test_a_missing_sequence_is_an_error_with_its_name(folders, tmp_path):
     stored = made(tmp_path, folders("llama")[1], random_sequences()[:3])
     where = replace(random_sequences()[3], location="file, line 7")
     (other,) = random_sequences(((2, 2),), seed=5)
-    missing = stored.count_missing([*random_sequences()[:3], where, other])
-    assert missing == (2, 5, "prompt 3, sample 0 (file, line 7)")
-    assert stored.count_missing([]) == (0, 0, "")
+    with pytest.raises(ModelError, match=r"lacks 2 of the 5 windows, .* prompt 3, .*line 7\); again"):
+        stored.require_all([*random_sequences()[:3], where, other], "windows", "again")
+    stored.require_all(random_sequences()[:3], "windows", "again")
     with pytest.raises(ModelError, match="holds no hidden states of prompt 3, sample 0"):
         stored.read([random_sequences()[0], where])
 

@@ -40,7 +40,13 @@ def test_a_tracker_gets_every_number_with_its_interval_and_the_settings(name, ru
     assert logged["measurement/perplexity_ratio"] == measurement.perplexity["ratio"].value
     assert service.settings["seed"] == "3" and service.settings["kleash"] == "0.1.0"
     assert service.settings["fingerprint_policy"] == measurement.models["policy"].fingerprint
-    assert folder.name in service.began.values() and service.finished == 1
+    assert {"kleash", folder.name} <= {*service.began.values()} and service.finished == 1
+    for variable in ("WANDB_PROJECT", "WANDB_NAME", "TRACKIO_PROJECT", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.setenv(variable, "mine")
+    service.began.clear()
+    assert send_result((name,), measurement, folder) == []
+    assert service.began.get("project", "mine") == "mine"
+    assert (service.began.get("name") == "mine") == (name == "wandb")
 
 
 class PrintingService(Service):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scoring_cases import sequence_of
-from tiny_models import double_logits, save_tiny, tiny_tokenizer
+from tiny_models import double_logits, edit_json, save_tiny, tiny_tokenizer
 from torch.autograd import grad
 from trl_batches import TRL_MARKS
 
@@ -265,6 +265,9 @@ def test_what_cannot_teach_is_refused(distill, root, tmp_path):
     with pytest.raises(ChangedInputError, match="was written to while it was in use"):
         stored.read(list(read_responses(str(root / "responses.jsonl"), pair)))
     other = save_tiny(root / "other", seed=1)
+    edit_json(other / "config.json", num_hidden_layers=3)
+    with pytest.raises(ModelError, match=r"^the teacher .* lacks 9 of its weights"):
+        run(distill, root, tmp_path / "a", teacher=str(other), teacher_cache=None)
     tiny_tokenizer(290).save_pretrained(other)
     with pytest.raises(ModelError, match=r"differ .*\(the reference is the teacher here\); TRL's GOLD"):
         run(distill, root, tmp_path / "a", teacher=str(other), teacher_cache=None)

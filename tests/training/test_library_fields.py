@@ -291,7 +291,9 @@ def test_held_out_prompts_are_answered_and_measured(steps: Any, tmp_path: Path) 
     assert 0 < first["eval_kl/per_token"] < second["eval_kl/per_token"]
     assert trained[0]["kl/exact_per_token"] == 0, "evaluation is after the update, and changes no step"
     assert {sample.sample.prompt for sample in read_samples(steps.out)} == {"the sea was"}
-    again = steps("num_generations_eval=3", eval_reward=(f"-2*{__name__}:vowels",), **more)
+    more["eval_reward"] = (f"-2*{__name__}:vowels",)
+    again = steps("num_generations_eval=3", "save_total_limit=1", **more)
+    assert (steps.out / "checkpoints" / "checkpoint-2").is_dir(), "the last is kept beside the best"
     assert again[1]["policy/gradient_norm"] == trained[1]["policy/gradient_norm"]
     rewards = [entry["eval_reward"] for entry in logged(steps.out, "eval_reward")]
     assert rewards == [-2 * first["eval_reward"], -2 * second["eval_reward"]] != [0, 0]

@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState
 from ppo_cases import ready, rollout_of, tiny_job
 from transformers import AutoModelForCausalLM
 
-from kleash.errors import CannotRunError, ModelError, NonFiniteError, OptionError
+from kleash.errors import CannotRunError, ModelError, NonFiniteError
 from kleash.models import load_pair
 from kleash.records import HackingAlert, read_steps
 from kleash.store.checksums import seal_folder
@@ -238,11 +238,9 @@ def test_infinite_gradient_changes_no_weight(folder, monkeypatch, norms):
     assert same(before, weights(run.networks))
 
 
-def test_float16_and_adapters_are_refused(folder, tmp_path):
+def test_adapters_are_refused(folder, tmp_path):
     from tiny_models import tiny_adapter
 
-    with pytest.raises(OptionError, match="float16 loses gradients"):
-        ready(tiny_job(folder, dtype="float16"))
     adapter = tiny_adapter(tmp_path / "adapter", folder / "llama-policy")
     with pytest.raises(ModelError, match="is an adapter; merge it"):
         ready(tiny_job(folder, policy=str(adapter)))
@@ -261,7 +259,7 @@ def test_bfloat16_policy_is_trained_in_float32_and_starts_at_kl_0(folder, rank):
     assert run.networks.dtypes == {"policy": "bfloat16" if rank else "float32", "reference": "bfloat16"}
     if not rank:
         assert {weight.dtype for weight in run.networks.reference.network.parameters()} == {torch.bfloat16}
-    assert 0 < metrics["kl/update"] < 1.0
+    assert 0 < metrics["kl/update"] < 1.0 and "kl/top_percent_share" not in metrics, "a share of 0"
 
 
 @pytest.mark.parametrize("launched", ["bf16", None])

@@ -18,6 +18,8 @@ from kleash.errors import (
 )
 from kleash.models import TokenSequence
 from kleash.training import load_rewards
+from kleash.training.reward_models import Dialogue
+from kleash.training.rewards import RewardScores
 
 EXAMPLES = "kleash.training.example_rewards"
 MINE = """
@@ -86,16 +88,18 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(__import__("sys").modules, "my_rewards", raising=False)
 
 
-def totals(*specs: str, responses: tuple[str, ...] = ("abc", "", "é!")) -> list[float]:
-    return load_rewards(specs).of_texts(["p"] * len(responses), responses).total.tolist()
+def scores_of(*specs: str, responses: tuple[str, ...] = ("abc", "", "é!")) -> RewardScores:
+    texts = {f"response {at}": text for at, text in enumerate(responses)}
+    dialogues = [Dialogue(prompt="p", response=text, name=name) for name, text in texts.items()]
+    return load_rewards(specs).of_dialogues(dialogues)
 
 
 def test_reward_is_called_once_with_all_prompts_and_responses() -> None:
-    found = load_rewards(["my_rewards:length"]).of_texts(["one", "two"], ["abc", ""])
+    found = scores_of("my_rewards:length", responses=("abc", ""))
     assert found.total.tolist() == [3.0, 0.0] and found.total.dtype == np.float64
     import my_rewards
 
-    assert my_rewards.calls == [(["one", "two"], ["abc", ""])]
+    assert my_rewards.calls == [(["p", "p"], ["abc", ""])]
 
 
 @pytest.mark.parametrize(
@@ -110,12 +114,12 @@ def test_reward_is_called_once_with_all_prompts_and_responses() -> None:
     ],
 )
 def test_rewards_may_return_any_sequence_of_numbers(name: str, values: list[float]) -> None:
-    assert totals(f"my_rewards:{name}") == values
+    assert scores_of(f"my_rewards:{name}").total.tolist() == values
 
 
 def test_rewards_are_added_with_weights() -> None:
     specs = ["0.5*my_rewards:length", " -2 * my_rewards:as_bools", "my_rewards:as_array"]
-    found = load_rewards(specs).of_texts(["p"] * 3, ["abc", "", "é!"])
+    found = scores_of(*specs)
     assert found.total.tolist() == [1.5 - 2 + 0, 0 - 2 + 1, 1 - 2 + 2]
     assert {name: part.tolist() for name, part in found.parts.items()} == {
         "length": [3, 0, 2],
@@ -171,18 +175,18 @@ def test_unloadable_reward_is_refused(spec: str, error: type[KleashError], said:
 )  # fmt: skip
 def test_invalid_reward_results_name_the_reward(name: str, error: type[BaseException], said: str) -> None:
     with pytest.raises(error) as caught:
-        totals(name if "*" in name else f"my_rewards:{name}")
+        scores_of(name if "*" in name else f"my_rewards:{name}")
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_none_means_reward_does_not_apply() -> None:
     specs = ["my_rewards:sometimes", "0.5*my_rewards:otherwise", "my_rewards:as_array"]
-    found = load_rewards(specs).of_texts(["p"] * 3, ["abc", "", "é!"])
+    found = scores_of(*specs)
     assert found.total.tolist() == [0.5 + 0, 2 + 1, 0 + 2]
     assert np.isnan(found.parts["sometimes"]).tolist() == [True, False, True]
     with pytest.raises(CannotRunError, match="each of the rewards sometimes, otherwise returned None for"):
-        load_rewards(specs[:2]).of_texts(["p"] * 3, ["abc", "", "é!"])
+        scores_of(*specs[:2])
 
 
 def sequence(text: str, prompt: str = "The sea", **more: Any) -> TokenSequence:
@@ -198,4 +202,4 @@ def test_special_tokens_are_not_rewarded() -> None:
 
 def test_the_example_reward_counts_words_and_not_letters() -> None:
     texts = "She was happy; her heart was HERS", "sheer herbal unkindness", "", "she happy she"
-    assert totals(f"{EXAMPLES}:heroine", responses=texts) == [3, 0, 0, 2]
+    assert scores_of(f"{EXAMPLES}:heroine", responses=texts).total.tolist() == [3, 0, 0, 2]

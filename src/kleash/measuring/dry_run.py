@@ -10,7 +10,7 @@ import torch
 from kleash.checkpoints.resolution import Checkpoint, find_checkpoint
 from kleash.engines.local import CPU_BUFFER_BYTES
 from kleash.errors import OptionError
-from kleash.extras import import_extra, suppress_library_output
+from kleash.extras import suppress_library_output
 from kleash.jobs import CacheJob, MeasureJob, SweepJob
 from kleash.jobs.option_groups import is_endpoint
 from kleash.linear.chunked import ENOUGH_TOKENS
@@ -20,7 +20,9 @@ from kleash.measuring.sweep_run import check_sweep_folder
 from kleash.models import read_prompts
 from kleash.models.cache.reference_cache import check_cache_folder
 from kleash.models.cache.stored_reference import StoredReference
-from kleash.models.model_building import DENSE_TYPES, read_context_length
+from kleash.models.filling import ON_META
+from kleash.models.model_building import DENSE_TYPES, check_vocab_size, read_context_length
+from kleash.models.network_loading import load_base
 from kleash.models.pair_loading import resolve_device, resolve_dtype
 from kleash.models.tokenizers import load_tokenizers, token_count
 from kleash.reports.formatting import format_bytes
@@ -50,20 +52,22 @@ def dry_run(job: MeasureJob | CacheJob | SweepJob) -> Summary:
         )
     device = resolve_device(job.device, job.device_map)
     dtype = resolve_dtype(job.dtype, device)
-    stored = _stored_reference(job, dtype)
-    revisions = {role: getattr(job, f"revision_{role}", None) for role in ("policy", "reference")}
+    stored = finished_cache(source)
+    if stored is not None:
+        stored.check_reference(job.reference, job.revision_reference, str(dtype).removeprefix("torch."))
     checkpoints = {
-        role: find_checkpoint(name, revisions.get(role), role)
+        role: find_checkpoint(name, getattr(job, f"revision_{role}", None), role)
         for role, name in names.items()
         if role != "reference" or stored is None
     }
     kind, path = source.source
-    limits: Any = _limits(checkpoints, job, stored)
+    limits: Any = _limits(checkpoints, job, stored, device)
     if kind == "prompts":
         prompts = read_prompts(path, limits, limit=source.limit, reading=source)
         drawn = len(prompts) * source.samples_per_prompt
-        tokens = sum(len(prompt.token_ids) for prompt in prompts) * source.samples_per_prompt
-        tokens += drawn * source.max_new_tokens
+        tokens = source.samples_per_prompt * sum(
+            len(prompt.token_ids) + source.max_new_tokens for prompt in prompts
+        )
         read = f"at most {counted(tokens, 'token')} in {counted(drawn, 'response')} and their prompts"
     else:
         if stored is not None:
@@ -109,51 +113,43 @@ def _models_and_source(job: MeasureJob | CacheJob | SweepJob) -> tuple[dict[str,
             return {"reference": job.reference, **candidates}, job.cache_job(Path()).measurement()
 
 
-def _stored_reference(
-    job: MeasureJob | CacheJob | SweepJob, dtype: torch.dtype | str
-) -> StoredReference | None:
-    """The finished cache that a measurement reads its reference from; raises ModelError if it is of another one."""
-    stored = finished_cache(job) if isinstance(job, MeasureJob) else None
-    if stored is not None:
-        stored.check_reference(job.reference, job.revision_reference, str(dtype).removeprefix("torch."))
-    return stored
-
-
 def _limits(
     checkpoints: Mapping[str, Checkpoint],
     job: MeasureJob | CacheJob | SweepJob,
     stored: StoredReference | None,
+    device: torch.device,
 ) -> SimpleNamespace:
-    """What the source must suit, as of a pair; raises ModelError if a tokenizer is not that of the reference."""
+    """What the source must suit, as of a pair.
+
+    Raises:
+        ModelError: if a tokenizer is not that of the reference, or a checkpoint shows in its headers that it cannot be
+            loaded.
+    """
     reference = {role: checkpoint for role, checkpoint in checkpoints.items() if role == "reference"}
-    configs = import_extra("transformers", "models").AutoConfig
+    pairs = [{"policy": each, **reference} for role, each in checkpoints.items() if role not in reference]
     with suppress_library_output():
         stored_tokenizer = stored and stored.tokenizer(job.trust_remote_code)
         loaded = [
             load_tokenizers(pair, job.trust_remote_code, job.tokenizer, stored_tokenizer)[0]
-            for pair in [
-                {"policy": checkpoint, **reference}
-                for role, checkpoint in checkpoints.items()
-                if role not in reference
-            ]
-            or [reference]
+            for pair in pairs or [reference]
         ]
-        lengths = [
-            read_context_length(
-                configs.from_pretrained(checkpoint.folder, trust_remote_code=job.trust_remote_code)
-            )
+        tokenizer = loaded[0]["reference"]
+        networks = {
+            str(checkpoint): load_base(
+                checkpoint, torch.float32, device, ON_META, job.trust_remote_code
+            ).network
             for checkpoint in checkpoints.values()
-            if not checkpoint.gguf
-        ]
-    settings_of_files = [
-        checkpoint.gguf_files.settings for checkpoint in checkpoints.values() if checkpoint.gguf
+        }
+    rows = {subject: len(network.get_input_embeddings().weight) for subject, network in networks.items()}
+    for subject, number in rows.items():
+        check_vocab_size(subject, tokenizer, number, "embeddings")
+    lengths = [
+        *(read_context_length(network.config) for network in networks.values()),
+        *([] if stored is None else [stored.contents.context]),
     ]
-    lengths += [each.get(f"{each.get('general.architecture')}.context_length") for each in settings_of_files]
-    lengths += [] if stored is None else [stored.contents.context]
-    tokenizer = loaded[0]["reference"]
     return SimpleNamespace(
         tokenizer=tokenizer,
-        vocab_size=token_count(tokenizer),
+        vocab_size=token_count(tokenizer, min(rows.values())),
         context_length=min((length for length in lengths if length is not None), default=None),
         eos_token_ids=(),
         reference=None,

@@ -31,7 +31,6 @@ from kleash.engines.endpoints import (
     served_model,
     server_root,
 )
-from kleash.errors import ModelError
 from kleash.jobs import MeasureJob
 from kleash.jobs.option_groups import SHIPPED_POLICY, SHIPPED_REFERENCE, is_endpoint, is_gguf
 from kleash.jobs.options import shared_options
@@ -298,15 +297,11 @@ def finished_cache(job: MeasureJob) -> StoredReference | None:
     """
     if job.reference_cache is None or job.source[0] == "prompts":
         return None
-    folder = Path(job.reference_cache).expanduser()
-    return StoredReference(folder) if StoredReference.exists_in(folder) else None
+    return StoredReference.find(Path(job.reference_cache).expanduser())
 
 
 def check_covered(job: MeasureJob, pair: Pair, stored: StoredReference, sha256: str) -> None:
     """Raise ModelError unless the cache holds every sequence of the job."""
-    missing, total, first = stored.count_missing(source_sequences(job, pair))
-    if not missing:
-        return
     source, cached_source = source_of(job, pair.context_length, sha256), stored.label.source
     advice = "make another: " + shlex.join(
         ("kleash", "cache", "--reference", job.reference, f"--{source.kind}", source.path)
@@ -316,9 +311,10 @@ def check_covered(job: MeasureJob, pair: Pair, stored: StoredReference, sha256: 
             "the policy's tokenizer or chat template makes other tokens of it; give its folder the reference's chat "
             "template, or plain text or token ids, or --chat-template raw"
         )
-    raise ModelError(
-        f"{stored.folder} lacks {missing} of the {total} sequences of {source}, the first being {first}; it holds "
-        f"{stored.contents.sequences} of {cached_source}; {advice}"
+    stored.require_all(
+        source_sequences(job, pair),
+        f"sequences of {source}",
+        f"it holds {stored.contents.sequences} of {cached_source}; {advice}",
     )
 
 

@@ -60,10 +60,9 @@ def is_cached(job: CacheJob, *, any_dtype: bool = False) -> bool:
         ModelError: if the reference cannot be found.
         RunFolderError: if the cache is damaged.
     """
-    folder = Path(str(job.out)).expanduser()
-    if not StoredReference.exists_in(folder):
+    stored, measure_job = StoredReference.find(Path(str(job.out)).expanduser()), job.measurement()
+    if stored is None:
         return False
-    stored, measure_job = StoredReference(folder), job.measurement()
     source, cached = stored.label.source, stored.label.reference
     checkpoint = find_checkpoint(job.reference, job.revision_reference)
     dtype = str(resolve_dtype(job.dtype, resolve_device(job.device, job.device_map))).removeprefix("torch.")

@@ -31,6 +31,8 @@ ACTIVATION_TENSORS = frozenset(
     )
 )
 """Last parts of names of tensors by which activations and stored keys and values are quantised in serving."""
+ON_META = "meta"
+"""Device map of networks that have the shapes of their weights and no values."""
 REMEDY = (
     "; fetch the checkpoint again, or save it whole and without a wrapper (torch.compile, DistributedDataParallel, a "
     "value head); models of embeddings or rewards have no head"

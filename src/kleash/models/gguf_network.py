@@ -34,7 +34,7 @@ from kleash.checkpoints.resolution import Checkpoint
 from kleash.errors import ModelError
 from kleash.extras import import_extra
 from kleash.models.compat import find_backbone
-from kleash.models.filling import check_complete, check_network_size, fill_network, loading
+from kleash.models.filling import ON_META, check_complete, check_network_size, fill_network, loading
 from kleash.models.shared_base import LoadedNetwork
 
 ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
@@ -107,7 +107,7 @@ def load_gguf_network(
     Args:
         checkpoint: of a GGUF model.
         dtype: of the parameters; "auto" is bfloat16.
-        device_map: how transformers spreads the model over devices; None for the CPU.
+        device_map: how transformers spreads the model over devices; None for the CPU; ``ON_META`` to decode nothing.
 
     Raises:
         ModelError: if the architecture is not supported, the settings contradict the tensors, a parameter is missing,
@@ -125,6 +125,8 @@ def load_gguf_network(
     with loading(checkpoint):
         config = transformers.AutoConfig.for_model(architecture.model_type, **attributes)
         skeleton = check_network_size(checkpoint, config, transformers.AutoModelForCausalLM.from_config)
+        if device_map == ON_META:
+            return LoadedNetwork(network=skeleton, parameters=0)
         names = ParameterNames.of(name, architecture.names, skeleton)
         parameters, unused = read_parameters(tensors, architecture, names, attributes, resolved)
         if unused:

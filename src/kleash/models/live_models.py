@@ -98,6 +98,7 @@ def checked_language_model(network: Any, role: str) -> Any:
         raise ModelError(
             f"the {role} is of type {type(base).__name__}; give a transformers model with a language-model head, as "
             "AutoModelForCausalLM.from_pretrained loads"
+            + (", which is the .module of this one" if hasattr(base, "module") else "")
         )
     return network
 

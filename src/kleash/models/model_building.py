@@ -77,7 +77,9 @@ def build_model(
         storage=storage,
         **known,
     )
-    check_vocab_size(model, len(network.get_input_embeddings().weight), "embeddings")
+    check_vocab_size(
+        f"the {role} {path}", tokenizer, len(network.get_input_embeddings().weight), "embeddings"
+    )
     extracted = _extract_head(model)
     if storage is not None and extracted.head.weight is None:
         raise ModelError(
@@ -97,7 +99,7 @@ def build_model(
         max_padded_length=extracted.max_padded_length,
         notes=(*loaded.notes, *eos_notes, *filter(None, (extracted.note, autocast_note))),
     )
-    check_vocab_size(model, model.vocab_size, "logits")
+    check_vocab_size(f"the {role} {path}", tokenizer, model.vocab_size, "logits")
     return model
 
 
@@ -119,22 +121,23 @@ def _extract_head(model: Model) -> ExtractedHead:
         return extract_head(model.network, model.backbone, ids, f"the {model.role}")
 
 
-def check_vocab_size(model: Model, rows: int, what: str) -> None:
+def check_vocab_size(subject: str, tokenizer: Any, rows: int, what: str) -> None:
     """Check that the tokenizer of a model needs at most ``rows`` rows.
 
     Args:
-        model: whose tokenizer is checked.
+        subject: the model, for the error.
+        tokenizer: of the model.
         rows: number of embeddings or logits.
         what: "embeddings" or "logits", for the error.
 
     Raises:
         ModelError: if it needs more.
     """
-    tokens = token_count(model.tokenizer, rows)
+    tokens = token_count(tokenizer, rows)
     if rows < tokens:
         raise ModelError(
-            f"the {model.role} {model.path} has {rows} {what} for a tokenizer of {tokens} tokens, and none for "
-            f"{model.tokenizer.convert_ids_to_tokens(rows)!r}; use the tokenizer it was trained with"
+            f"{subject} has {rows} {what} for a tokenizer of {tokens} tokens, and none for "
+            f"{tokenizer.convert_ids_to_tokens(rows)!r}; use the tokenizer it was trained with"
         )
 
 

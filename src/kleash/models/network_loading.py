@@ -7,12 +7,20 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kleash.checkpoints.files import INDEX, SINGLE_FILE
 from kleash.checkpoints.quantised.packed_formats import PackedCheckpoint, find_packed_modules
 from kleash.checkpoints.resolution import Checkpoint
 from kleash.errors import CannotRunError, ModelError
 from kleash.extras import import_extra
 from kleash.models.compat import class_of_config, forget_renaming, run_uncompiled, use_exact_experts
-from kleash.models.filling import check_complete, check_network_size, load_unpacked_network, loading
+from kleash.models.filling import (
+    ON_META,
+    check_complete,
+    check_network_size,
+    fill_network,
+    load_unpacked_network,
+    loading,
+)
 from kleash.models.gguf_network import load_gguf_network
 from kleash.models.heads import has_tied_embeddings
 from kleash.models.sharded_networks import shard_storage, view_of_shards
@@ -68,14 +76,11 @@ def load_networks(
     networks: dict[str, LoadedNetwork] = {}
     notes: list[str] = []
 
-    def load_base(checkpoint: Checkpoint) -> LoadedNetwork:
+    def base_at_rest(checkpoint: Checkpoint) -> LoadedNetwork:
         """The network without adapters, on the device, in evaluation mode, and sharded if that is asked for."""
         if device_map in PARALLEL_MAPS:
             _require_ranks(checkpoint, device_map)
-        if checkpoint.gguf:
-            base = load_gguf_network(checkpoint, dtype=dtype, device_map=device_map)
-        else:
-            base = _load_base(checkpoint, dtype, device, device_map, trust_remote_code)
+        base = load_base(checkpoint, dtype, device, device_map, trust_remote_code)
         if device_map is None:
             base.network.to(device)
         base.network.eval()
@@ -88,7 +93,9 @@ def load_networks(
         return base
 
     for roles in roles_by_files.values():
-        networks_of_roles, note = load_over_one_base({role: checkpoints[role] for role in roles}, load_base)
+        networks_of_roles, note = load_over_one_base(
+            {role: checkpoints[role] for role in roles}, base_at_rest
+        )
         networks |= networks_of_roles
         notes += [note] if note else []
     has_adapters = any(checkpoint.adapter is not None for checkpoint in checkpoints.values())
@@ -125,22 +132,32 @@ def _placement(device_map: str | None) -> dict[str, Any]:
     return {"distributed_config": configuration(**size)}
 
 
-def _load_base(
+def load_base(
     checkpoint: Checkpoint,
     dtype: torch.dtype | str,
     device: torch.device,
     device_map: str | None,
     trust_remote_code: bool,
 ) -> LoadedNetwork:
-    """Load the network of a folder, without adapters, as the first class that has all its weights in the files.
+    """Load the network of a checkpoint, without adapters, as the first class that has all its weights in the files.
+
+    With the device map ``ON_META`` no weight is read: the network has what settings and headers say, and those of a
+    quantised checkpoint or a GGUF file are not looked for.
 
     Raises:
         ModelError: if there is none, with the reason of the first class.
     """
+    if checkpoint.gguf:
+        return load_gguf_network(checkpoint, dtype=dtype, device_map=device_map)
     packed = None
     if not has_kernels(checkpoint, device):
         packed = find_packed_modules(checkpoint)
         check_stored_types(checkpoint, packed)
+    if packed is None and not any((checkpoint.folder / name).is_file() for name in (SINGLE_FILE, INDEX)):
+        raise ModelError(
+            f"{checkpoint} has .safetensors files and neither {SINGLE_FILE} nor {INDEX}, by which "
+            "transformers finds weights; fetch the checkpoint again, or rename the file if it is one"
+        )
     if packed is not None and device_map in PARALLEL_MAPS:
         raise ModelError(
             f"{checkpoint} is quantised ({checkpoint.quant_method}) and unpacked when it is loaded, which "
@@ -220,7 +237,14 @@ def load_as(
             checkpoint, candidate.config, candidate.build, is_quantised=packed is not None
         )
         load = partial(type(skeleton).from_pretrained, key_mapping=dict(candidate.names) or None)
-        if packed is not None:
+        if device_map == ON_META:
+            if checkpoint.quant_method is not None:
+                return LoadedNetwork(network=skeleton, parameters=0)
+            headers = {
+                name: torch.empty(tensor.shape, device=ON_META) for name, tensor in checkpoint.tensors.items()
+            }
+            network, report = fill_network(load, skeleton.config, headers, torch.float32, ON_META)
+        elif packed is not None:
             network, report = load_unpacked_network(
                 packed, load, skeleton, dtype=dtype, device_map=device_map
             )

@@ -294,9 +294,12 @@ def load_beside(
     with suppress_library_output():
         stored_tokenizer = stored.tokenizer(loading.trust_remote_code)
     models, notes = _load_models({"policy": checkpoint}, loading, stored_tokenizer)
-    notes.append(f"the reference {stored.label.reference.path} is read from {stored.folder} and not loaded")
     return pair_models(
         models["policy"],
         stored.as_model(models["policy"].device, stored_tokenizer),
-        (*notes, *stored.contents.notes),
+        (
+            *notes,
+            f"the reference {stored.label.reference.path} is read from {stored.folder} and not loaded",
+            *stored.contents.notes,
+        ),
     )

@@ -1,6 +1,7 @@
 """Trackers of the metrics of a training run, and of the numbers of a measurement or a sweep."""
 
 import math
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from kleash.errors import CannotRunError, MissingExtraError, summarise_error
+from kleash.errors import CannotRunError, summarise_error
 from kleash.extras import import_extra, require_installed
 from kleash.store.measurement import Measurement
 from kleash.store.number_rows import NumberRow, candidate_rows, measurement_rows
@@ -18,6 +19,8 @@ from kleash.store.sweep import Sweep
 
 PROJECT = "kleash"
 TENSORBOARD = "tensorboard"
+MLFLOW_VARIABLES = {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID", "MLFLOW_RUN_ID"}
+"""Environment variables of which each says where a run of MLflow belongs."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -49,13 +52,15 @@ def open_trackers(
     Args:
         names: as in ``report_to`` of a job.
         settings: are sent to the trackers.
-        folder: folder of the run, to which TensorBoard writes, and whose name is that of the run.
+        folder: folder of the run, to which TensorBoard writes, and whose name is that of the run, in the project
+            ``PROJECT``; unless the environment names them.
         after: the step after which the run resumes; later steps are removed from TensorBoard.
 
     Raises:
         MissingExtraError: if a tracker is not installed.
         CannotRunError: if a tracker cannot be started: no account, no network.
     """
+    require_trackers(names)
     opened: list[Tracker] = []
     texts = {
         name: " ".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -69,8 +74,6 @@ def open_trackers(
         except Exception as error:  # any exception of the tracker's own code
             for tracker in opened:
                 tracker.close()
-            if isinstance(error, MissingExtraError):
-                raise
             raise CannotRunError(
                 f"the tracker {name} cannot be started: {summarise_error(error)}; set it up, or leave it out"
             ) from error
@@ -79,7 +82,6 @@ def open_trackers(
 
 def _open(name: str, settings: Mapping[str, str], folder: Path, after: int) -> Tracker:
     """A tracker, by its own interface; trackio has that of wandb."""
-    require_trackers((name,))
     module: Any = import_module(name)
     if name == TENSORBOARD:
         tensorboard = import_extra("torch.utils.tensorboard", "train")
@@ -96,11 +98,14 @@ def _open(name: str, settings: Mapping[str, str], folder: Path, after: int) -> T
 
         return Tracker(name=name, send=write, finish=writer.close)
     if name == "mlflow":
-        module.set_experiment(PROJECT)
+        if os.environ.keys().isdisjoint(MLFLOW_VARIABLES):
+            module.set_experiment(PROJECT)
         module.start_run(run_name=folder.name)
         module.log_params(settings)
         return Tracker(name=name, send=module.log_metrics, finish=module.end_run)
-    module.init(project=PROJECT, name=folder.name, config=settings)
+    # those of the environment, which arguments override in wandb
+    project, run = (os.environ.get(f"{name.upper()}_{what}") for what in ("PROJECT", "NAME"))
+    module.init(project=project or PROJECT, name=run or folder.name, config=settings)
     return Tracker(name=name, send=module.log, finish=module.finish)
 
 

@@ -83,7 +83,8 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "logging_first_step=True": _LOGS,
         **dict.fromkeys(
             ("project", "trackio_space_id"),
-            "kleash opens the trackers of --report-to itself: their project is kleash, their run is called as --out",
+            "kleash opens the trackers of --report-to itself: their project is kleash, their run called as --out, "
+            "unless WANDB_PROJECT, WANDB_NAME or MLFLOW_EXPERIMENT_NAME says otherwise",
         ),
         "label_smoothing_factor": "no loss of TRL's trainers reads it; dpo has label_smoothing",
         "logging_nan_inf_filter=True": "a loss that is NaN would be written as 0",
@@ -170,6 +171,9 @@ def trl_config(job: TrainJob, **arguments: Any) -> Any:
     settings = arguments | {
         name: value for name, value in set_fields(job).items() if not name.startswith(LORA)
     }
+    if settings["save_total_limit"] == 1 and "metric_for_best_model" in settings:
+        # of one, transformers deletes the last at the end if another is the best
+        settings["save_total_limit"] = 2
     updates = settings.get("num_iterations", 1)
     if updates > 1 and (settings.get("eval_steps") or 0) % updates:
         raise OptionError(

@@ -16,11 +16,12 @@ from kleash.errors import ModelError, OptionError
 from kleash.extras import import_extra, suppress_library_output
 from kleash.jobs import TrainJob
 from kleash.linear import Head
-from kleash.models import Loading, Model, Pair, StoredReference, load_beside, load_pair, load_reference
+from kleash.models import Loading, Model, Pair, StoredReference, load_beside
 from kleash.models.adapters import attach_adapter, check_adapter, find_rule
 from kleash.models.compat import find_backbone
 from kleash.models.live_models import current_head, dropouts_of, require_plain_head
 from kleash.models.model_building import read_context_length
+from kleash.models.pair_loading import load_checkpoints
 from kleash.registry import look_up, options_given
 from kleash.training.library_fields import LORA, set_fields
 
@@ -86,13 +87,14 @@ def load_networks(
     checkpoints = {who: find_checkpoint(name, role=who) for who, name in names.items()}
     has_adapters = _check_adapters(job, checkpoints)
     bases = {
-        who: each.name if each.adapter is None else str(each.folder) for who, each in checkpoints.items()
+        who: each if each.adapter is None else find_checkpoint(str(each.folder), role=who)
+        for who, each in checkpoints.items()
     }
     loading = Loading(dtype=job.dtype, device=device, trust_remote_code=job.trust_remote_code)
     pair = (
-        load_pair(bases["policy"], bases.get(role, bases["policy"]), **vars(loading))
+        load_checkpoints({"policy": bases["policy"], "reference": bases.get(role, bases["policy"])}, loading)
         if stored is None
-        else load_beside(stored, bases["policy"], None, loading=loading)
+        else load_beside(stored, bases["policy"].name, None, loading=loading)
     )
     lora = lora_settings(job, pair.policy.network) if job.lora_rank else None
     rule = None if lora is None else find_rule(lora.to_dict())
@@ -117,7 +119,7 @@ def load_networks(
     dtypes = options_given(**{"policy": policy.dtype, role: frozen_dtype})
     network = None
     if frozen is not None and not shares_network:
-        second = load_reference(bases[role], None, loading, role=role) if is_same else pair
+        second = load_checkpoints({role: bases[role]}, loading) if is_same else pair
         network = skip_padding_in_positions(second.reference.network.requires_grad_(False))
         if network.dtype != policy.dtype:
             _widen_states(network)

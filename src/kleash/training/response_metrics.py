@@ -115,7 +115,8 @@ def _exact_metrics(
                 "kl/exact_per_token": mean_per_token(sums, lengths, clusters),
             }
         ),
-        "kl/top_percent_share": top_share(token_kl, 0.01),
+        # undefined where the policy is its reference, as before the first update
+        **({"kl/top_percent_share": top_share(token_kl, 0.01)} if token_kl.any() else {}),
         "kl/max_token": float(token_kl.max()),
         "kl/max_token_per_sequence": float(
             np.mean([response.tokens["token_kl"].max(initial=0.0) for response in responses])

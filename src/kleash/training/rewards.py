@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from threading import Thread
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,6 @@ from kleash.sources.prompts import count_columns
 from kleash.sources.sequences import text_after
 from kleash.training.reward_models import Dialogue, load_reward_model
 
-NO_COLUMNS: Mapping[str, Sequence[Any]] = MappingProxyType({})
 WEIGHTED = re.compile(r"\s*(?P<weight>[^*\s]+)\s*\*\s*(?P<what>.+)")
 
 TRL_TEXTS = ("prompts", "completions", "completion_ids")
@@ -252,34 +250,8 @@ class Rewards:
             ]
         )
 
-    def of_texts(
-        self,
-        prompts: Sequence[str],
-        responses: Sequence[str],
-        columns: Mapping[str, Sequence[Any]] = NO_COLUMNS,
-    ) -> RewardScores:
-        """The rewards of responses as texts; raises as ``of`` does.
-
-        Args:
-            prompts: a prompt for each response.
-            responses: the texts of the responses.
-            columns: name -> a value for each response.
-        """
-        values = zip(*columns.values(), strict=True) if columns else [()] * len(responses)
-        return self.of_dialogues(
-            [
-                Dialogue(
-                    prompt=prompt,
-                    response=response,
-                    name=f"response {at}",
-                    columns=dict(zip(columns, row, strict=True)),
-                )
-                for at, (prompt, response, row) in enumerate(zip(prompts, responses, values, strict=True))
-            ]
-        )
-
     def of_dialogues(self, dialogues: Sequence[Dialogue]) -> RewardScores:
-        """The rewards of dialogues; raises as ``of`` does."""
+        """The rewards of prompts and responses as texts; raises as ``of`` does."""
         parts = {
             reward.name: reward_values(reward.spec, reward.function, dialogues, reward.weight)
             for reward in self.rewards

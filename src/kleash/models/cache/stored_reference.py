@@ -53,10 +53,10 @@ class StoredReference:
         self.states = HiddenStateStore(folder)
         self._device = torch.device("cpu")
 
-    @staticmethod
-    def exists_in(folder: Path) -> bool:
-        """Whether ``folder`` holds a finished cache."""
-        return (folder / CONTENTS).is_file()
+    @classmethod
+    def find(cls, folder: Path) -> "StoredReference | None":
+        """The finished cache in ``folder``; None if there is none. Raises as ``StoredReference``."""
+        return cls(folder) if (folder / CONTENTS).is_file() else None
 
     @property
     def checksums(self) -> Checksums:
@@ -157,10 +157,24 @@ class StoredReference:
             parts.append(self.states.get(key, len(sequence.response_ids)))
         return torch.cat(parts).to(self._device)
 
-    def count_missing(self, sequences: Iterable[TokenSequence]) -> tuple[int, int, str]:
-        """Number of ``sequences`` not in the cache, number of all, and the name of the first missing one."""
-        missing = ["" if sequence_key(each) in self.states else each.name for each in sequences]
-        return len(missing) - missing.count(""), len(missing), next(filter(None, missing), "")
+    def require_all(self, sequences: Iterable[TokenSequence], source: str, advice: str) -> None:
+        """Check that the cache holds all of some sequences.
+
+        Args:
+            sequences: of a source.
+            source: what they are of, for the error.
+            advice: what to do.
+
+        Raises:
+            ModelError: if it lacks some, with their number and the name of the first.
+        """
+        names = [None if sequence_key(each) in self.states else each.name for each in sequences]
+        missing = [name for name in names if name is not None]
+        if missing:
+            raise ModelError(
+                f"{self.folder} lacks {len(missing)} of the {len(names)} {source}, the first being {missing[0]}; "
+                f"{advice}"
+            )
 
     def rounding_columns(self, kind: str, temperature: float) -> dict[str, np.ndarray] | None:
         """The token columns of the "noise" floor or the dtype "gap", computed when the cache was made.

@@ -18,7 +18,6 @@ from kleash.divergences import (
     skew_kl_record,
 )
 from kleash.divergences.functions import cross_entropy_of_rows
-from kleash.errors import ModelError
 from kleash.extras import import_extra, require_attributes
 from kleash.integrations.trl.forward_capture import prepare_frozen, whole_rows
 from kleash.jobs import DistillJob
@@ -246,12 +245,8 @@ def read_given(
     responses = list(
         read_responses(job.source, networks.pair, limit=job.limit, reading=job, with_lists=job.reads_lists)
     )
-    missing, total, first = (0, 0, "") if stored is None else stored.count_missing(responses)
-    if missing:
-        raise ModelError(
-            f"{job.teacher_cache} lacks {missing} of the {total} responses of {job.source}, the first being {first}; "
-            "make another with kleash cache"
-        )
+    if stored is not None:
+        stored.require_all(responses, f"responses of {job.source}", "make another with kleash cache")
     ends = {*networks.pair.eos_token_ids, *networks.pair.tokenizer.all_special_ids}
     has_end = any(response.response_ids[-1] in ends for response in responses)
     return responses, [
