@@ -1,5 +1,6 @@
 """What all tests share: a quiet, offline, repeatable machine, and the tools that some tests need."""
 
+import atexit
 import gc
 import os
 import shutil
@@ -25,8 +26,12 @@ CHROMIUM_FLAGS = (
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# imports make many objects and no garbage
-gc.set_threshold(20_000, 10, 10)
+# until all is imported, which makes many objects and no garbage
+gc.disable()
+if "PYTEST_XDIST_WORKER" in os.environ:
+    atexit.register(os._exit, 0)  # whose exit code says nothing: to free what was imported takes seconds
+else:
+    atexit.register(gc.unfreeze)
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 # Without a cache of bytecode, each process would compile kleash and each pytest all tests.
@@ -81,8 +86,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Let the collector leave alone what was imported."""
-    gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -92,11 +98,6 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         from command_forks import CommandForks
 
         session.config.stash[FORKS] = CommandForks()
-
-
-def pytest_unconfigure() -> None:
-    """Let the interpreter collect everything at its end."""
-    gc.unfreeze()
 
 
 MEASURE_WITHOUT_CHARTS = {

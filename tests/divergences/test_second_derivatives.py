@@ -78,7 +78,6 @@ CASES = {
     ),
     "entropy": (lambda p, q: entropy(p), lambda p, q: -sum(a * mp.log(a) for a in p if a)),
 }
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 KINKED = ("total_variation", "hellinger")
 P = [-0.3, -1.7, -2.5]
 PAIRS = {

@@ -8,7 +8,6 @@ from torch.autograd import forward_ad
 from kleash.estimators import ESTIMATORS, bounded_k3, sampled_kl
 from kleash.estimators.sampled import continued_k3
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 NEAR = (1e-300, 1e-20, 1e-8, 1e-4, 0.1, 0.2499, 0.25, 0.2501)
 FAR = (0.7, 5.0, 5.1, 30.0, 90.0, 650.0)
 BEYOND = (710.0, 5000.0)

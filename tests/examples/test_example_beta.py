@@ -1,11 +1,9 @@
 """The example of the controllers: its plant by hand, and a small policy that is held at the target."""
 
 import runpy
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
+from documentation import ROOT
 
 
 @pytest.fixture(scope="module")

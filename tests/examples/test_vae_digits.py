@@ -1,11 +1,11 @@
 """The example shows what it says: posterior collapse, and its cures."""
 
 import runpy
-from pathlib import Path
 
 import pytest
+from documentation import ROOT
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "vae_digits.py"
+EXAMPLE = ROOT / "examples" / "vae_digits.py"
 
 
 def test_collapse_and_cure(capsys):

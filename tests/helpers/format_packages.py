@@ -1,12 +1,14 @@
 """Quantises a matrix with the packages of formats, each case into a folder with what the package dequantises it to.
 
-    python tests/helpers/format_packages.py FOLDER
+    python tests/helpers/format_packages.py FOLDER PATH
 
-A process of its own, since transformers imports some of these packages wherever it finds them. Each folder has
-config.json and model.safetensors of the module "m", and expected.safetensors with the matrix "weight".
+A process of its own, since transformers imports some of these packages wherever it finds them; PATH, as in PYTHONPATH,
+is where they are. Each folder has config.json and model.safetensors of the module "m", and expected.safetensors with
+the matrix "weight".
 """
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -124,6 +126,7 @@ def write_case(folder: Path, case: FormatCase) -> None:
 
 
 if __name__ == "__main__":
+    sys.path[:0] = sys.argv[2].split(os.pathsep)
     matrix = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(0))
     for quantise in (compressed_tensors, bitsandbytes, mlx):
         for made in quantise(matrix):

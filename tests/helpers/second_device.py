@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.cpp_extension import include_paths
 from transformers import GenerationMixin
+from undrawn_charts import draw_charts
 
 from kleash.jobs import CacheJob, DistillJob, DPOJob, GRPOJob, MeasureJob, PPOJob, RLOOJob
 from kleash.measuring import cache_reference, measure
@@ -61,12 +62,13 @@ def register(library: Path) -> None:
 
 def jobs_on(device: str, folder: Path) -> Iterator[Any]:
     """The jobs called ``JOBS``, on a device; they write into ``folder``."""
-    given, cache = folder / "given.jsonl", folder / "cache"
+    given, held_out, cache = folder / "given.jsonl", folder / "held_out.txt", folder / "cache"
     lengths = [
         {"prompt": f"The {end}", "response": " was calm" * n, "chosen": " sea", "rejected": " was" * n}
         for n, end in enumerate("abcd", 1)
     ]
     given.write_text("".join(json.dumps(row) + "\n" for row in lengths))
+    held_out.write_text("She said\nThe sea")
     loading: dict[str, Any] = {"device": device, "dtype": "float32"}
     cache_reference(CacheJob(**loading, reference="shipped:policy", responses=str(given), out=str(cache)))
     drawn: dict[str, Any] = {**loading, "prompts": "shipped:prompts", "limit": 4, "max_new_tokens": 6}
@@ -76,7 +78,7 @@ def jobs_on(device: str, folder: Path) -> Iterator[Any]:
     yield MeasureJob(**drawn)
     yield PPOJob(**rewarded)
     yield PPOJob(**rewarded, lora_rank=2, epochs=2)
-    yield GRPOJob(**grouped, eval_prompts="shipped:prompts", set=("eval_steps=1",))
+    yield GRPOJob(**grouped, eval_prompts=str(held_out), set=("eval_steps=1",))
     yield GRPOJob(**grouped, lora_rank=2, epochs=2)
     yield RLOOJob(**grouped, kl="k3")
     yield DPOJob(**loading, **steps, pairs=str(given))
@@ -111,6 +113,7 @@ def seeded(generate: Any) -> Any:
 
 if __name__ == "__main__":
     folder, *library = map(Path, sys.argv[1:])
+    draw_charts(False)
     GenerationMixin.generate = seeded(GenerationMixin.generate)
     if library:
         register(*library)

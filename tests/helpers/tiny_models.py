@@ -21,6 +21,12 @@ from transformers import (
 
 from kleash.auditing.targets.packages import quiet
 
+DOCUMENTS = [
+    "The sea was calm and the boat went out before the sun had come up.",
+    "She counted the birds on the wire, and then she counted them again, to be sure. Nobody knew why she did.",
+    "A long road leads out of the town; nobody remembers where it was meant to end. " * 2,
+    "It is said that the clock has never been right.",
+]
 SENTENCES = (
     "The sea was calm and the boat went out before the sun had come up over the hills.",
     "She counted the birds on the wire, and then she counted them again, to be sure.",

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from copy import deepcopy
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -33,7 +33,7 @@ WORDS = (
     f"actor.optim.optimizer=SGD actor.optim.lr={RATE} actor.optim.weight_decay=0 actor.optim.clip_grad=1e9 "
     "actor.fsdp_config.use_torch_compile=False ref.fsdp_config.use_torch_compile=False "
     "+actor.fsdp_config.mixed_precision.param_dtype=fp32 +ref.fsdp_config.mixed_precision.param_dtype=fp32 "
-    "+model.override_config.attn_implementation=eager model.path={0}/llama-policy actor.loss_agg_mode={1} "
+    "+model.override_config.attn_implementation=eager"
 )
 STATIC = "algorithm.kl_ctrl.type=pid model.use_remove_padding=False actor.ppo_micro_batch_size_per_gpu=1 "
 STATIC += "rollout.log_prob_micro_batch_size_per_gpu=2 ref.log_prob_micro_batch_size_per_gpu=1"
@@ -87,13 +87,28 @@ class Queue:
 QUEUE = Queue()
 
 
+def in_sections(words):
+    """Settings with the names of their sections."""
+    return re.sub(r"\b(?=(actor|ref|rollout|model)\.)", "actor_rollout_ref.", words).split()
+
+
+@cache
+def configuration():
+    """verl's, with the settings of ``WORDS``."""
+    from hydra import compose, initialize_config_module
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", in_sections(WORDS))
+
+
 def import_verl():
-    """Install kleash with the exact KL, then import verl's driver, workers and engine."""
+    """Install kleash with the exact KL, then import verl's driver, workers and engine, and read its configuration."""
     sys.modules["transfer_queue"] = QUEUE
     with quiet(), stand_ins(("uvicorn", "fastapi", "aiohttp", "vllm")):
         install(exact=True)
         for name in ("trainer.ppo.v1.trainer_sync", "workers.engine.fsdp.transformer_impl"):
             __import__(f"verl.{name}")
+        configuration()
 
 
 class Group:
@@ -194,13 +209,11 @@ def expected_step(policy, reference, keys, beta, mode):
 
 def check_driver(folder, mode):
     """Two steps of two updates equal those in float64: rewards, the KL of the loss, the controller and the weights."""
-    from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
     from verl.plugin.platform import get_platform
 
     more, controller = CASES[mode]
-    words = WORDS.format(folder, mode) + more
-    words = re.sub(r"\b(?=(actor|ref|rollout|model)\.)", "actor_rollout_ref.", words)
+    words = in_sections(f"{more} model.path={folder}/llama-policy actor.loss_agg_mode={mode}")
     with (
         quiet(),
         mock.patch.dict(os.environ, VERL_ENGINE_DEVICE="cuda"),
@@ -209,8 +222,7 @@ def check_driver(folder, mode):
         mock.patch.object(torch.Tensor, "pin_memory", lambda self: self),
         mock.patch("verl.models.transformers.monkey_patch.is_trl_available", bool),
     ):
-        with initialize_config_module("verl.trainer.config", version_base=None):
-            OmegaConf.resolve(config := compose("ppo_trainer", words.split()))
+        OmegaConf.resolve(config := OmegaConf.merge(configuration(), OmegaConf.from_dotlist(words)))
         trainer = trainer_of(config, f"{folder}/llama-reference")
         policy, start, reference = (
             AutoModelForCausalLM.from_pretrained(folder / f"llama-{role}", dtype=torch.float64).eval()

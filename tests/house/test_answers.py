@@ -1,13 +1,13 @@
 """The questions that people ask are answered near the index of the site."""
 
 import json
-from pathlib import Path
 
 import check_answers
 import memory_and_hours
 import pytest
+from documentation import ROOT
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = ROOT / "docs"
 
 
 def test_answers_are_near(capsys):

@@ -3,19 +3,12 @@
 import importlib
 import json
 import re
-from pathlib import Path
 
 import pytest
+from documentation import PAGES, ROOT
 
 import kleash
 
-ROOT = Path(__file__).resolve().parents[2]
-
-PAGES = [
-    ROOT / "README.md",
-    *sorted((ROOT / "docs").rglob("*.md")),
-    *sorted((ROOT / "examples").glob("*/*.md")),
-]
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 API = ROOT / "docs" / "reference" / "api"
 REFERENCE = "\n".join(page.read_text() for page in sorted(API.glob("*.md")))

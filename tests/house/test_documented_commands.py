@@ -5,15 +5,10 @@ import shlex
 from pathlib import Path
 
 import pytest
+from documentation import PAGES, ROOT
 
 from kleash.cli.parsing import RECORDS, read_words
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [
-    ROOT / "README.md",
-    *sorted((ROOT / "docs").rglob("*.md")),
-    *sorted((ROOT / "examples").glob("*/*.md")),
-]
 BLOCK = re.compile(r"^```(?:console|bash|sh)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LEFT_OUT = {"…", "..."}
 """Words that stand for options of a line above."""

@@ -76,8 +76,9 @@ READERS = (".uncertainty", ".records", ".reports", ".shipped", ".cli", ".measuri
 
 
 @pytest.mark.parametrize("module", READERS)
-def test_what_only_reads_files_never_imports_torch(module):
-    done = run(f"deny('torch')\nimport kleash{module}")
+def test_what_only_reads_files_imports_neither_torch_nor_matplotlib(module):
+    denied = ["torch", "matplotlib", *(["numpy"] if module == ".shipped" else [])]
+    done = run(f"deny(*{denied})\nimport kleash{module}")
     assert done.returncode == 0, done.stderr
 
 
@@ -93,7 +94,7 @@ def test_help_never_imports_torch():
     names = ("", "measure", "report", "compare", "cache", "audit")
     lines = ["--version", *(f"{name} --help" for name in names)]
     code = f"from kleash.cli import main\nfor line in {lines!r}:\n    assert main(line.split()) == 0"
-    done = run(f"deny('torch', 'transformers', 'ray')\n{code}")
+    done = run(f"deny('torch', 'transformers', 'ray', 'matplotlib')\n{code}")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("usage: kleash") == len(lines) - 1
 

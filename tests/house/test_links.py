@@ -3,12 +3,11 @@
 import re
 import subprocess
 from collections import Counter
-from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from documentation import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("README.md", "DESIGN.md", "CONTRIBUTING.md", "CHANGELOG.md", "src/kleash/shipped/data/README.md")
 PAGES = [*(ROOT / name for name in NAMES), *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES += sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))

@@ -6,10 +6,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from documentation import ROOT
 
 import kleash
 
-ROOT = Path(__file__).resolve().parents[2]
 CITATION = re.compile(r"^version: (\S+)$", re.MULTILINE)
 NOT_FULL = r'if kl_penalty == "full":\n[^\n]*\n +raise NotImplementedError'
 BACKWARD = r"backward_score = 0\.5 \* \(logprob - ref_logprob\)\.square\(\)"

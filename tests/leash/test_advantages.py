@@ -83,7 +83,7 @@ def test_gae_agrees_with_verl(verl, gamma, gae_lambda):
     values = torch.where(mask, torch.randn(4, 9, dtype=torch.float64), 0.0)
     scores, token_kl = torch.randn(4, dtype=torch.float64), torch.rand(4, 9, dtype=torch.float64)
     rewards = shape_rewards(scores, token_kl, mask, beta=0.2)
-    theirs = verl.compute_gae_advantage_return(rewards, values, mask.double(), gamma, gae_lambda)
+    theirs = verl.core.compute_gae_advantage_return(rewards, values, mask.double(), gamma, gae_lambda)
     ours = generalised_advantages(rewards, values, mask, gamma=gamma, gae_lambda=gae_lambda)
     torch.testing.assert_close(ours.returns[mask], theirs[1][mask])
     theirs_again = (ours.advantages[mask] - ours.advantages[mask].mean()) / ours.advantages[mask].std()

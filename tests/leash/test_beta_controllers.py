@@ -53,7 +53,7 @@ def test_ziegler_without_a_horizon_does_not_depend_on_the_batch():
 
 def test_ziegler_agrees_with_verl_within_the_bounds(verl):
     ours = ZieglerBeta(beta=0.15, target_nats=6.0, horizon=3000)
-    theirs = verl.AdaptiveKLController(0.15, 6.0, 3000)
+    theirs = verl.core.AdaptiveKLController(0.15, 6.0, 3000)
     draw = torch.Generator().manual_seed(0)
     for measured in (12 * torch.rand(200, generator=draw)).tolist():
         ours = ours.after(measured, sequences=256)
@@ -61,7 +61,7 @@ def test_ziegler_agrees_with_verl_within_the_bounds(verl):
         assert ours.beta == pytest.approx(theirs.value, rel=1e-12) and ours.event is None
     theirs.update(NAN, 256)
     assert math.isnan(theirs.value) and ours.after(NAN, sequences=256).beta == ours.beta
-    theirs = verl.AdaptiveKLController(0.15, 6.0, 300)
+    theirs = verl.core.AdaptiveKLController(0.15, 6.0, 300)
     ours = ZieglerBeta(beta=0.15, target_nats=6.0, horizon=300)
     for _ in range(3):
         theirs.update(0.1, 2048)

@@ -103,7 +103,7 @@ def test_group_advantages_agree_with_verl(verl):
     def theirs(function, **options):  # both change their argument
         return function(rewards.clone().unsqueeze(-1), **given_, **options)[0].squeeze(-1)
 
-    grpo, rloo = verl.compute_grpo_outcome_advantage, verl.compute_rloo_outcome_advantage
+    grpo, rloo = verl.core.compute_grpo_outcome_advantage, verl.core.compute_rloo_outcome_advantage
     published = group_advantages(rewards, groups, scale="std", corrected=False)
     torch.testing.assert_close(theirs(grpo, epsilon=0.0), published)
     centred = group_advantages(rewards, groups, corrected=False)

@@ -6,18 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kleash.auditing.targets.packages import quiet
 from kleash.leash import mismatch
 
 NAN = float("nan")
-
-
-@pytest.fixture(scope="module")
-def verl():
-    with quiet():  # what verl's own dependencies warn of when they are imported
-        helper = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
-        debug = pytest.importorskip("verl.utils.debug.metrics")
-    return SimpleNamespace(offpolicy=helper.compute_offpolicy_metrics, debug=debug.calculate_debug_metrics)
 
 
 def batch():
@@ -31,8 +22,9 @@ def batch():
 def test_renamed_metrics_agree_with_verl(verl):
     trainer, engine, mask = batch()
     given = {"rollout_log_probs": engine, "old_log_probs": trainer, "response_mask": mask.long()}
-    theirs = {f"rollout_corr/{k}": v for k, v in verl.offpolicy(trainer, engine, mask.long()).items()}
-    theirs |= verl.debug(SimpleNamespace(batch=given | {"responses": mask}))
+    measured = verl.corr.compute_offpolicy_metrics(trainer, engine, mask.long())
+    theirs = {f"rollout_corr/{name}": value for name, value in measured.items()}
+    theirs |= verl.debug.calculate_debug_metrics(SimpleNamespace(batch=given | {"responses": mask}))
     assert theirs.pop("training/rollout_probs_diff_valid") == 1
     ours = mismatch(trainer, engine, mask).renamed("verl")
     assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
@@ -43,8 +35,8 @@ def test_verl_counts_an_empty_sequence_with_perplexity_one(verl):
     trainer, engine, mask = batch()
     emptied = mask.clone()
     emptied[:20] = False
-    theirs = verl.offpolicy(trainer, engine, emptied.long())
-    of_the_rest = verl.offpolicy(trainer[20:], engine[20:], mask[20:].long())
+    theirs = verl.corr.compute_offpolicy_metrics(trainer, engine, emptied.long())
+    of_the_rest = verl.corr.compute_offpolicy_metrics(trainer[20:], engine[20:], mask[20:].long())
     for name in ("training_ppl", "rollout_ppl", "ppl_ratio"):
         assert theirs[name] == pytest.approx((of_the_rest[name] + 1) / 2, rel=1e-4)
     assert theirs["chi2_seq"] == pytest.approx(of_the_rest["chi2_seq"] / 2, rel=1e-3)
@@ -58,4 +50,5 @@ def test_verl_clips_log_ratios_at_20_nats(verl):
     mask = torch.ones(2, 1, dtype=torch.long)
     ours = mismatch(trainer, engine, mask).renamed("verl")["rollout_corr/chi2_seq"]
     assert ours == pytest.approx((math.exp(48) + 1) / 2 - 1)
-    assert verl.offpolicy(trainer, engine, mask)["chi2_seq"] == pytest.approx((math.exp(40) + 1) / 2 - 1)
+    theirs = verl.corr.compute_offpolicy_metrics(trainer, engine, mask)["chi2_seq"]
+    assert theirs == pytest.approx((math.exp(40) + 1) / 2 - 1)

@@ -2,14 +2,14 @@
 
 import re
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
+from documentation import ROOT
 from toy_algorithms import DEVIATING, REGIONS, RIGHT
 from toy_mdp import BETA, GROUP, MASK, POLICY, SCORES, TOKENS, analytic_gradient, apart, said
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "algorithms.md"
+PAGE = ROOT / "docs" / "explanation" / "algorithms.md"
 TRUTH = analytic_gradient()
 EVERY = torch.arange(len(TOKENS))
 

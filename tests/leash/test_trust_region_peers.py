@@ -22,14 +22,6 @@ LOG2 = math.log(2)
 
 
 @pytest.fixture(scope="module")
-def verl():
-    """verl's trust regions: ``rollout_corr_helper`` and ``core_algos``."""
-    with quiet():  # what verl's own dependencies warn of when they are imported
-        helper = pytest.importorskip("verl.trainer.ppo.rollout_corr_helper")
-        return SimpleNamespace(corr=helper, core=pytest.importorskip("verl.trainer.ppo.core_algos"))
-
-
-@pytest.fixture(scope="module")
 def trl():
     """TRL's GRPO trainer, of which one method is asked."""
     with quiet():

@@ -23,10 +23,8 @@ from kleash.linear import (
 )
 from kleash.linear.api import token_statistics_and_top
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script. is deprecated",
-    "ignore:The .grad attribute of a Tensor that is not a leaf",  # torch's own tracing
-)
+# of torch's own tracing
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 CASE = head_case(torch.float64, tokens=(5,), vocab_size=11, bias=True)
 WEIGHTS = torch.linspace(0.5, 2, 5, dtype=torch.float64)
 

@@ -4,13 +4,13 @@ import json
 import re
 from dataclasses import replace
 from math import nan
-from pathlib import Path
 
 import pytest
 import rank_checks
 import torch
 import torch.distributed as dist
 import vocabulary_ranks
+from documentation import ROOT
 from linear_cases import REFERENCE, SMALL, head_case, peak
 from torch.distributed.tensor import DeviceMesh, distribute_tensor
 
@@ -26,7 +26,7 @@ from kleash.linear import (
 )
 from kleash.linear.vocab_shards import VocabShards
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "devices.md"
+PAGE = ROOT / "docs" / "reference" / "devices.md"
 
 
 @pytest.fixture(scope="module")

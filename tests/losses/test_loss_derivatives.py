@@ -28,7 +28,6 @@ from kleash.losses import (
     top_k_of,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 RANDOM = torch.Generator().manual_seed(3)
 AT, OTHER = (torch.randn(4, 3, 6, generator=RANDOM, dtype=torch.float64) for _ in range(2))
 TRAINED = OTHER.clone().requires_grad_()

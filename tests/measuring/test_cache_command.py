@@ -10,18 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 from command_words import words
 from run_files import parts, untimed
-from tiny_models import double_logits, save_tiny, tiny_pair, tiny_tokenizer
+from tiny_models import DOCUMENTS, double_logits, save_tiny, tiny_pair, tiny_tokenizer
 
 from kleash.cli import main
 from kleash.measuring import CacheJob, ProgressReporter, cache_reference, measure
 from kleash.records import Measurement
 
-DOCUMENTS = [
-    "The sea was calm and the boat went out before the sun had come up.",
-    "She counted the birds on the wire, and then she counted them again, to be sure. Nobody knew why she did.",
-    "A long road leads out of the town; nobody remembers where it was meant to end. " * 2,
-    "It is said that the clock has never been right.",
-]
 WINDOWS = {"window": 24, "stride": 16, "batch_tokens": 64}
 """Fourteen windows in two shards."""
 

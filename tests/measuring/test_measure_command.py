@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from command_words import words
-from tiny_models import double_logits, tiny_pair, tiny_tokenizer
+from tiny_models import DOCUMENTS, double_logits, tiny_pair, tiny_tokenizer
 
 from kleash.cli import main
 from kleash.records import Measurement
@@ -19,11 +19,6 @@ PROMPTS = [
     "A long road",
     "When the rain stopped they opened the windows, and",
     "It is said",
-]
-DOCUMENTS = [
-    "The sea was calm and the boat went out before the sun had come up.",
-    "She counted the birds on the wire, and then she counted them again, to be sure. Nobody knew why she did.",
-    "A long road leads out of the town; nobody remembers where it was meant to end. " * 2,
 ]
 
 

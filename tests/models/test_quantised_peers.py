@@ -1,8 +1,5 @@
 """Packed weights of the formats' own packages, unpacked as the packages dequantise them."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import format_packages
@@ -17,14 +14,11 @@ NUM_CASES = {"compressed-tensors": 16, "bitsandbytes": 5, "mlx": 9}
 
 
 @pytest.fixture(scope="module")
-def cases(formats_path: str, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def cases(formats_path, tmp_path_factory, command_forks) -> list[Path]:
     """The folders that the packages have written."""
     folder = tmp_path_factory.mktemp("formats")
-    command = [sys.executable, "-W", "ignore", format_packages.__file__, str(folder)]
-    result = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": formats_path}, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
+    done = command_forks.run_python([format_packages.__file__, str(folder), formats_path])
+    assert done.returncode == 0, done.stderr[-2000:]
     return sorted(folder.iterdir())
 
 

@@ -1,13 +1,10 @@
 """Charts in a page: their SVG is text of the page, in its colours, and equal for equal data."""
 
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import matplotlib
-import pytest
 from synthetic_run import HOSTILE
 
 from kleash.reports.drawing import VARIABLES, Chart, band, dots, name_axes, name_rows, to_svg
@@ -69,12 +66,3 @@ def test_the_user_s_settings_of_matplotlib_neither_matter_nor_change():
         svg = to_svg(chart_of("$a$"))
         assert dict(matplotlib.rcParams) == before
     assert svg == to_svg(chart_of("$a$"))
-
-
-@pytest.mark.parametrize(
-    "code", ["import kleash", "import kleash.reports", "from kleash.cli import main; main(['--help'])"]
-)
-def test_matplotlib_is_loaded_only_to_draw(code):
-    check = f"import sys; {code}; assert 'matplotlib' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr

@@ -2,9 +2,9 @@
 
 import math
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
+from documentation import ROOT
 from synthetic_run import columns, measurement_of
 
 from kleash.leash import best_of_n_bound
@@ -12,7 +12,7 @@ from kleash.records import Measurement, Number
 from kleash.store.anchors import ANCHORS, scale_sentence
 from kleash.store.statistics import label_of
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "explanation" / "kl.md"
+PAGE = ROOT / "docs" / "explanation" / "kl.md"
 
 
 def measured(nats, **job):

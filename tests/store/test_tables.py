@@ -30,7 +30,6 @@ def test_reading_a_parquet_file_starts_no_thread_and_imports_no_pandas(tmp_path)
     """A thread of pyarrow that ends after the interpreter aborted 5 % of short commands on a busy machine."""
     path, columns = tmp_path / "a.parquet", {"prompt_id": np.arange(9, dtype="int32"), "text": ["a"] * 9}
     path.write_bytes(encode_table(columns, {"prompt_id": "int32", "text": "string"}))
-    done = subprocess.run(
-        [sys.executable, "-c", READER, str(path)], capture_output=True, text=True, timeout=300
-    )
+    words = [sys.executable, "-c", READER, str(path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert (done.stdout, done.stderr) == ("0 False\n", "")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documentation import ROOT
 from safetensors import safe_open
 from tiny_models import save_tiny
 from trl_batches import TRL_MARKS
@@ -128,7 +129,6 @@ def test_data_seed_orders_the_prompts(trl: Any) -> None:
     assert list(plain) != list(other) == list(expected)
 
 
-ROOT = Path(__file__).parents[2]
 COMMANDS = [
     words
     for page in ("explanation/algorithms.md", "reference/training.md")

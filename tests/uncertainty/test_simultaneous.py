@@ -17,6 +17,10 @@ from kleash.uncertainty.simultaneous import (
     simultaneous_differences,
 )
 
+CLUSTERS, CANDIDATES = 41, 5
+VALUES = np.random.default_rng(0).standard_normal((CLUSTERS, CANDIDATES))
+WHITENED = np.linalg.qr(VALUES - VALUES.mean(axis=0))[0]
+
 
 def means_of_clusters(seed: int, clusters: int, shifts: list[float], noise: float = 0.1) -> np.ndarray:
     """[cluster, candidate]: an effect that all candidates share, noise of their own, and a shift."""
@@ -42,11 +46,8 @@ def test_two_candidates_have_the_interval_of_one_paired_difference_with_a_longer
 
 def test_the_critical_value_of_equal_correlations_is_the_studentised_range():
     """Independent candidates of equal variance: max |t_ij| is the studentised range divided by sqrt(2)."""
-    clusters, candidates = 41, 5
-    values = np.random.default_rng(0).standard_normal((clusters, candidates))
-    whitened = np.linalg.qr(values - values.mean(axis=0))[0]
-    result = simultaneous_differences(whitened, np.ones_like(whitened))
-    expected = stats.studentized_range.ppf(0.95, candidates, clusters - 1) / math.sqrt(2)
+    result = simultaneous_differences(WHITENED, np.ones_like(WHITENED))
+    expected = stats.studentized_range.ppf(0.95, CANDIDATES, CLUSTERS - 1) / math.sqrt(2)
     assert result.critical_value == pytest.approx(expected, rel=0.012)
 
 
@@ -68,14 +69,11 @@ def dunnett_quantile(others: int, degrees_of_freedom: int) -> float:
 
 
 def test_the_critical_value_of_differences_from_a_control_is_that_of_dunnett():
-    clusters, candidates = 41, 5
-    values = np.random.default_rng(0).standard_normal((clusters, candidates))
-    whitened = np.linalg.qr(values - values.mean(axis=0))[0]
-    result = differences_from_control(whitened, np.ones_like(whitened))
-    expected = dunnett_quantile(candidates - 1, clusters - 1)
+    result = differences_from_control(WHITENED, np.ones_like(WHITENED))
+    expected = dunnett_quantile(CANDIDATES - 1, CLUSTERS - 1)
     assert result.critical_value == pytest.approx(expected, rel=0.012)
     assert [(pair.first, pair.second) for pair in result.pairs] == [(1, 0), (2, 0), (3, 0), (4, 0)]
-    all_pairs = simultaneous_differences(whitened, np.ones_like(whitened))
+    all_pairs = simultaneous_differences(WHITENED, np.ones_like(WHITENED))
     assert result.critical_value < all_pairs.critical_value
     low, high = all_pairs.pairs[1].estimate.ci95
     assert result.pairs[1].estimate.ci95 == pytest.approx((-high, -low), rel=1e-9)
