@@ -128,7 +128,7 @@ def test_a_model_of_text_needs_no_rows_for_added_special_tokens_and_reads_none(t
         with_image.save_pretrained(folder)
     pair = load_pair(str(policy), str(write_gguf(policy, policy / "model.gguf")))
     assert (pair.vocab_size, pair.vocabulary, pair.policy.padding) == (300, "the whole vocabulary", None)
-    logits = SimpleNamespace(vocab_size=300, context=8, path="base.kld")
+    logits = SimpleNamespace(vocab_size=300, context=8, path="base.kld", tokens=lambda chunk: [0])
     assert base_logits_beside(pair.policy, logits, "").vocab_size == 300
     assert "for 300 tokens; both are cut" in load_pair(str(policy), str(larger)).notes[0]
     record = {"messages": [{"role": "user", "content": "a <image>"}]}
