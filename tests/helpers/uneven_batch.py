@@ -30,11 +30,10 @@ def per_token(model, features, logq, mask):
     return kl_loss(-model(features).squeeze(-1).exp(), logq, mask)
 
 
-def of_rank(rank, port, cut, ways, folder):
+def of_rank(rank, cut, ways, folder):
     """One of two processes: its rows in two micro-batches, gradients averaged by DDP."""
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
-    )
+    meeting = f"file://{folder / 'meeting'}"
+    dist.init_process_group("gloo", meeting, timedelta(seconds=60), world_size=2, rank=rank)
     results = {}
     rows = slice(0, cut) if rank == 0 else slice(cut, None)
     features, logq, mask = (part[rows] for part in data())

@@ -1,7 +1,6 @@
 """Advantages against the others of a group, and whitening: against loops, verl, and two processes."""
 
 import math
-import socket
 
 import numpy as np
 import pytest
@@ -127,10 +126,7 @@ def test_whitening_of_a_small_example():
 
 
 def test_whitening_is_over_all_processes(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.start_processes(of_rank, args=(port, tmp_path), nprocs=2, start_method="fork")
+    mp.start_processes(of_rank, args=(tmp_path,), nprocs=2, start_method="fork")
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     for name, (values, mask) in batches().items():
         together = torch.cat([ranks[0][name][0], ranks[1][name][0]])
