@@ -11,6 +11,7 @@ import pytest
 import torch
 from rectangular_rollouts import rollouts_of
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import DynamicCache
 from transformers.generation import logits_process as hf
 
@@ -261,6 +262,15 @@ def test_the_likeliest_tokens_log_probability_is_a_column_of_other_tokens(plain,
     likeliest = plain.logits().log_softmax(-1).amax(-1).double().numpy()
     finding = first_cause(plain.records(plain.scored(), likeliest), pair)
     assert finding.cause == "column" and "the likeliest token's" in finding.evidence
+
+
+@pytest.mark.parametrize(("more", "words"), [(1, "before the prompt"), (-1, "without its first token")])
+def test_prompts_that_one_side_reads_otherwise_are_named(plain, pair, more, words, monkeypatch):
+    ids, trainer = pad(plain.ids, (more, 0), value=pair.tokenizer.eos_token_id), plain.scored()
+    logits = pair.policy.network(ids[:, :-1]).logits.detach()[:, -40:]
+    monkeypatch.setattr(plain, "logits", lambda role: logits)
+    finding = first_cause(plain.records(trainer, plain.scored()), pair)
+    assert finding.cause == "context" and words in finding.evidence
 
 
 def test_a_reference_column_of_the_policy_is_named_with_the_models_alone(plain, pair):

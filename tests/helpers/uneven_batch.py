@@ -32,8 +32,7 @@ def per_token(model, features, logq, mask):
 
 def of_rank(rank, cut, ways, folder):
     """One of two processes: its rows in two micro-batches, gradients averaged by DDP."""
-    meeting = f"file://{folder / 'meeting'}"
-    dist.init_process_group("gloo", meeting, timedelta(seconds=60), world_size=2, rank=rank)
+    dist.init_process_group("gloo", f"file://{folder}/ranks", timedelta(seconds=60), world_size=2, rank=rank)
     results = {}
     rows = slice(0, cut) if rank == 0 else slice(cut, None)
     features, logq, mask = (part[rows] for part in data())
