@@ -283,7 +283,7 @@ def cells(case: Case, row: Row) -> tuple[str, ...]:
     bias, error = row.bias / case.kl, row.gradient_error
     return (
         row.name,
-        format_value(row.value, 4),
+        format_value(round(row.value, 9), 4),  # else the quadrature's rounding decides a tie
         "0" if abs(bias) <= ROUNDING else f"{format_value(100 * bias, 4)} %",
         format_value(row.standard_deviation / case.kl, 4) if row.standard_deviation else "0",
         f"{100 * row.negative_share:.2f} %" if row.negative_share else "0",

@@ -267,7 +267,7 @@ def test_the_likeliest_tokens_log_probability_is_a_column_of_other_tokens(plain,
 @pytest.mark.parametrize(("more", "words"), [(1, "before the prompt"), (-1, "without its first token")])
 def test_prompts_that_one_side_reads_otherwise_are_named(plain, pair, more, words, monkeypatch):
     ids, trainer = pad(plain.ids, (more, 0), value=pair.tokenizer.eos_token_id), plain.scored()
-    logits = pair.policy.network(ids[:, :-1]).logits.detach()[:, -40:]
+    logits = pair.policy.network(ids[:, :-1]).logits.detach()[:, -len(plain.responses[0]) :]
     monkeypatch.setattr(plain, "logits", lambda role: logits)
     finding = first_cause(plain.records(trainer, plain.scored()), pair)
     assert finding.cause == "context" and words in finding.evidence

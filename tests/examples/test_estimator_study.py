@@ -1,7 +1,6 @@
 """The estimator study against published tables, closed forms, moments, scipy's quadrature, and its README."""
 
 import math
-import re
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from scipy.optimize import brentq, minimize
 from scipy.stats import norm
 
 X = np.linspace(-14, 14, 40_001)
-NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e-?\d+)?")
 TARGET = 0.6 * norm.pdf(X, -2, 0.6) + 0.4 * norm.pdf(X, 2, 0.6)
 
 
@@ -20,16 +18,13 @@ def fits():
     return two_mode_fits()
 
 
-def words_and_numbers(text):
-    lines = "\n".join(line for line in text.splitlines() if line.startswith(("| ", "### ")))
-    return NUMBER.sub("0", lines), [float(number) for number in NUMBER.findall(lines)]
-
-
 def test_every_table_of_the_readme_is_printed(fits, root):
     text = (root / "examples/estimator_study/README.md").read_text(encoding="utf-8")
-    (written, numbers), (printed, found) = words_and_numbers(text), words_and_numbers(tables(fits))
-    assert written == printed and len(numbers) > 200
-    assert found == pytest.approx(numbers, rel=1e-3)  # a mean of 14.625 is printed as either neighbour
+    written, printed = (
+        [line for line in each.splitlines() if line.startswith(("| ", "### "))]
+        for each in (text, tables(fits))
+    )
+    assert written == printed and len(written) > 60
     assert f"{noise_crossing():.3f} nats" in " ".join(text.split())
 
 

@@ -198,7 +198,8 @@ def check_command(folder):
         controller = replace(controller, target_nats=float(words.split()[1])).after(kl)
         command = f"{WORDS.format(folder)}{step} --data.prompt_dataset {prompts} {words}"
         found, experiences = run(command.split(), str(folder / "llama-reference"))
-        assert abs(found.value / controller.beta - 1) < 2e-5, (found.leash, controller)
+        bound = 2e-6 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 2e-5  # sums round more
+        assert abs(found.value / controller.beta - 1) < bound, (found.leash, controller)
         own = torch.cat([x.returns[x.action_mask.bool()] for x in experiences])
         assert (own - returns).abs().max() < 1e-4, (own, returns)
         trained = network(step)

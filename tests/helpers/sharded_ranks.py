@@ -87,6 +87,8 @@ class Ranks:
         ("GRPO", "llama", True, {"reshard_after_forward": True}),
     )
     """Algorithm, kind, whether the second rank has no token, and each way to shard."""
+    dtype, bound = torch.float64, 1e-6
+    """A policy's, and its gradient's largest error: how sums of float32 round depends on the processor."""
     training = ("llama", {"fsdp": True, "fsdp_config": FSDP2}, "FSDPLlamaForCausalLM")
     """Kind, arguments of TRL's configuration, and the class that they make of the model."""
 

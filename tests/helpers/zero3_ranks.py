@@ -40,6 +40,8 @@ class Zero3Ranks(Ranks):
     config |= {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 40}}
     training = ("qwen3", {"deepspeed": config | {"bf16": {"enabled": "auto"}}}, "DeepSpeedEngine")
     loss_cases = (("GRPO", "llama", False, {"accumulation": 2}), ("GRPO", "qwen3", True, {"accumulation": 2}))
+    dtype = torch.float32  # DeepSpeed's widest
+    bound = 1e-6 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 3e-6
     wrapped = staticmethod(engine_of)
 
     def backward(self, model, loss, is_last):
