@@ -21,7 +21,7 @@ test: .venv/.made .venv/.made-formats
 	./check.sh
 
 docs: .venv/.made-docs
-	HF_HUB_OFFLINE=1 $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -d build/doctrees docs build/docs
+	HF_HUB_OFFLINE=1 $(BIN)/python -m sphinx --fresh-env --quiet --fail-on-warning --keep-going -d build/doctrees docs build/docs
 
 test-oldest: .venv-oldest/.made
 	$(OLDEST)/python -m pytest -q -n 2 -m 'not compiler and not browser'

@@ -37,7 +37,6 @@ suppress_warnings = ["misc.highlighting_failure"]  # "…" in examples is no Pyt
 autodoc_default_options = {"members": True, "undoc-members": True, "no-value": True}
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_preserve_defaults = True
 napoleon_use_rtype = False
 napoleon_use_ivar = True
 maximum_signature_line_length = 88

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kleash.errors import ModelError, OptionError, RunFolderError
 from kleash.models.cache.hidden_states import HiddenStateStore, sequence_key
+from kleash.models.generation import ignore
 from kleash.models.pair import Model
 from kleash.sources.sequences import TokenSequence, batch_by_length
 from kleash.store.atomic import require_utf8, writing
@@ -93,7 +94,7 @@ class ReferenceCache:
         read: Callable[[Sequence[TokenSequence]], Float[Tensor, "tokens dim"]],
         sequences: Sequence[TokenSequence],
         batch_tokens: int,
-        on_scored: Callable[[int, int], object] = lambda sequences, tokens: None,
+        on_scored: Callable[[int, int], object] = ignore,
     ) -> None:
         """Compute and store the hidden states of ``sequences``, in the batches that ``score`` would use.
 
