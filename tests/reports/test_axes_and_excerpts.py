@@ -83,16 +83,16 @@ def on_text(run, **counts):
 def test_the_noun_is_document_on_text_and_window_only_where_they_were_split(run):
     whole = on_text(run, prompts=24, sequences=24, clusters=24)
     assert "window" not in " ".join(source_nouns(whole).values())
-    assert describe_sample_size(whole) == "24 documents; 24 independent clusters"
+    assert describe_sample_size(whole) == "24 documents; each document is an independent cluster"
     cut = on_text(run, prompts=1, sequences=24, clusters=3)
     assert describe_sample_size(cut) == "24 windows of 1 document; 3 independent clusters"
     counts = replace(run[1].counts, prompts=2, sequences=8, clusters=2, truncated_sequences=3)
-    told = "8 responses to 2 prompts, 3 of them truncated; 2 independent clusters"
+    told = "8 responses to 2 prompts, 3 of them truncated; each prompt is an independent cluster"
     assert describe_sample_size(replace(run[1], counts=counts)) == told
     unsaid = replace(
         run[1], job={**run[1].job, "responses": "r"}, counts=replace(counts, truncated_sequences=0)
     )
-    assert describe_sample_size(unsaid) == "8 responses to 2 prompts; 2 independent clusters"
+    assert describe_sample_size(unsaid) == "8 responses to 2 prompts; each prompt is an independent cluster"
     comparison = synthetic_comparison()
     texts = replace(comparison, runs=tuple(replace(run, source="text") for run in comparison.runs))
     assert comparison_charts(texts)["differences"].title.endswith("on shared documents")

@@ -145,7 +145,11 @@ def describe_sample_size(measurement: Measurement) -> str:
         )
     if measurement.source_kind == "prompts" or counts.truncated_sequences:
         text += f", {counts.truncated_sequences:,} of them truncated"
-    return f"{text}; {counted(counts.clusters, 'independent cluster')}"
+    return f"{text}; " + (
+        f"each {nouns['prompt']} is an independent cluster"
+        if counts.clusters == counts.prompts
+        else counted(counts.clusters, "independent cluster")
+    )
 
 
 def summary_numbers(measurement: Measurement) -> list[tuple[str, Estimate]]:
