@@ -218,7 +218,6 @@ def test_step_metrics_match_dense_kl_and_entropy_of_its_responses(trl, folder, t
     seen, reward = [], trainer._calculate_rewards
     trainer._calculate_rewards = lambda *args: seen.append(reward(*args)) or seen[-1]
     output = trainer._generate_and_score_completions(inputs)
-    (scores,) = seen
     logp, logq = (whole_logp(model, output, 1.0).detach() for model in (trainer.model, trainer.ref_model))
     count = passes_of(trainer)
     for at, micro in enumerate(split_tensor_dict(shuffle_sequence_dict(output), 2)):
@@ -233,8 +232,7 @@ def test_step_metrics_match_dense_kl_and_entropy_of_its_responses(trl, folder, t
     found = {name: values[-1] for name, values in trainer._metrics["train"].items()}
     mask = output["completion_mask"].bool()
     kl = torch.where(mask, (logp.exp() * (logp - logq)).sum(-1), 0.0)
-    at = output["completion_ids"].unsqueeze(-1)
-    ratio = (logq - logp).gather(-1, at)[..., 0]
+    ratio = (logq - logp).gather(-1, output["completion_ids"].unsqueeze(-1))[..., 0]
     k3 = torch.where(mask, ratio.exp() - 1 - ratio, 0.0)
     exact, sampled = (x.sum(-1).reshape(2, 2).mean(1) for x in (kl, k3))  # of each prompt
     expected = {
@@ -247,13 +245,15 @@ def test_step_metrics_match_dense_kl_and_entropy_of_its_responses(trl, folder, t
         "policy/entropy": -(logp.exp() * logp).sum(-1)[mask].mean(),
         "kl/k3": k3.sum() / mask.sum(),
         "kl/k3_per_sequence": k3.sum() / 4,
-        "reward/score": 2 * scores[:, 0].mean(),
+        "reward/score": 2 * seen[0][:, 0].mean(),
     }
     assert {name: found[name] for name in expected} == pytest.approx(
         {name: x.item() for name, x in expected.items()}, rel=1e-3
     )
-    by_k3 = response_recorder.response_metrics(without_exact, 0.0)["kl/max_prompt"]
-    assert by_k3 == pytest.approx(sampled.max().item(), rel=1e-4) != found["kl/max_prompt"]
+    one_masked = [replace(without_exact[0], tokens={}), *without_exact[1:]]
+    by_k3, masked = (response_recorder.response_metrics(x, 0.0) for x in (without_exact, one_masked))
+    assert by_k3["kl/max_prompt"] == pytest.approx(sampled.max().item(), rel=1e-4) != found["kl/max_prompt"]
+    assert "response/length" in by_k3 and "response/length" not in masked, "TRL's own is of all responses"
     samples = {(one.prompt, one.response): one.kl for one in recorder.samples}
     texts = trainer.processing_class.batch_decode(output["completion_ids"], skip_special_tokens=True)
     for row, (asked_for, text) in enumerate(zip(inputs, texts, strict=True)):
