@@ -218,6 +218,7 @@ def test_step_metrics_match_dense_kl_and_entropy_of_its_responses(trl, folder, t
     seen, reward = [], trainer._calculate_rewards
     trainer._calculate_rewards = lambda *args: seen.append(reward(*args)) or seen[-1]
     output = trainer._generate_and_score_completions(inputs)
+    (scores,) = seen
     logp, logq = (whole_logp(model, output, 1.0).detach() for model in (trainer.model, trainer.ref_model))
     count = passes_of(trainer)
     for at, micro in enumerate(split_tensor_dict(shuffle_sequence_dict(output), 2)):
@@ -245,7 +246,7 @@ def test_step_metrics_match_dense_kl_and_entropy_of_its_responses(trl, folder, t
         "policy/entropy": -(logp.exp() * logp).sum(-1)[mask].mean(),
         "kl/k3": k3.sum() / mask.sum(),
         "kl/k3_per_sequence": k3.sum() / 4,
-        "reward/score": 2 * seen[0][:, 0].mean(),
+        "reward/score": 2 * scores[:, 0].mean(),
     }
     assert {name: found[name] for name in expected} == pytest.approx(
         {name: x.item() for name, x in expected.items()}, rel=1e-3
