@@ -146,7 +146,8 @@ class RewardJob(OnlineJob):
     """token: the KL of each token. sequence: the KL between responses, in which the KL of later tokens is credited to
     a token too. If not given: token in a loss, sequence in a reward."""
     beta: NotNegative = 0.05
-    """What one nat of KL costs, in the unit of the reward; where a controller begins. 0 is no KL penalty."""
+    """What one nat of KL costs, in the unit of the reward (in grpo, of its standard deviation in a group); where a
+    controller begins. 0 is no KL penalty."""
     controller: Annotated[str, one_of(("fixed", "ziegler", "pid", "dual"))] = "fixed"
     """What moves beta: fixed (nothing), ziegler, pid, or dual."""
     target_nats: Positive | None = None
