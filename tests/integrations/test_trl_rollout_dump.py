@@ -42,7 +42,6 @@ def test_rollouts_of_a_run_are_written_and_read(trl, folder, tmp_path, capsys, k
     assert files == ["step-000000-rank-0.jsonl", "step-000002-rank-0.jsonl"]
     lines = (tmp_path / "rollouts" / files[1]).read_text().splitlines()
     assert {json.loads(line)["version"] for line in lines} == {2}
-
     rollouts = read_rollouts(tmp_path / "rollouts" / files[0])
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     temperature, top_k = settings.get("temperature", 1.0), settings.get("top_k", 0)

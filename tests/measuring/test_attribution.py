@@ -117,7 +117,6 @@ def test_changes_are_those_of_mixed_state_dicts_in_float64(folder, result, group
     means = own.sum() / tokens.sum(), swapped.sum() / tokens.sum()
     residuals = ((swapped - means[1] * tokens) - (own - means[0] * tokens)) / tokens.sum()
     clusters = len(tokens)
-
     attribution = attribution_of(result, 1, grouping)
     (group,) = (group for group in attribution.groups if group.name == name)
     assert attribution.mean.value == pytest.approx(means[0], rel=1e-6)

@@ -125,7 +125,6 @@ def test_a_missing_candidate_is_named_before_the_reference_is_run(job, folder, t
     notes = []
     reporter = ProgressReporter()
     monkeypatch.setattr(reporter, "note", notes.append)
-
     monkeypatch.setattr(sweep_run, "_cache_reference", Mock(side_effect=OptionError("would be run now")))
     candidates = (str(folder / "base"), str(folder / "typo.gguf"))
     with pytest.raises(OptionError, match="would be run now"):

@@ -15,7 +15,7 @@ from kleash.cli import main
 from kleash.diagnosis import read_rollouts
 from kleash.errors import CannotRunError, NonFiniteError, OptionError, RunFolderError, UnknownNameError
 from kleash.integrations.trainer import BetaController, DriftMonitor
-from kleash.leash import FixedBeta, PIDBeta
+from kleash.leash import FixedBeta, PIDBeta, StatefulController
 from kleash.models import Sampling
 from kleash.records import TrainingFolder, read_samples, read_steps
 from kleash.store import summarize
@@ -54,6 +54,9 @@ def monitor(folder, **more):
 def test_leashed_trainer_writes_a_folder_that_report_reads(trl, folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     trainer = grpo(trl, folder, tmp_path, max_steps=3)
+    for unknown in (None, {"kind": "pid"}, StatefulController(FixedBeta(beta=0.3))):
+        with pytest.raises(UnknownNameError, match="no beta controller is called"):
+            kleash.attach(trainer, target_nats=0.5, controller=unknown)
     log = kleash.attach(trainer, target_nats=0.5, controller="dual", out="~/run", rollouts_every=2)
     trainer.train()
     steps = read_steps("~/run")

@@ -244,7 +244,7 @@ def _drift_monitor(monitor: Any, reference: Any) -> "DriftMonitor | None":
 
 def _leash(trainer: Any, controller: str | Leash, target_nats: float | None, per: str) -> Leash | None:
     """The controller in its initial state; None without a target."""
-    if not isinstance(controller, str):
+    if isinstance(controller, Leash):
         return controller
     look_up(CONTROLLERS, controller, "beta controller")
     if target_nats is None:
